@@ -1,0 +1,124 @@
+"""What the two actors have in common: a mailbox, and a task for each session."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import trio
+
+from actors.model import Model
+from actors.session import Session
+from actors.worker import Worker
+from protocol.errors import OutriderError
+from protocol.messages import Close, Message
+from protocol.trace import Actor as ActorName
+from protocol.trace import Event, Instant, InstantKind
+
+S = TypeVar("S", bound="Part")
+
+
+class Part(ABC):
+    """One actor's part in one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.id = session.opened.session
+        self.scope = trio.CancelScope()
+        self._changed = trio.Event()
+
+    @abstractmethod
+    def receive(self, message: Message) -> None:
+        """Take a message from the other actor. Never waits."""
+
+    @abstractmethod
+    def close(self, message: Close) -> None:
+        """Note that the session is over."""
+
+    def wake(self) -> None:
+        """Have the task look again at the state of things."""
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Wait until something has changed since the last time."""
+        await self._changed.wait()
+        self._changed = trio.Event()
+
+
+class Actor(ABC, Generic[S]):
+    """A model, its worker, its mailbox, and one task a session."""
+
+    name: ActorName
+
+    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None]) -> None:
+        """An actor that does nothing until `serve` runs.
+
+        Args:
+            model: lives on the worker's thread.
+            worker: does the forward passes, for all sessions in turn.
+            on_event: called with each decision; see `protocol.trace`.
+        """
+        self.model = model
+        self.worker = worker
+        self._on_event = on_event
+        # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
+        # So sending never waits, and the two actors cannot wait for each other's mailboxes.
+        self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
+        self._parts: dict[int, S] = {}
+        self._nursery: trio.Nursery | None = None
+
+    # A Ctrl-C belongs to the user's task, never into the middle of the books.
+    @trio.lowlevel.enable_ki_protection
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Take sessions and messages until cancelled.
+
+        Cancellation: the jobs that are running finish, and the sessions' caches are dropped, before
+        this returns.
+        """
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            async for message in self._inbox:
+                # A session that is over here may still be spoken to by the other side.
+                if (part := self._parts.get(message.session)) is None:
+                    continue
+                try:
+                    part.receive(message)
+                except OutriderError as error:
+                    # A session that is in disorder ends; the others know nothing of it.
+                    part.session.end(error)
+                    part.scope.cancel()
+
+    def open_session(self, session: Session) -> None:
+        """Begin a session. Never waits."""
+        assert self._nursery is not None, "serve() is not running"
+        part = self._join(session)
+        self._parts[part.id] = part
+        self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
+
+    def close_session(self, message: Close) -> None:
+        """End a session, soon: after the job that is running, if one is. Never waits."""
+        if (part := self._parts.get(message.session)) is not None:
+            part.close(message)
+            part.scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _run(self, part: S) -> None:
+        try:
+            with part.scope:
+                await self._take_part(part)
+        finally:
+            del self._parts[part.id]
+
+    @abstractmethod
+    def _join(self, session: Session) -> S:
+        """This actor's part in a session."""
+
+    @abstractmethod
+    async def _take_part(self, part: S) -> None:
+        """Play the part to its end."""
+
+    def _note(self, part: S, kind: InstantKind, *, round: int = 0, num_tokens: int = 0) -> None:
+        self._on_event(Instant(self.name, kind, part.id, self.worker.clock(), round, num_tokens))

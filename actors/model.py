@@ -1,0 +1,82 @@
+"""What the actors need of a model, so that real models and scripted ones look alike.
+
+A `Line` is a model at work on one text: it holds what it has processed, goes forward, and, where it
+can, back. All its methods run on the model's own thread.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class Line(Protocol):
+    """One text in the cache of one model."""
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """Process tokens after those that are held.
+
+        Args:
+            tokens: at least one id.
+            num_logits: rows of logits wanted, for the last so many tokens; in [0, len(tokens)].
+
+        Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is
+            evaluated.
+        """
+        ...
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """Process one token that may not be computed yet.
+
+        Args:
+            token: (1,) id, which may be lazy.
+
+        Returns: (1, V) logits, lazy.
+        """
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Cut what is held to its first `length` tokens.
+
+        Raises: RewindError: it cannot, or did not.
+        """
+        ...
+
+    def can_rewind_after(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` more could be fed now and all of them be taken back."""
+        ...
+
+    def check(self, length: int) -> None:
+        """Compare with the session's books.
+
+        Raises: RewindError: some layer's cache holds another number of tokens than `length`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        ...
+
+
+class Model(Protocol):
+    """A model on its thread."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits, padding rows included."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions that it can take, or None where it names no bound."""
+        ...
+
+    def open_line(self, *, beside_another: bool) -> Line:
+        """Begin a text.
+
+        Args:
+            beside_another: whether another model works in this process at the same time, so that
+                forward passes should leave room for it.
+        """
+        ...

@@ -1,0 +1,37 @@
+"""What the runtime and both actors share about one session."""
+
+from __future__ import annotations
+
+import attrs
+import trio
+
+from protocol.books import Commit
+from protocol.errors import OutriderError
+from protocol.messages import Open
+from protocol.statistics import Counts
+
+
+@attrs.define(eq=False)
+class Session:
+    """One generation, as the runtime hands it to the actors.
+
+    Only touched in trio's thread.
+
+    Attributes:
+        opened: the message that begins it.
+        commits: where the target puts what is committed. Bounded, so that a slow consumer slows the
+            models and not the memory; closed when nothing more comes.
+        counts: what the actors count; the consumer's side counts tokens.
+        error: why nothing more comes, where that is not the end of the text.
+    """
+
+    opened: Open
+    commits: trio.MemorySendChannel[Commit]
+    counts: Counts = attrs.field(factory=Counts)
+    error: OutriderError | None = None
+
+    def end(self, error: OutriderError | None = None) -> None:
+        """Say that nothing more comes, and why. The first reason stands."""
+        if self.error is None:
+            self.error = error
+        self.commits.close()

@@ -1,0 +1,246 @@
+"""The target: judges proposals, commits text, and decodes by itself where nobody drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import mlx.core as mx
+import trio
+
+from actors.actor import Actor, Part
+from actors.model import Line, Model
+from actors.prefill import prefill
+from actors.session import Session
+from actors.worker import Job, JobError, Worker
+from protocol.acceptance import Judgement, choices, distribution, draw, judge_by_match, judge_by_rejection
+from protocol.books import Books, Commit, State
+from protocol.errors import OutriderError, ProtocolError
+from protocol.held import Held, Plan
+from protocol.messages import Close, Message, Open, Proposal, Verdict, Withdraw
+from protocol.randomness import Purpose, key_for
+from protocol.trace import Event
+
+
+class TargetPart(Part):
+    """The target's part in one session."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.books = Books(session.opened)
+        self.held = Held()
+        self.decoder: PlainDecoder | None = None
+
+    def receive(self, message: Message) -> None:
+        match message:
+            case Proposal():
+                if not self.books.propose(message):
+                    self.session.counts.stale_proposals += 1
+            case Withdraw():
+                self.books.withdraw(message)
+            case _:
+                raise ProtocolError(f"the target was handed {message!r}")
+        self.wake()
+
+    def close(self, message: Close) -> None:
+        self.books.close(message)
+
+
+class TargetActor(Actor[TargetPart]):
+    """Verifies what is proposed, one forward pass a round."""
+
+    name = "target"
+
+    def __init__(
+        self,
+        model: Model,
+        worker: Worker,
+        on_event: Callable[[Event], None],
+        *,
+        on_failure: Callable[[OutriderError], None],
+        drafter: trio.MemorySendChannel[Message] | None = None,
+    ) -> None:
+        """As `Actor`, and:
+
+        Args:
+            on_failure: called once the model has failed, after which no session can go on.
+            drafter: the drafter's mailbox.
+        """
+        super().__init__(model, worker, on_event)
+        self._on_failure = on_failure
+        self.drafter = drafter
+
+    def _join(self, session: Session) -> TargetPart:
+        return TargetPart(session)
+
+    async def _take_part(self, part: TargetPart) -> None:
+        opened, session = part.session.opened, part.session
+        try:
+            line = await self.worker.run(
+                Job("open", partial(self.model.open_line, beside_another=opened.drafted), part.id)
+            )
+            try:
+                await prefill(self.worker, line, part.held, opened)
+                while part.books.state is not State.CLOSED:
+                    commit = await self._round(part, line)
+                    await session.commits.send(commit)
+                self._note(part, "finish", round=part.books.round)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self.worker.run(Job("close", line.close, part.id))
+        except JobError as error:
+            # The model failed, unless the error is one of ours, which is about this session only.
+            if isinstance(error.__cause__, OutriderError):
+                session.end(error.__cause__)
+            else:
+                self._on_failure(error)
+        except OutriderError as error:
+            session.end(error)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._note(part, "cancel", round=part.books.round)  # the consumer has gone
+        finally:
+            session.end()
+
+    async def _round(self, part: TargetPart, line: Line) -> Commit:
+        """Wait for a proposal, judge it, tell the drafter, and return what was committed."""
+        while part.books.state is State.PROPOSING:
+            await part.change()
+        proposal = part.books.outstanding
+        verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
+        commit = part.books.apply(verdict)
+        if commit is None:
+            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted)
+        if proposal is not None and self.drafter is not None:
+            self.drafter.send_nowait(verdict)
+        return commit
+
+    async def _verify(self, part: TargetPart, line: Line, proposal: Proposal) -> Verdict:
+        plan = part.held.plan(part.books.committed)
+        verified = await self.worker.run(
+            Job(
+                "verify",
+                partial(verify, line, plan, proposal, part.session.opened),
+                part.id,
+                len(plan.feed) + len(proposal.tokens),
+            )
+        )
+        part.held.follow(Plan(plan.keep, plan.feed + verified.kept))
+        judgement = verified.judgement
+        return Verdict(
+            part.id, proposal.round, proposal.start, judgement.num_accepted, judgement.token, verified.single_step
+        )
+
+    async def _decode(self, part: TargetPart, line: Line) -> Verdict:
+        """A round without a proposal, and every later one: nobody drafts any more."""
+        books = part.books
+        if part.decoder is None:
+            part.decoder = PlainDecoder(line, part.session.opened)
+        plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
+        go_ahead = books.remaining is None or books.remaining > 1
+        token = await self.worker.run(
+            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1)
+        )
+        part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
+        return Verdict(part.id, books.round, books.next_position, 0, token)
+
+
+# --- on the target's thread -----------------------------------------------------------------------
+
+
+@attrs.frozen
+class Verified:
+    """The outcome of one verify pass.
+
+    Attributes:
+        judgement: what stands, and what comes next.
+        kept: drafted tokens that the cache still holds.
+        single_step: whether nothing could be undone, so that only committed tokens were fed.
+    """
+
+    judgement: Judgement
+    kept: tuple[int, ...]
+    single_step: bool
+
+
+def verify(line: Line, plan: Plan, proposal: Proposal, opened: Open) -> Verified:
+    """One forward pass over what is not in the cache yet and the proposal; then the cache is put right.
+
+    Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
+    pass predicts one token, and the first drafted one is compared with it.
+    """
+    line.rewind(plan.keep)
+    single_step = bool(proposal.tokens) and not line.can_rewind_after(len(plan.feed) + len(proposal.tokens))
+    drafted = proposal.tokens[:1] if single_step else proposal.tokens
+    fed = () if single_step else drafted
+    logits = line.feed(plan.feed + fed, 1 + len(fed))
+    assert logits is not None
+    judgement = judge(logits, drafted, proposal, opened)
+    kept = fed[: judgement.num_accepted]
+    length = plan.keep + len(plan.feed) + len(kept)
+    line.rewind(length)
+    line.check(length)
+    return Verified(judgement, kept, single_step)
+
+
+def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open) -> Judgement:
+    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens."""
+    settings = opened.settings
+    if settings.rule == "match":
+        return judge_by_match(logits, drafted, temperature=settings.temperature, seed=opened.seed, start=proposal.start)
+    return judge_by_rejection(
+        logits,
+        drafted,
+        proposal.probs[: len(drafted)],
+        temperature=settings.temperature,
+        seed=opened.seed,
+        start=proposal.start,
+    )
+
+
+class PlainDecoder:
+    """Decoding without a drafter, one forward pass ahead of what is read.
+
+    The next pass is launched before the token that it starts from is read back, so that building its
+    graph and the way through trio cost nothing while the device computes.
+    """
+
+    def __init__(self, line: Line, opened: Open) -> None:
+        self._line = line
+        self._opened = opened
+        self._pending: mx.array | None = None  # (1,) the next token, launched and not read
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the cache already processes the last token that was returned."""
+        return self._pending is not None
+
+    def step(self, plan: Plan, position: int, go_ahead: bool) -> int:
+        """The token at a position.
+
+        Args:
+            plan: how to bring the cache in line; nothing to do where the decoder is ahead.
+            position: absolute, of the token wanted.
+            go_ahead: whether a token after it will be wanted.
+        """
+        if self._pending is None:
+            self._line.rewind(plan.keep)
+            logits = self._line.feed(plan.feed, 1)
+            assert logits is not None
+            self._pending = self._choose(logits, position)
+        token = self._pending
+        self._pending = None
+        mx.async_eval(token)
+        if go_ahead:
+            self._pending = self._choose(self._line.feed_lazy(token), position + 1)
+            mx.async_eval(self._pending)
+        self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
+        return int(token.item())
+
+    def _choose(self, logits: mx.array, position: int) -> mx.array:
+        settings, seed = self._opened.settings, self._opened.seed
+        if settings.rule == "match":
+            return choices(logits, settings.temperature, seed, position, logits.shape[1])
+        probs = distribution(logits[0], settings.temperature)
+        return draw(probs, key_for(seed, Purpose.RECOVER, position))[None]

@@ -1,0 +1,180 @@
+"""An owned operating-system thread, to which trio tasks hand jobs.
+
+MLX's streams and random state belong to a thread, so a model lives on one thread from load to
+shutdown. This is the only module that knows threads.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import attrs
+import mlx.core as mx
+import outcome
+import trio
+
+from protocol.errors import OutriderError
+from protocol.trace import Actor, Event, Span, SpanKind
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Job(Generic[T]):
+    """Something for a worker to do.
+
+    Attributes:
+        kind: what it is, for traces and for simulated prices.
+        call: does it, on the worker's thread. What it returns crosses threads, so it holds ints and
+            evaluated arrays only.
+        session: which session it is for, or None.
+        num_tokens: tokens that go through the model.
+    """
+
+    kind: SpanKind
+    call: Callable[[], T]
+    session: int | None = None
+    num_tokens: int = 0
+
+
+class JobError(OutriderError):
+    """A job raised; the error is the cause."""
+
+
+class Worker(Protocol):
+    """Does jobs, one at a time, in the order in which they were handed in."""
+
+    async def run(self, job: Job[T]) -> T:
+        """Do a job and return its result.
+
+        Cancellation: a job that has not begun is taken back. One that has begun is never abandoned:
+        the call waits for its end and returns its result, and the cancellation strikes at the caller's
+        next checkpoint.
+
+        Raises: JobError: the job raised.
+        """
+        ...
+
+    def clock(self) -> float:
+        """Seconds on the clock by which this worker's spans are timed."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent on jobs so far."""
+        ...
+
+
+@attrs.define
+class _Waiting:
+    """A job in the queue, and the task that waits for it."""
+
+    job: Job[Any]
+    task: trio.lowlevel.Task
+    # Guards the one decision that two threads take: has the job begun, or was it taken back first?
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+    begun: bool = False
+    taken_back: bool = False
+
+
+class ThreadWorker:
+    """A worker with a thread of its own.
+
+    Use as an async context manager. Leaving it waits for the job that is running, takes back those that
+    wait, releases the thread's MLX streams and joins the thread, also under cancellation.
+    """
+
+    def __init__(self, actor: Actor, device: mx.Device | None = None, on_event: Callable[[Event], None] | None = None):
+        """A worker that is not started yet.
+
+        Args:
+            actor: whose it is; names the thread and the spans.
+            device: where its jobs compute; None for MLX's default.
+            on_event: called in trio's thread with the span of each finished job.
+        """
+        self._actor = actor
+        self._device = device
+        self._on_event = on_event
+        self._jobs: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._busy_seconds = 0.0
+        self._stopped = trio.Event()
+        # Not a daemon: a thread that is in mid-forward when the interpreter exits aborts the process.
+        self._thread = threading.Thread(target=self._work, name=f"outrider-{actor}", daemon=False)
+
+    async def __aenter__(self) -> ThreadWorker:
+        self._trio_token = trio.lowlevel.current_trio_token()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._jobs.put(None)
+        with trio.CancelScope(shield=True):
+            await self._stopped.wait()
+        # All that is left of the thread by now is its return.
+        self._thread.join()
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._busy_seconds
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    async def run(self, job: Job[T]) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        waiting = _Waiting(job, trio.lowlevel.current_task())
+        self._jobs.put(waiting)
+
+        def take_back(_: Callable[[], BaseException]) -> trio.lowlevel.Abort:
+            with waiting.lock:
+                if waiting.begun:
+                    return trio.lowlevel.Abort.FAILED
+                waiting.taken_back = True
+                return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(take_back)
+        return result
+
+    # --- on the thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            with mx.stream(self._device or mx.default_device()):
+                while (waiting := self._jobs.get()) is not None:
+                    with waiting.lock:
+                        if waiting.taken_back:
+                            continue
+                        waiting.begun = True
+                    began = time.perf_counter()
+                    result = outcome.capture(waiting.job.call)
+                    ended = time.perf_counter()
+                    self._trio_token.run_sync_soon(self._finish, waiting, result, began, ended)
+                    # Hold no result, and with it no array, while waiting for the next job.
+                    del waiting, result
+        finally:
+            # Without this, a process whose threads ran compiled models may abort as it exits.
+            mx.synchronize()
+            mx.clear_streams()
+            self._trio_token.run_sync_soon(self._stopped.set)
+
+    # --- back in trio -----------------------------------------------------------------------------
+
+    def _finish(self, waiting: _Waiting, result: outcome.Outcome[Any], began: float, ended: float) -> None:
+        job = waiting.job
+        self._busy_seconds += ended - began
+        if self._on_event is not None:
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
+        trio.lowlevel.reschedule(waiting.task, as_job_error(job, result))
+
+
+def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
+    """A job's outcome with any exception wrapped, so that callers can tell it from their own."""
+    if isinstance(result, outcome.Value):
+        return result
+    error = JobError(f"{job.kind} failed: {type(result.error).__name__}: {result.error}")
+    error.__cause__ = result.error
+    return outcome.Error(error)

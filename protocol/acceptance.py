@@ -1,0 +1,200 @@
+"""The acceptance rules: how much of a proposal stands, and which token comes next.
+
+*p* is the target's distribution at a position, *q* the draft's, *d* the drafted token.
+
+**match**: target and draft each make a choice at a position, and *d* stands while it is the target's
+own choice. At temperature 0 the choice is the argmax, and the output is the target's greedy output,
+token for token. Above, both take `argmax(log p + g)` with the same Gumbel noise g, which depends on
+(seed, position) alone (the Gumbel coupling of Daliri, Musco and Suresh 2024, arXiv 2408.07978): each
+token is an exact sample of p, the text does not depend on the drafter at all, and close distributions
+choose alike, with probability at least (1 - TV) / (1 + TV).
+
+**rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* stands with
+probability min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual
+max(0, p - q), normalised; after a full acceptance a *bonus* token is drawn from p. Each token is an
+exact sample of p for any q from which d was really drawn; acceptance is 1 - TV.
+
+Everything here is lazy until the one `mx.eval` in `judge_*`, so that a round costs one
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import attrs
+import mlx.core as mx
+
+from protocol.errors import ProtocolError
+from protocol.randomness import Purpose, key_for
+
+
+@attrs.frozen
+class Judgement:
+    """What the target says of one proposal.
+
+    Attributes:
+        num_accepted: drafted tokens that stand.
+        token: the token after those: recovered after a rejection, the bonus after a full acceptance.
+            None where all stand and the forward pass had no row for a bonus (the N=1 fallback).
+    """
+
+    num_accepted: int
+    token: int | None
+
+
+# --- match ----------------------------------------------------------------------------------------
+
+
+def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
+    """The token that a model takes at each position, under the match rule.
+
+    Args:
+        logits: (n, V) logits for positions start … start + n - 1.
+        temperature: >= 0; 0 takes the argmax and uses no noise.
+        seed: of the session, in [0, 2**64).
+        start: absolute position of the first row.
+        noise_size: the width at which noise is made, >= V. It must be the same for both models, since
+            the noise of an array's entry depends on the array's size.
+
+    Returns: (n,) token ids, lazy.
+    """
+    if temperature == 0:
+        return mx.argmax(logits, axis=-1)
+    noise = mx.stack(
+        [mx.random.gumbel((noise_size,), key=key_for(seed, Purpose.NOISE, start + i)) for i in range(logits.shape[0])]
+    )
+    return mx.argmax(logits.astype(mx.float32) / temperature + noise[:, : logits.shape[1]], axis=-1)
+
+
+def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
+    """Length of the prefix on which the drafted tokens are the target's choices.
+
+    Args:
+        chosen: (k,) or (k + 1,) the target's choice at each position of the proposal and after it.
+        drafted: (k,) drafted tokens.
+
+    Returns: int in [0, k].
+    """
+    for i, (ours, theirs) in enumerate(zip(chosen, drafted, strict=False)):
+        if ours != theirs:
+            return i
+    return len(drafted)
+
+
+def judge_by_match(
+    logits: mx.array, drafted: tuple[int, ...], *, temperature: float, seed: int, start: int
+) -> Judgement:
+    """Judge a proposal by the match rule.
+
+    Args:
+        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V)
+            where there is no row for a bonus token.
+        drafted: (k,) drafted tokens.
+        temperature: >= 0.
+        seed: of the session.
+        start: absolute position of the first drafted token.
+
+    Raises: ProtocolError: the number of rows fits neither.
+    """
+    _check_rows(logits, drafted)
+    chosen: list[int] = choices(logits, temperature, seed, start, logits.shape[1]).tolist()  # type: ignore[assignment]
+    num_accepted = count_matches(chosen, drafted)
+    return Judgement(num_accepted, chosen[num_accepted] if num_accepted < len(chosen) else None)
+
+
+# --- rejection ------------------------------------------------------------------------------------
+
+
+def distribution(logits: mx.array, temperature: float) -> mx.array:
+    """Probabilities (…, V) in float32 of logits (…, V) at a temperature > 0; lazy."""
+    return mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
+
+
+def draw(probs: mx.array, key: mx.array) -> mx.array:
+    """One token id drawn from probabilities (V,), which need not be normalised; lazy, shape ()."""
+    return mx.random.categorical(mx.log(probs), key=key)
+
+
+def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array) -> mx.array:
+    """Length of the accepted prefix of one proposal.
+
+    Args:
+        target_probs: (k,) probability of each drafted token under the target.
+        draft_probs: (k,) likewise under the draft, as it was when the token was drawn; > 0.
+        uniforms: (k,) draws in [0, 1).
+
+    Returns: int in [0, k], lazy, shape (); k means that a bonus token is due.
+    Raises: ProtocolError: the lengths differ.
+    Source: Leviathan et al. 2023, arXiv 2211.17192, algorithm 1.
+    """
+    if not target_probs.shape == draft_probs.shape == uniforms.shape:
+        raise ProtocolError(
+            f"a proposal needs one probability and one uniform number a token, got "
+            f"{target_probs.shape}, {draft_probs.shape} and {uniforms.shape}"
+        )
+    # Multiply, don't divide: a token to which the target gives zero stays rejected even when u == 0.
+    accepted = uniforms * draft_probs < target_probs
+    return mx.cumprod(accepted.astype(mx.int32)).sum()
+
+
+def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
+    """The distribution from which a recovered token is drawn: max(0, p - q), not normalised; lazy.
+
+    Args:
+        target_probs: (…, V).
+        draft_probs: (…, V); zeros make it p itself, which is how a bonus token is drawn.
+
+    Returns: (…, V). Where rounding leaves nothing of p - q, which only happens where p and q are equal
+        but for rounding, it is p.
+    """
+    left = mx.maximum(target_probs - draft_probs, 0)
+    return mx.where(left.sum(axis=-1, keepdims=True) > 0, left, target_probs)
+
+
+def judge_by_rejection(
+    logits: mx.array,
+    drafted: tuple[int, ...],
+    draft_probs: tuple[mx.array, ...],
+    *,
+    temperature: float,
+    seed: int,
+    start: int,
+) -> Judgement:
+    """Judge a proposal by the rejection rule.
+
+    Args:
+        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V)
+            where there is no row for a bonus token.
+        drafted: (k,) drafted tokens, each drawn from its row of draft_probs.
+        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero.
+        temperature: > 0.
+        seed: of the session.
+        start: absolute position of the first drafted token.
+
+    Raises: ProtocolError: the numbers of rows, tokens and distributions do not fit.
+    """
+    _check_rows(logits, drafted)
+    if len(draft_probs) != len(drafted):
+        raise ProtocolError(f"{len(drafted)} drafted tokens came with {len(draft_probs)} distributions")
+    p = distribution(logits, temperature)
+    q = mx.zeros_like(p)
+    if not drafted:
+        return Judgement(0, int(draw(p[0], key_for(seed, Purpose.RECOVER, start)).item()))
+    width = draft_probs[0].shape[0]
+    q[: len(drafted), :width] = mx.stack(draft_probs)
+    rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
+    uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
+    accepted = count_accepted(p[rows, tokens], q[rows, tokens], uniforms)
+    # Which row the next token is drawn from is known on the device only; index by the lazy number, since
+    # asking for it here would be a second synchronisation.
+    row = mx.minimum(accepted, logits.shape[0] - 1)
+    keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
+    token_after = draw(residual(p[row], q[row]), keys[row])
+    mx.eval(accepted, token_after)
+    num_accepted = int(accepted.item())
+    return Judgement(num_accepted, int(token_after.item()) if num_accepted < logits.shape[0] else None)
+
+
+def _check_rows(logits: mx.array, drafted: tuple[int, ...]) -> None:
+    rows = logits.shape[0]
+    if rows not in (len(drafted), len(drafted) + 1) or rows == 0:
+        raise ProtocolError(f"{len(drafted)} drafted tokens need as many rows of logits or one more, got {rows}")

@@ -1,0 +1,59 @@
+"""The project's own exceptions, split by whose fault they are.
+
+Each message says the value, the bound and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every exception that Outrider raises on its own account."""
+
+
+# --- the caller's: raised before any model work ---------------------------------------------------
+
+
+class SettingsError(OutriderError, ValueError):
+    """A setting or option is unknown, of the wrong type, or out of its range."""
+
+
+class PromptError(OutriderError, ValueError):
+    """A prompt is empty, too long for the model, not encodable, or has ids outside the vocabulary."""
+
+
+class ModelError(OutriderError):
+    """A model cannot be loaded or cannot be used: no such path, a damaged checkpoint."""
+
+
+class VocabularyMismatchError(ModelError):
+    """Target and draft do not mean the same tokens by the same ids."""
+
+
+class NoRuntimeError(OutriderError):
+    """`runtime.stream` was called where no `runtime.open` is in force."""
+
+
+class StreamBusyError(OutriderError):
+    """A second task asked a stream for a token while a first was waiting for one."""
+
+
+class RuntimeClosedError(OutriderError):
+    """The runtime or the stream was closed by you; nothing more comes from it."""
+
+
+# --- what happened to you -------------------------------------------------------------------------
+
+
+class RuntimeBrokenError(OutriderError):
+    """The target model failed and took the runtime with it; the original error is the cause."""
+
+
+# --- ours: one of these in the wild is a bug in Outrider ------------------------------------------
+
+
+class ProtocolError(OutriderError):
+    """A message or transition that the protocol does not have. The session is not used again."""
+
+
+class RewindError(OutriderError):
+    """A cache holds something other than what the session's books say."""

@@ -1,0 +1,125 @@
+"""What the two actors and the runtime say to each other.
+
+Every message names its session. Those of a round also name the round and the absolute position they
+start from, so that whoever receives one can tell by looking whether it is still wanted.
+
+A session, seen from outside (drafter on the left, target on the right):
+
+    Open      ─────────────────>  both, from the runtime
+    Proposal  ─────────────────>  "for round r, from position s, I propose these"
+    Verdict   <─────────────────  "of those I accepted n, and this token comes next"
+      … one proposal and one verdict a round, in turn …
+    Withdraw  ─────────────────>  "I draft no more for this session" (a failure, or nothing to offer)
+    Close     ─────────────────>  both, from the runtime
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from attrs.validators import ge, optional
+
+from protocol.settings import Settings
+
+
+def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(t, int) and t >= 0 for t in value):
+        raise ValueError(f"{attribute.name} must be a tuple of token ids >= 0, got {value!r}")
+
+
+@attrs.frozen
+class Open:
+    """A session begins.
+
+    Attributes:
+        session: unique within a runtime.
+        prompt: token ids, at least one.
+        settings: of the generation.
+        seed: of the session's randomness, in [0, 2**64): the user's, or fresh entropy.
+        stop_tokens: ids that end the text; empty under `ignore_eos`.
+        context_length: positions that the target can take, or None where it names no bound.
+        drafted: whether a drafter takes part.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    prompt: tuple[int, ...] = attrs.field(validator=_tokens)
+    settings: Settings
+    seed: int = attrs.field(validator=ge(0))
+    stop_tokens: frozenset[int]
+    context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    drafted: bool = True
+
+    @prompt.validator
+    def _not_empty(self, _: Any, value: tuple[int, ...]) -> None:
+        if not value:
+            raise ValueError("a session needs a prompt of at least one token")
+
+
+@attrs.frozen
+class Proposal:
+    """The drafter's guess at what comes next.
+
+    Attributes:
+        session, round: what it belongs to.
+        start: absolute position of the first drafted token, or of the token after the text where
+            nothing is proposed.
+        tokens: drafted ids; may be empty, which asks the target to decode one token by itself.
+        probs: the distributions that the tokens were drawn from, one (W,) array each, evaluated;
+            empty under the match rule, which needs none.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    round: int = attrs.field(validator=ge(0))
+    start: int = attrs.field(validator=ge(1))
+    tokens: tuple[int, ...] = attrs.field(validator=_tokens)
+    probs: tuple[mx.array, ...] = attrs.field(default=(), eq=False, repr=False)
+
+    @probs.validator
+    def _one_each(self, _: Any, value: tuple[mx.array, ...]) -> None:
+        if value and len(value) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(value)}")
+
+
+@attrs.frozen
+class Verdict:
+    """The target's answer to a proposal.
+
+    Attributes:
+        session, round, start: as in the proposal that it answers.
+        num_accepted: drafted tokens that stand.
+        token: the one after them: recovered, bonus, or the target's own where nothing was proposed.
+            None where the forward pass had no row for it (the N=1 fallback), which needs
+            num_accepted >= 1, since every round commits something.
+        single_step: whether this was an N=1 round, in which only the first drafted token was compared.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    round: int = attrs.field(validator=ge(0))
+    start: int = attrs.field(validator=ge(1))
+    num_accepted: int = attrs.field(validator=ge(0))
+    token: int | None = attrs.field(validator=optional(ge(0)))
+    single_step: bool = False
+
+    @token.validator
+    def _commits_something(self, _: Any, value: int | None) -> None:
+        if value is None and self.num_accepted == 0:
+            raise ValueError("a verdict commits at least one token")
+
+
+@attrs.frozen
+class Withdraw:
+    """The drafter takes no further part in a session."""
+
+    session: int = attrs.field(validator=ge(0))
+
+
+@attrs.frozen
+class Close:
+    """A session is over: its text ended, or nobody wants it any more."""
+
+    session: int = attrs.field(validator=ge(0))
+
+
+Message = Open | Proposal | Verdict | Withdraw | Close

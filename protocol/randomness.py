@@ -1,0 +1,48 @@
+"""Every random number of a session, as a function of (seed, purpose, position) and nothing else.
+
+A number that depends on where it is used, and not on how many were drawn before, makes the schedule
+irrelevant: work thrown away, repeated or done in another order changes nothing. For the rejection
+rule it does more. Were a dropped node of the lookahead tree drafted again with fresh randomness, a
+policy could drop it *because of* the token drawn, and the output would be biased; here drafting it
+again draws the same token.
+
+No two decisions about one position share a purpose, so they are independent of each other.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import mlx.core as mx
+
+_MASK = (1 << 64) - 1
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for."""
+
+    NOISE = 1  # the Gumbel noise that target and draft share under the coupled match rule
+    DRAFT = 2  # a token drawn from the draft's distribution
+    ACCEPT = 3  # the uniform number against which a drafted token is judged
+    RECOVER = 4  # a token drawn from the residual, or the bonus token
+
+
+def key_for(seed: int, purpose: Purpose, position: int) -> mx.array:
+    """A random key for one decision.
+
+    Args:
+        seed: of the session, in [0, 2**64).
+        purpose: what the key is for.
+        position: absolute position of the token it is for, 0 being the prompt's first; >= 0.
+
+    Returns: an MLX random key.
+    """
+    return mx.random.key(_mix(_mix(_mix(seed) ^ int(purpose)) ^ position))
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): a bijection that spreads near values."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,127 @@
+"""Counts and rates, as frozen snapshots, and the accumulators behind them.
+
+Tokens are counted when the consumer is given them. What the models did beyond that (tokens drafted
+past a stop, a round that a cancellation made useless) shows in the busy fractions only.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from protocol.books import Commit
+
+
+@attrs.frozen
+class Statistics:
+    """A snapshot, of one stream or of a whole runtime.
+
+    Attributes:
+        prompt_tokens: prompt length in tokens.
+        generated_tokens: tokens given to the consumer.
+        proposed: drafted tokens that were judged; accepted + rejected.
+        accepted: of those, the ones that stood.
+        rejected: of those, the ones that fell.
+        bonus: tokens of the target's own after a full acceptance.
+        rounds: verify passes that gave the consumer a token.
+        n1_rounds: of those, the ones in which nothing could be undone (lookahead 1, nothing rewound).
+        stale_proposals: messages dropped because their round was over.
+        lookahead_hits: verdicts whose text had been drafted for already.
+        lookahead_misses: verdicts whose text had not.
+        draft_failures: drafters that failed and were left behind.
+        acceptance_rate: accepted / proposed, in [0, 1]; 0 where nothing was proposed.
+        tokens_per_round: generated_tokens / rounds; 0 before the first.
+        prompt_tps: prompt tokens per second of the target's prefill.
+        generation_tps: generated tokens per second, from the first token to the last.
+        time_to_first_token: seconds from the call to the first token; None before it.
+        target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
+        elapsed: seconds from the call to the last token, or to now while the stream runs.
+        peak_memory: most bytes that MLX has held at once in this process.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    proposed: int
+    accepted: int
+    rejected: int
+    bonus: int
+    rounds: int
+    n1_rounds: int
+    stale_proposals: int
+    lookahead_hits: int
+    lookahead_misses: int
+    draft_failures: int
+    acceptance_rate: float
+    tokens_per_round: float
+    prompt_tps: float
+    generation_tps: float
+    time_to_first_token: float | None
+    target_busy: float
+    draft_busy: float
+    elapsed: float
+    peak_memory: int
+
+
+@attrs.define
+class Counts:
+    """Counts that grow; they add up over streams."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    bonus: int = 0
+    rounds: int = 0
+    n1_rounds: int = 0
+    stale_proposals: int = 0
+    lookahead_hits: int = 0
+    lookahead_misses: int = 0
+    draft_failures: int = 0
+    prefill_seconds: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+    def give(self, commit: Commit, index: int) -> None:
+        """Count the token at `index` of a commit as given to the consumer."""
+        self.generated_tokens += 1
+        if index == 0:
+            self.rounds += 1
+            self.n1_rounds += commit.single_step
+        if index < commit.num_from_draft:
+            self.accepted += 1
+        else:
+            self.rejected += commit.num_rejected
+            self.bonus += commit.bonus
+
+    def add(self, other: Counts) -> None:
+        """Add another's counts to these."""
+        for field in attrs.fields(Counts):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def snapshot(
+        self,
+        *,
+        elapsed: float,
+        generation_seconds: float,
+        time_to_first_token: float | None,
+        peak_memory: int,
+    ) -> Statistics:
+        """The counts with their rates; times in seconds, memory in bytes."""
+        proposed = self.accepted + self.rejected
+        shared = attrs.asdict(self, filter=lambda field, _: not field.name.endswith("_seconds"))
+        return Statistics(
+            **shared,
+            proposed=proposed,
+            acceptance_rate=_ratio(self.accepted, proposed),
+            tokens_per_round=_ratio(self.generated_tokens, self.rounds),
+            prompt_tps=_ratio(self.prompt_tokens, self.prefill_seconds),
+            generation_tps=_ratio(self.generated_tokens - 1, generation_seconds),
+            time_to_first_token=time_to_first_token,
+            target_busy=min(1.0, _ratio(self.target_seconds, elapsed)),
+            draft_busy=min(1.0, _ratio(self.draft_seconds, elapsed)),
+            elapsed=elapsed,
+            peak_memory=peak_memory,
+        )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,54 @@
+"""What happened, when, as typed values; who draws or writes them is not decided here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+Actor = Literal["target", "draft"]
+SpanKind = Literal["load", "open", "prefill", "draft", "verify", "decode", "close"]
+InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "withdraw", "finish", "cancel"]
+
+
+@attrs.frozen
+class Span:
+    """Time that an actor's worker spent on one job.
+
+    Attributes:
+        actor: whose worker.
+        kind: what the job was.
+        session: which session it was for, or None for one that is for all.
+        began, ended: seconds on the runtime's clock.
+        num_tokens: tokens that went through the model, 0 where none did.
+    """
+
+    actor: Actor
+    kind: SpanKind
+    session: int | None
+    began: float
+    ended: float
+    num_tokens: int = 0
+
+
+@attrs.frozen
+class Instant:
+    """A decision of an actor.
+
+    Attributes:
+        actor, session: whose, for which session.
+        kind: what was decided.
+        at: seconds on the runtime's clock.
+        round: of the session.
+        num_tokens: tokens proposed, accepted, rewound or drafted for, as the kind has it.
+    """
+
+    actor: Actor
+    kind: InstantKind
+    session: int
+    at: float
+    round: int = 0
+    num_tokens: int = 0
+
+
+Event = Span | Instant

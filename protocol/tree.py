@@ -1,0 +1,142 @@
+"""The lookahead tree: what has been drafted ahead of the committed text.
+
+The root is the last committed token. A node is a token after its parent; `reach` is the modelled
+probability that the committed text will pass through it. A verdict moves the root along what was
+committed, and what hangs off other branches is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import mlx.core as mx
+
+from protocol.errors import ProtocolError
+
+
+@attrs.frozen
+class Guess:
+    """A drafted token.
+
+    Attributes:
+        token: its id.
+        confidence: modelled probability, in [0, 1], that the target will put it there.
+        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule.
+    """
+
+    token: int
+    confidence: float
+    probs: mx.array | None = attrs.field(default=None, eq=False, repr=False)
+
+
+class Node:
+    """A token of the tree. Its token and distribution never change: see `protocol.randomness`.
+
+    Attributes:
+        guess: the drafted token; None at a root that was not drafted.
+        token: its id.
+        position: absolute position of the token in the text.
+        parent: None at the root.
+        children: by token.
+        reach: modelled probability, in [0, 1], that the committed text passes through here.
+        alive: False once a verdict has gone another way.
+    """
+
+    __slots__ = ("alive", "children", "guess", "parent", "position", "reach", "token")
+
+    def __init__(self, token: int, position: int, parent: Node | None, guess: Guess | None) -> None:
+        self.token = token
+        self.position = position
+        self.parent = parent
+        self.guess = guess
+        self.children: dict[int, Node] = {}
+        self.reach = parent.reach * guess.confidence if parent and guess else 1.0
+        self.alive = True
+
+    def __repr__(self) -> str:
+        return f"Node(token={self.token}, position={self.position}, reach={self.reach:.3g})"
+
+
+class LookaheadTree:
+    """What is drafted beyond the committed text of one session."""
+
+    def __init__(self, last_token: int, position: int) -> None:
+        """A tree of its root alone: the last committed token, and its absolute position."""
+        self.root = Node(last_token, position, None, None)
+
+    def expand(self, node: Node, guess: Guess) -> Node:
+        """Put a drafted token after a node; the first is the node's own draw, others are corrections.
+
+        Raises: ProtocolError: the node was dropped, or has that token already.
+        """
+        if not node.alive:
+            raise ProtocolError(f"{node!r} is no longer in the tree")
+        if guess.token in node.children:
+            raise ProtocolError(f"{node!r} already has token {guess.token} after it")
+        child = Node(guess.token, node.position + 1, node, guess)
+        node.children[guess.token] = child
+        return child
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Move the root along tokens that were committed.
+
+        Returns: True for a hit: the new root was in the tree, with whatever hangs below it.
+            False for a miss: the tree is its new root alone.
+        """
+        node: Node | None = self.root
+        for token in tokens:
+            node = node.children.get(token) if node else None
+        old = self.root
+        if node is None:
+            self.root = Node(tokens[-1], old.position + len(tokens), None, None)
+        else:
+            assert node.parent is not None
+            del node.parent.children[node.token]
+            self.root = node
+            self._rescale(node)
+        for dropped in _below(old):
+            dropped.alive = False
+        self.root.parent = None
+        return node is not None
+
+    def chain(self) -> list[Node]:
+        """The likeliest path down from the root, root excluded."""
+        path, node = [], self.root
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.reach)
+            path.append(node)
+        return path
+
+    def frontier(self) -> list[Node]:
+        """Nodes with nothing drafted after them, likeliest first."""
+        return sorted((n for n in _below(self.root) if not n.children), key=lambda n: -n.reach)
+
+    def path(self, node: Node) -> list[int]:
+        """The tokens from the root, excluded, to a node, included; empty for the root."""
+        tokens = []
+        while node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
+
+    def depth(self, node: Node) -> int:
+        """How many tokens a node lies beyond the root; 0 for the root."""
+        return node.position - self.root.position
+
+    def _rescale(self, root: Node) -> None:
+        """Reach anew from a root that is committed by now."""
+        root.reach = 1.0
+        for node in _below(root):
+            for child in node.children.values():
+                assert child.guess is not None
+                child.reach = node.reach * child.guess.confidence
+
+
+def _below(node: Node) -> Iterator[Node]:
+    """A node and all beneath it, parents before children."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.children.values())

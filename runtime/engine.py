@@ -1,0 +1,424 @@
+"""The runtime: two actors at work, and the sessions that they work on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import outcome
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.draft import DraftActor
+from actors.mlx_model import peak_memory, wired_memory
+from actors.model import Model
+from actors.session import Session
+from actors.target import TargetActor
+from actors.worker import Job, JobError, ThreadWorker, Worker
+from protocol.books import Commit
+from protocol.errors import (
+    NoRuntimeError,
+    OutriderError,
+    PromptError,
+    RuntimeBrokenError,
+    RuntimeClosedError,
+    SettingsError,
+)
+from protocol.messages import Close, Open
+from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.statistics import Counts, Statistics
+from protocol.trace import Event, Span
+from runtime.opening import Device, Loaded, Source, check_device, check_rewind, check_source, load_onto
+from runtime.stream import Completion, TokenStream
+from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+
+logger = logging.getLogger("outrider")
+
+# Rounds that may wait for a slow consumer before the models wait with them.
+BUFFERED_ROUNDS = 16
+
+_current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
+
+
+class Events:
+    """Where everything that happens is announced, in trio's thread."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Have a function called with each event from now on."""
+        self._listeners.append(listener)
+
+    def __call__(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+
+def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
+    """A user's trace function that cannot take the runtime down; after its first error it is left out."""
+    failed = False
+
+    def call(event: Event) -> None:
+        nonlocal failed
+        if failed:
+            return
+        # Somebody else's code, called in the middle of ours: whatever it raises, generation goes on.
+        try:
+            trace(event)
+        except Exception:
+            failed = True
+            logger.exception("the trace function failed on %r and is not called again", event)
+
+    return call
+
+
+class Runtime:
+    """Two models at work; made by `runtime.open` and `runtime.serve`."""
+
+    def __init__(
+        self,
+        target: TargetActor,
+        draft: DraftActor | None,
+        tokenizer: TokenizerWrapper | None,
+        events: Events,
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._tokenizer = tokenizer
+        self._events = events
+        self._trio_token = trio.lowlevel.current_trio_token()
+        self._ids = itertools.count()
+        self._sessions: dict[int, Session] = {}
+        self._past = Counts()  # of sessions that are over
+        self._closed: OutriderError | None = None
+        self._clock = target.worker.clock
+        self._began = self._clock()
+        events.listen(self._attribute)
+
+    # --- for users --------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
+        """Begin a generation.
+
+        Args:
+            prompt: text, token ids, or chat messages (through the tokenizer's chat template).
+            **settings: see `Settings`.
+
+        Returns: a stream that generates from now on; see `TokenStream` for how to end it.
+
+        Raises: before any model work:
+            SettingsError: a setting is unknown or out of its range.
+            PromptError: the prompt is empty, longer than the context, or not encodable.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
+        """
+        if self._closed is not None:
+            # A new object each time: a traceback grows on an exception that is raised again.
+            raise _again(self._closed)
+        opened = self._opened(prompt, settings_from(settings))
+        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
+        session = Session(opened, send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        self._sessions[opened.session] = session
+        self._target.open_session(session)
+        if self._draft is not None and opened.drafted:
+            self._draft.open_session(session)
+        return TokenStream(
+            session,
+            receive,
+            Detokenizer(self._tokenizer),
+            hang_up=partial(self._hang_up, opened.session),
+            clock=self._clock,
+            on_token=session.counts.give,
+        )
+
+    async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
+        """Generate a whole text.
+
+        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+
+        Cancellation: ends the generation; what was generated until then is lost.
+        """
+        async with self.stream(prompt, **settings) as stream:
+            tokens = tuple([token async for token in stream])
+            assert stream.finish_reason is not None
+            return Completion(
+                "".join(token.text for token in tokens), tokens, stream.finish_reason, stream.statistics()
+            )
+
+    def statistics(self) -> Statistics:
+        """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
+
+        `generation_tps` is over the whole life of the runtime, idle times included.
+        """
+        counts = Counts()
+        counts.add(self._past)
+        for session in self._sessions.values():
+            counts.add(session.counts)
+        counts.target_seconds = self._target.worker.busy_seconds
+        counts.draft_seconds = self._draft.worker.busy_seconds if self._draft else 0.0
+        elapsed = self._clock() - self._began
+        return counts.snapshot(
+            elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None, peak_memory=peak_memory()
+        )
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """The target's tokenizer, as mlx-lm wraps it."""
+        return self._tokenizer
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are under way."""
+        return len(self._sessions)
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def _opened(self, prompt: Prompt, settings: Settings) -> Open:
+        model = self._target.model
+        ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
+        if model.context_length is not None and len(ids) >= model.context_length:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
+                f"it and at least one more; shorten it to {model.context_length - 1}"
+            )
+        if outside := [t for t in settings.stop_tokens if t >= model.vocab_size]:
+            raise SettingsError(f"stop_tokens {outside} are outside the target's vocabulary of {model.vocab_size} ids")
+        ends = set(settings.stop_tokens)
+        if self._tokenizer is not None and not settings.ignore_eos:
+            ends |= set(self._tokenizer.eos_token_ids)
+        return Open(
+            session=next(self._ids),
+            prompt=ids,
+            settings=settings,
+            seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
+            stop_tokens=frozenset(ends),
+            context_length=model.context_length,
+            drafted=self._draft is not None and settings.lookahead != 0,
+        )
+
+    def _hang_up(self, session: int) -> None:
+        """End a session, from any thread; harmless where it is over."""
+        try:
+            self._trio_token.run_sync_soon(self._end_session, session)
+        except trio.RunFinishedError:
+            return  # and with the event loop every session ended
+
+    def _end_session(self, id: int) -> None:
+        if (session := self._sessions.pop(id, None)) is None:
+            return
+        self._past.add(session.counts)
+        for actor in (self._target, self._draft):
+            if actor is not None:
+                actor.close_session(Close(id))
+
+    def _attribute(self, event: Event) -> None:
+        """Count a worker's time for the session that it was spent on."""
+        if not isinstance(event, Span) or event.session not in self._sessions:
+            return
+        counts, seconds = self._sessions[event.session].counts, event.ended - event.began
+        if event.actor == "draft":
+            counts.draft_seconds += seconds
+        else:
+            counts.target_seconds += seconds
+            counts.prefill_seconds += seconds if event.kind == "prefill" else 0.0
+
+    def _break(self, error: OutriderError) -> None:
+        """The target has failed: every stream ends with its error, and no new one begins."""
+        cause = error.__cause__ or error
+        self._close(RuntimeBrokenError(f"the target model failed, and the runtime with it: {cause}"), cause)
+
+    def _close(self, error: OutriderError, cause: BaseException | None = None) -> None:
+        if self._closed is not None:
+            return
+        error.__cause__ = cause
+        self._closed = error
+        for id, session in list(self._sessions.items()):
+            session.end(_again(error))
+            self._end_session(id)
+
+
+def _again(error: OutriderError) -> OutriderError:
+    """A fresh exception that says the same, with the same cause."""
+    fresh = type(error)(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+class _BackgroundNursery:
+    """A nursery for the actors: it is cancelled on leaving, and the body's exceptions pass it unwrapped.
+
+    A plain nursery would hand a user's own ValueError back to him in an exception group.
+    """
+
+    async def __aenter__(self) -> trio.Nursery:
+        self._manager = trio.open_nursery()
+        self._nursery = await self._manager.__aenter__()
+        return self._nursery
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._nursery.cancel_scope.cancel()
+        await self._manager.__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def running(
+    target: tuple[Model, Worker],
+    draft: tuple[Model, Worker] | None,
+    *,
+    tokenizer: TokenizerWrapper | None = None,
+    events: Events | None = None,
+) -> AsyncIterator[Runtime]:
+    """A runtime over models and workers that are there already.
+
+    Args:
+        target, draft: a model and the worker that it lives on; real ones, or scripted ones in simulated
+            time. Entering and leaving the workers is the caller's.
+        tokenizer: the target's, or None.
+        events: where the workers announce their spans.
+
+    Cancellation: as `open`.
+    """
+    events = events or Events()
+    async with _BackgroundNursery() as nursery:
+        runtime: Runtime | None = None
+
+        def on_failure(error: OutriderError) -> None:
+            assert runtime is not None
+            runtime._break(error)
+
+        target_actor = TargetActor(*target, events, on_failure=on_failure)
+        draft_actor = None
+        if draft is not None:
+            draft_actor = DraftActor(
+                *draft, events, target=target_actor.mailbox, target_vocab_size=target[0].vocab_size
+            )
+            target_actor.drafter = draft_actor.mailbox
+            await nursery.start(draft_actor.serve)
+        await nursery.start(target_actor.serve)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events)
+        before = _current.get()
+        _current.set(runtime)
+        try:
+            yield runtime
+        finally:
+            _current.set(before)
+            runtime._close(RuntimeClosedError("this runtime was closed; open another with runtime.open()"))
+
+
+@asynccontextmanager
+async def open(
+    target: Source,
+    draft: Source | None = None,
+    *,
+    target_device: Device = None,
+    draft_device: Device = None,
+    rewind: str = "auto",
+    trace: Callable[[Event], None] | None = None,
+) -> AsyncIterator[Runtime]:
+    """Load a target and a draft model, and keep them at work until the block is left.
+
+    Args:
+        target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
+            a tokenizer, prompts are token ids and texts stay empty.
+        draft: likewise; or None for plain decoding through the same machinery.
+        target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
+        rewind: how caches are put right after a rejection. "auto" trims where that is possible and else
+            feeds one token at a time; "trim" insists; "none" never rewinds.
+        trace: called in trio's thread with each `Span` and `Instant`. It should return quickly.
+
+    Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
+
+    Raises: before the block is entered, with nothing left half open:
+        SettingsError: an option is out of its range.
+        ModelError: a model cannot be loaded; the original error is the cause.
+        VocabularyMismatchError: target and draft do not share a vocabulary.
+
+    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at
+    most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
+    load.
+    """
+    sources = {"target": check_source("target", target)}
+    devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
+    if draft is not None:
+        sources["draft"] = check_source("draft", draft)
+    checked_rewind = check_rewind(rewind)
+    events = Events()
+    if trace is not None:
+        if not callable(trace):
+            raise SettingsError(f"trace must be a function of one event, got {trace!r}")
+        events.listen(_harmless(trace))
+
+    async with AsyncExitStack() as stack:
+        stack.enter_context(wired_memory())
+        workers = {
+            role: await stack.enter_async_context(ThreadWorker(role, devices[role], events))
+            for role in sources  # type: ignore[arg-type]
+        }
+        loaded: dict[str, outcome.Outcome[Loaded]] = {}
+
+        async def load(role: str) -> None:
+            loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], checked_rewind)
+
+        async with trio.open_nursery() as nursery:
+            for role in sources:
+                nursery.start_soon(load, role)
+        for result in loaded.values():
+            if isinstance(result, outcome.Value):
+                stack.callback(result.value.model.close)
+        ours = loaded["target"].unwrap()
+        theirs = loaded["draft"].unwrap() if draft is not None else None
+        if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
+            await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
+        async with running(
+            (ours.model, workers["target"]),
+            None if theirs is None else (theirs.model, workers["draft"]),
+            tokenizer=ours.tokenizer,
+            events=events,
+        ) as runtime:
+            yield runtime
+
+
+async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:
+    try:
+        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+    except JobError as error:
+        raise (error.__cause__ or error) from None
+
+
+async def serve(
+    target: Source,
+    draft: Source | None = None,
+    *,
+    task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
+    **options: Any,
+) -> None:
+    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`.
+
+    Args, Raises: as `open`.
+
+    Cancellation: this is how it ends; see `open`.
+    """
+    async with open(target, draft, **options) as runtime:
+        task_status.started(runtime)
+        await trio.sleep_forever()
+
+
+def stream(prompt: Prompt, **settings: Any) -> TokenStream:
+    """`Runtime.stream`, on the runtime that the current task is running under.
+
+    Raises: NoRuntimeError: there is none; and what `Runtime.stream` raises.
+    """
+    runtime = _current.get()
+    if runtime is None:
+        raise NoRuntimeError("no runtime is open here; use this inside `async with runtime.open(...)`")
+    return runtime.stream(prompt, **settings)

@@ -1,0 +1,100 @@
+"""From what a user names to models on their threads."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.mlx_model import MLXModel, Rewind, load, tokenizer_wrapper
+from actors.worker import Job, JobError, Worker
+from protocol.errors import ModelError, OutriderError, SettingsError
+
+Source = str | os.PathLike[str] | tuple[nn.Module, Any]
+Device = mx.Device | str | None
+
+REWINDS = ("auto", "trim", "none")
+
+
+@attrs.frozen
+class Loaded:
+    """A model on its thread, and its tokenizer if it has one."""
+
+    model: MLXModel
+    tokenizer: TokenizerWrapper | None
+
+
+def check_source(role: str, source: Any) -> Source:
+    """What names a model, checked as far as that goes without opening it.
+
+    Raises:
+        SettingsError: neither a path, a hub id nor a pair (model, tokenizer).
+        ModelError: a path at which there is no model.
+    """
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[0], nn.Module):
+            raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {source!r}")
+        return source
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {source!r}")
+    path = Path(source).expanduser()
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
+        return path
+    # "owner/name" may be on the hub; anything else could only have been a path.
+    name = os.fspath(source)
+    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"{role} {name!r} does not exist; give a directory with a model, or a hub id")
+    return name
+
+
+def check_device(role: str, device: Device) -> mx.Device | None:
+    """An MLX device from what a user names.
+
+    Raises: SettingsError: it is none.
+    """
+    if device is None or isinstance(device, mx.Device):
+        return device
+    if device == "cpu":
+        return mx.Device(mx.cpu)
+    if device == "gpu":
+        return mx.Device(mx.gpu)
+    raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {device!r}')
+
+
+def check_rewind(rewind: Any) -> Rewind:
+    """The rewind option.
+
+    Raises: SettingsError: there is no such way to rewind.
+    """
+    if rewind not in REWINDS:
+        raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {rewind!r}")
+    return rewind  # type: ignore[no-any-return]
+
+
+async def load_onto(worker: Worker, role: str, source: Source, rewind: Rewind) -> Loaded:
+    """Load a model on a worker's thread.
+
+    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
+    """
+    if isinstance(source, tuple):
+        built, tokenizer = source
+        # On the caller's thread, since a lazy array can only be evaluated where it was made.
+        mx.eval(built.parameters())
+    try:
+        if not isinstance(source, tuple):
+            built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
+        model = await worker.run(Job("load", partial(MLXModel, built, rewind)))
+    except JobError as error:
+        if isinstance(error.__cause__, OutriderError):
+            raise error.__cause__ from None
+        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+        raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
+    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))

@@ -1,0 +1,219 @@
+"""What a consumer holds: a stream of tokens, and what is left of it in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import attrs
+import trio
+
+from actors.mlx_model import peak_memory
+from actors.session import Session
+from protocol.books import Commit, FinishReason
+from protocol.errors import RuntimeClosedError, StreamBusyError
+from protocol.statistics import Statistics
+from runtime.text import Detokenizer
+
+
+@attrs.frozen
+class Token:
+    """One generated token.
+
+    Attributes:
+        id: in the target's vocabulary.
+        text: what this token makes readable, maybe empty. The texts of a stream add up to the
+            tokenizer's decoding of its ids; an end-of-text token contributes no text.
+        index: 0 for the first generated token.
+        from_draft: whether the drafter had proposed it.
+        finish_reason: None where the text goes on; "stop" at an end-of-text or stop token; "length" where
+            `max_tokens` or the context is used up.
+    """
+
+    id: int
+    text: str
+    index: int
+    from_draft: bool
+    finish_reason: FinishReason | None = None
+
+
+@attrs.frozen
+class Completion:
+    """A whole generated text.
+
+    Attributes:
+        text: without any end-of-text token.
+        tokens: in order, an end-of-text token included.
+        finish_reason: "stop" or "length".
+        statistics: of this generation.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    statistics: Statistics
+
+
+class TokenStream:
+    """The tokens of one generation: an async iterator, and an async context manager.
+
+    The generation is under way from the moment the stream exists, as far ahead as its buffer goes.
+
+    Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
+    dropping the last reference (which is what `break` does to a stream that has no other) all end the
+    generation. Each returns at once; the models are free after the forward pass that is running.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        commits: trio.MemoryReceiveChannel[Commit],
+        detokenizer: Detokenizer,
+        *,
+        hang_up: Callable[[], None],
+        clock: Callable[[], float],
+        on_token: Callable[[Commit, int], None],
+    ) -> None:
+        """Made by `Runtime.stream`.
+
+        Args:
+            session: what the actors share with this stream.
+            commits: where committed tokens arrive.
+            detokenizer: fresh, for this text.
+            hang_up: ends the session; may be called from any thread, more than once.
+            clock: seconds.
+            on_token: called for each token given: its commit, and its index there.
+        """
+        self._session = session
+        self._commits = commits
+        self._detokenizer = detokenizer
+        self._hang_up = hang_up
+        self._clock = clock
+        self._on_token = on_token
+        self._commit: Commit | None = None
+        self._next_in_commit = 0
+        self._is_waiting = False
+        self._is_closed = False
+        self._num_given = 0
+        self._began = clock()
+        self._first_at: float | None = None
+        self._last_at: float | None = None
+        self._finish_reason: FinishReason | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended, once its last token was given; None before, and after a cancellation."""
+        return self._finish_reason
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            StopAsyncIteration: the text is over.
+            StreamBusyError: another task is waiting for a token of this stream.
+            RuntimeClosedError: the stream or its runtime was closed before the text was over.
+            RuntimeBrokenError: the target failed; its error is the cause.
+            RewindError: a cache did not hold what it should; the tokens before are right.
+
+        Cancellation: ends the generation.
+        """
+        if self._is_waiting:
+            raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
+        self._is_waiting = True
+        try:
+            commit = await self._current_commit()
+        except trio.Cancelled:
+            self._close()
+            raise
+        finally:
+            self._is_waiting = False
+        return self._give(commit)
+
+    async def aclose(self) -> None:
+        """End the generation. Returns at once; closing twice is closing once.
+
+        Cancellation: a checkpoint; the stream is closed in any case.
+        """
+        self._close()
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._hang_up()
+
+    def statistics(self) -> Statistics:
+        """Counts and rates so far; a frozen snapshot."""
+        now = self._clock()
+        over = self._is_closed or self._finish_reason is not None
+        end = self._last_at if over and self._last_at is not None else now
+        return self._session.counts.snapshot(
+            elapsed=end - self._began,
+            generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
+            time_to_first_token=None if self._first_at is None else self._first_at - self._began,
+            peak_memory=peak_memory(),
+        )
+
+    async def _current_commit(self) -> Commit:
+        """The commit that has the next token."""
+        if self._finish_reason is not None:
+            await trio.lowlevel.checkpoint()
+            raise StopAsyncIteration
+        if self._is_closed:
+            raise self._session.error or RuntimeClosedError("this stream was closed; begin another with stream()")
+        if self._commit is not None:
+            # A checkpoint a token, also where several came at once.
+            await trio.lowlevel.checkpoint()
+            return self._commit
+        try:
+            self._commit = await self._commits.receive()
+        except trio.EndOfChannel:
+            self._close()
+        if self._commit is None:
+            raise self._session.error or RuntimeClosedError("the runtime was closed before the text was over")
+        self._next_in_commit = 0
+        return self._commit
+
+    def _give(self, commit: Commit) -> Token:
+        index = self._next_in_commit
+        self._next_in_commit += 1
+        is_last_in_commit = self._next_in_commit == len(commit.tokens)
+        finish_reason = commit.finish_reason if is_last_in_commit else None
+        if is_last_in_commit:
+            self._commit = None
+        self._last_at = self._clock()
+        if self._first_at is None:
+            self._first_at = self._last_at
+        self._on_token(commit, index)
+        token = Token(
+            id=commit.tokens[index],
+            text=self._text(commit.tokens[index], finish_reason),
+            index=self._num_given,
+            from_draft=index < commit.num_from_draft,
+            finish_reason=finish_reason,
+        )
+        self._num_given += 1
+        if finish_reason is not None:
+            self._finish_reason = finish_reason
+            self._close()
+        return token
+
+    def _text(self, token: int, finish_reason: FinishReason | None) -> str:
+        text = "" if finish_reason == "stop" else self._detokenizer.add(token)
+        return text if finish_reason is None else text + self._detokenizer.finish()
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._commits.close()
+            self._hang_up()
