@@ -114,7 +114,7 @@ class Actor(ABC, Generic[S]):
 
     @abstractmethod
     def _join(self, session: Session) -> S:
-        """This actor's part in a session."""
+        """Make this actor's part in a session."""
 
     @abstractmethod
     async def _take_part(self, part: S) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import mlx.core as mx
 import trio
@@ -48,6 +49,7 @@ class DraftPart(Part):
         self.can_look_ahead = True
 
     def receive(self, message: Message) -> None:
+        """Take a verdict, and answer it."""
         if not isinstance(message, Verdict):
             raise ProtocolError(f"the drafter was handed {message!r}")
         # At once, whatever the task is waiting for: where the text was drafted for, the next proposal
@@ -56,6 +58,7 @@ class DraftPart(Part):
         self.wake()
 
     def close(self, message: Close) -> None:
+        """Note that the session is over, and have the task see it."""
         self.books.close(message)
         self.wake()
 
@@ -231,11 +234,11 @@ def draft(line: Line, plan: Plan, is_speculative: bool, opened: Open, vocab_size
         confidence = probs[token]
         mx.eval(token, confidence)
         line.check(position)
-        return Guess(int(token.item()), float(confidence.item()))
+        return Guess(cast(int, token.item()), cast(float, confidence.item()))
     token = draw(probs, key_for(seed, Purpose.DRAFT, position))
     # What a draw from this q may expect, not what this draw may: a decision to propose a token must
     # not depend on the token (see protocol.lookahead).
     confidence = (probs * probs).sum()
     mx.eval(token, confidence, probs)
     line.check(position)
-    return Guess(int(token.item()), float(confidence.item()), probs)
+    return Guess(cast(int, token.item()), cast(float, confidence.item()), probs)

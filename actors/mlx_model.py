@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -20,12 +20,12 @@ from protocol.errors import ModelError, RewindError
 Rewind = Literal["auto", "trim", "none"]
 
 
-def load(path_or_hub_id: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
+def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
     """A model and its tokenizer, weights evaluated on the calling thread.
 
     Raises: what mlx-lm raises, which is of many kinds; a worker's `JobError` gathers them.
     """
-    model, tokenizer = mlx_lm.load(str(path_or_hub_id))
+    model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id))
     return model, tokenizer
 
 
@@ -41,7 +41,7 @@ class MLXModel:
     Close it to have the model back as it was.
     """
 
-    def __init__(self, model: nn.Module, rewind: Rewind = "auto") -> None:
+    def __init__(self, model: Module, rewind: Rewind = "auto") -> None:
         """Wrap a model whose weights are evaluated.
 
         Args:
@@ -56,7 +56,7 @@ class MLXModel:
         # One forward pass of one token, since no attribute names the width of the logits in all
         # architectures.
         cache = make_prompt_cache(model)
-        self._vocab_size = model(mx.array([[0]]), cache=cache).shape[-1]
+        self._vocab_size: int = model(mx.array([[0]]), cache=cache).shape[-1]
         if rewind == "trim" and (fixed := sorted({type(c).__name__ for c in cache if not _can_trim_after(c, 1)})):
             raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
         self._restore_layers = _evaluating_layers(model)
@@ -67,13 +67,16 @@ class MLXModel:
 
     @property
     def vocab_size(self) -> int:
+        """See `Model.vocab_size`."""
         return self._vocab_size
 
     @property
     def context_length(self) -> int | None:
+        """See `Model.context_length`."""
         return _context_length(getattr(self._model, "args", None))
 
     def open_line(self, *, beside_another: bool) -> MLXLine:
+        """See `Model.open_line`."""
         # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid
         # is one of MLX's CPU scheduler.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -87,7 +90,7 @@ class MLXModel:
 class MLXLine:
     """One text in the caches of an mlx-lm model."""
 
-    def __init__(self, model: nn.Module, *, can_rewind: bool, in_slices: bool) -> None:
+    def __init__(self, model: Module, *, can_rewind: bool, in_slices: bool) -> None:
         self._model = model
         self._cache = make_prompt_cache(model)
         self._can_rewind = can_rewind
@@ -95,8 +98,9 @@ class MLXLine:
         self._length = 0
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """See `Line.feed`."""
         with _evaluate_in_slices(self._in_slices):
-            logits = self._model(mx.array([tokens]), cache=self._cache)
+            logits: mx.array = self._model(mx.array([tokens]), cache=self._cache)
         self._length += len(tokens)
         if num_logits:
             return logits[0, -num_logits:, :]
@@ -105,13 +109,17 @@ class MLXLine:
         return None
 
     def feed_lazy(self, token: mx.array) -> mx.array:
+        """See `Line.feed_lazy`."""
         self._length += 1
-        return self._model(token[None], cache=self._cache)[0]
+        logits: mx.array = self._model(token[None], cache=self._cache)
+        return logits[0]
 
     def can_rewind_after(self, num_tokens: int) -> bool:
+        """See `Line.can_rewind_after`."""
         return self._can_rewind and all(_can_trim_after(layer, num_tokens) for layer in self._cache)
 
     def rewind(self, length: int) -> None:
+        """See `Line.rewind`."""
         if length == self._length:
             return
         if length > self._length or not self.can_rewind_after(0):
@@ -122,6 +130,7 @@ class MLXLine:
         self.check(length)
 
     def check(self, length: int) -> None:
+        """See `Line.check`."""
         for i, layer in enumerate(self._cache):
             for have in _lengths(layer):
                 if have != length:
@@ -130,6 +139,7 @@ class MLXLine:
                     )
 
     def close(self) -> None:
+        """See `Line.close`."""
         self._cache = []
 
 
@@ -176,7 +186,7 @@ def _evaluate_in_slices(wanted: bool) -> Iterator[None]:
         _in_slices.reset(reset)
 
 
-def _evaluating_layers(model: nn.Module) -> Any:
+def _evaluating_layers(model: Module) -> Any:
     """Make the model's layers evaluate what they return, while `_in_slices` says so.
 
     MLX's scheduler counts the active tasks of the whole process and stalls every evaluating thread above
@@ -191,7 +201,7 @@ def _evaluating_layers(model: nn.Module) -> Any:
         layer
         for layer in getattr(model, "layers", ())
         # A model that is target and drafter in one has them already.
-        if isinstance(layer, nn.Module) and not type(layer).__name__.startswith(_SLICED)
+        if isinstance(layer, Module) and not type(layer).__name__.startswith(_SLICED)
     ]
     before = [type(layer) for layer in layers]
     sliced: dict[type, type] = {}
@@ -209,7 +219,7 @@ _SLICED = "Sliced"
 
 
 def _evaluating_class(base: type) -> type:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         out = base.__call__(self, *args, **kwargs)
         if _in_slices.get():
             mx.eval(out)
@@ -243,11 +253,11 @@ def _context_length(args: Any) -> int | None:
         args = text
     get = args.get if isinstance(args, dict) else lambda name: getattr(args, name, None)
     for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions"):
-        if isinstance(length := get(name), int) and length > 0:
+        if isinstance(length := get(name), int) and length > 0:  # type: ignore[no-untyped-call]
             break
     else:
         return None
-    scaling = get("rope_scaling")
+    scaling = get("rope_scaling")  # type: ignore[no-untyped-call]
     if isinstance(scaling, dict):
         original = scaling.get("original_max_position_embeddings")
         factor = scaling.get("factor")

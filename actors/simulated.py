@@ -51,12 +51,15 @@ class SimulatedWorker:
 
     @property
     def busy_seconds(self) -> float:
+        """See `Worker.busy_seconds`."""
         return self._busy_seconds
 
     def clock(self) -> float:
+        """Seconds on trio's clock."""
         return trio.current_time()
 
     async def run(self, job: Job[T]) -> T:
+        """See `Worker.run`."""
         async with self._turn:
             # As with a thread: what has begun is not abandoned.
             with trio.CancelScope(shield=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -33,6 +34,7 @@ class TargetPart(Part):
         self.decoder: PlainDecoder | None = None
 
     def receive(self, message: Message) -> None:
+        """Take a proposal, or the drafter's leave."""
         match message:
             case Proposal():
                 if not self.books.propose(message):
@@ -44,6 +46,7 @@ class TargetPart(Part):
         self.wake()
 
     def close(self, message: Close) -> None:
+        """Note that the session is over."""
         self.books.close(message)
 
 
@@ -236,7 +239,7 @@ class PlainDecoder:
             self._pending = self._choose(self._line.feed_lazy(token), position + 1)
             mx.async_eval(self._pending)
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
-        return int(token.item())
+        return cast(int, token.item())
 
     def _choose(self, logits: mx.array, position: int) -> mx.array:
         settings, seed = self._opened.settings, self._opened.seed

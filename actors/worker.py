@@ -119,12 +119,15 @@ class ThreadWorker:
 
     @property
     def busy_seconds(self) -> float:
+        """See `Worker.busy_seconds`."""
         return self._busy_seconds
 
     def clock(self) -> float:
+        """Seconds, from an arbitrary moment on."""
         return time.perf_counter()
 
     async def run(self, job: Job[T]) -> T:
+        """See `Worker.run`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         waiting = _Waiting(job, trio.lowlevel.current_task())
         self._jobs.put(waiting)
@@ -173,7 +176,7 @@ class ThreadWorker:
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
     """A job's outcome with any exception wrapped, so that callers can tell it from their own."""
-    if isinstance(result, outcome.Value):
+    if not isinstance(result, outcome.Error):
         return result
     error = JobError(f"{job.kind} failed: {type(result.error).__name__}: {result.error}")
     error.__cause__ = result.error

@@ -20,6 +20,8 @@ synchronisation.
 
 from __future__ import annotations
 
+from typing import cast
+
 import attrs
 import mlx.core as mx
 
@@ -96,7 +98,7 @@ def judge_by_match(
     Raises: ProtocolError: the number of rows fits neither.
     """
     _check_rows(logits, drafted)
-    chosen: list[int] = choices(logits, temperature, seed, start, logits.shape[1]).tolist()  # type: ignore[assignment]
+    chosen = cast(list[int], choices(logits, temperature, seed, start, logits.shape[1]).tolist())
     num_accepted = count_matches(chosen, drafted)
     return Judgement(num_accepted, chosen[num_accepted] if num_accepted < len(chosen) else None)
 
@@ -178,9 +180,9 @@ def judge_by_rejection(
     p = distribution(logits, temperature)
     q = mx.zeros_like(p)
     if not drafted:
-        return Judgement(0, int(draw(p[0], key_for(seed, Purpose.RECOVER, start)).item()))
+        return Judgement(0, _to_int(draw(p[0], key_for(seed, Purpose.RECOVER, start))))
     width = draft_probs[0].shape[0]
-    q[: len(drafted), :width] = mx.stack(draft_probs)
+    q[: len(drafted), :width] = mx.stack(list(draft_probs))
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
     accepted = count_accepted(p[rows, tokens], q[rows, tokens], uniforms)
@@ -190,8 +192,12 @@ def judge_by_rejection(
     keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
     token_after = draw(residual(p[row], q[row]), keys[row])
     mx.eval(accepted, token_after)
-    num_accepted = int(accepted.item())
-    return Judgement(num_accepted, int(token_after.item()) if num_accepted < logits.shape[0] else None)
+    num_accepted = _to_int(accepted)
+    return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
+
+
+def _to_int(scalar: mx.array) -> int:
+    return cast(int, scalar.item())
 
 
 def _check_rows(logits: mx.array, drafted: tuple[int, ...]) -> None:

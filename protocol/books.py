@@ -27,6 +27,8 @@ FinishReason = Literal["stop", "length"]
 
 
 class State(enum.Enum):
+    """Whose turn it is; see the module's table."""
+
     PROPOSING = "proposing"
     VERIFYING = "verifying"
     UNDRAFTED = "undrafted"
@@ -101,6 +103,7 @@ class Books:
 
     @property
     def num_generated(self) -> int:
+        """Tokens committed beyond the prompt."""
         return len(self.committed) - len(self.opened.prompt)
 
     @property

@@ -36,6 +36,7 @@ class Held:
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """A copy of what is held."""
         return tuple(self._tokens)
 
     def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> Plan:

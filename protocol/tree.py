@@ -51,7 +51,7 @@ class Node:
         self.parent = parent
         self.guess = guess
         self.children: dict[int, Node] = {}
-        self.reach = parent.reach * guess.confidence if parent and guess else 1.0
+        self.reach: float = parent.reach * guess.confidence if parent and guess else 1.0
         self.alive = True
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import mlx.core as mx
 import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,7 +35,7 @@ from protocol.errors import (
 from protocol.messages import Close, Open
 from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.statistics import Counts, Statistics
-from protocol.trace import Event, Span
+from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_device, check_rewind, check_source, load_onto
 from runtime.stream import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
@@ -58,6 +59,7 @@ class Events:
         self._listeners.append(listener)
 
     def __call__(self, event: Event) -> None:
+        """Announce an event."""
         for listener in self._listeners:
             listener(event)
 
@@ -347,8 +349,11 @@ async def open(
     most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
     load.
     """
-    sources = {"target": check_source("target", target)}
-    devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    devices: dict[Actor, mx.Device | None] = {
+        "target": check_device("target", target_device),
+        "draft": check_device("draft", draft_device),
+    }
     if draft is not None:
         sources["draft"] = check_source("draft", draft)
     checked_rewind = check_rewind(rewind)
@@ -360,13 +365,10 @@ async def open(
 
     async with AsyncExitStack() as stack:
         stack.enter_context(wired_memory())
-        workers = {
-            role: await stack.enter_async_context(ThreadWorker(role, devices[role], events))
-            for role in sources  # type: ignore[arg-type]
-        }
-        loaded: dict[str, outcome.Outcome[Loaded]] = {}
+        workers = {role: await stack.enter_async_context(ThreadWorker(role, devices[role], events)) for role in sources}
+        loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
 
-        async def load(role: str) -> None:
+        async def load(role: Actor) -> None:
             loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], checked_rewind)
 
         async with trio.open_nursery() as nursery:

@@ -9,14 +9,14 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_model import MLXModel, Rewind, load, tokenizer_wrapper
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 
-Source = str | os.PathLike[str] | tuple[nn.Module, Any]
+Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
 REWINDS = ("auto", "trim", "none")
@@ -38,7 +38,7 @@ def check_source(role: str, source: Any) -> Source:
         ModelError: a path at which there is no model.
     """
     if isinstance(source, tuple):
-        if len(source) != 2 or not isinstance(source[0], nn.Module):
+        if len(source) != 2 or not isinstance(source[0], Module):
             raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {source!r}")
         return source
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):

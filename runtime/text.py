@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.decoders import DecodeStream
@@ -51,7 +51,7 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
-    return tuple(tokenizer.apply_chat_template(list(items), add_generation_prompt=True))
+    return tuple(cast(Any, tokenizer).apply_chat_template(list(items), add_generation_prompt=True))
 
 
 class Detokenizer:
@@ -66,7 +66,7 @@ class Detokenizer:
         """For one text; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=False) if self._fast is not None else None
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
         self._given = 0
 
@@ -75,7 +75,7 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
-        if self._stream is None:
+        if self._fast is None:
             whole: str = self._tokenizer.decode(self._ids)
             piece = whole[self._given :] if not whole.endswith("\ufffd") else ""
         else:
