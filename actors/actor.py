@@ -12,7 +12,9 @@ import trio
 from actors.model import Model
 from actors.session import Session
 from actors.worker import Worker
+from protocol.books import Books, State
 from protocol.errors import OutriderError
+from protocol.held import Held
 from protocol.messages import Close, Message
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
@@ -26,16 +28,14 @@ class Part(ABC):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.id = session.opened.session
+        self.books = Books(session.opened)
+        self.held = Held()
         self.scope = trio.CancelScope()
         self._changed = trio.Event()
 
     @abstractmethod
     def receive(self, message: Message) -> None:
         """Take a message from the other actor. Never waits."""
-
-    @abstractmethod
-    def close(self, message: Close) -> None:
-        """Note that the session is over."""
 
     def wake(self) -> None:
         """Have the task look again at the state of things."""
@@ -96,12 +96,15 @@ class Actor(ABC, Generic[S]):
         assert self._nursery is not None, "serve() is not running"
         part = self._join(session)
         self._parts[part.id] = part
+        self._note(part, "open", num_tokens=len(session.opened.prompt))
         self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
 
     def close_session(self, message: Close) -> None:
         """End a session, soon: after the job that is running, if one is. Never waits."""
         if (part := self._parts.get(message.session)) is not None:
-            part.close(message)
+            if part.books.state is not State.CLOSED:
+                part.books.close(message)
+                self._note(part, "cancel")
             part.scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
@@ -120,5 +123,6 @@ class Actor(ABC, Generic[S]):
     async def _take_part(self, part: S) -> None:
         """Play the part to its end."""
 
-    def _note(self, part: S, kind: InstantKind, *, round: int = 0, num_tokens: int = 0) -> None:
+    def _note(self, part: S, kind: InstantKind, *, round: int | None = None, num_tokens: int = 0) -> None:
+        round = part.books.round if round is None else round
         self._on_event(Instant(self.name, kind, part.id, self.worker.clock(), round, num_tokens))

@@ -16,11 +16,11 @@ from actors.prefill import prefill
 from actors.session import Session
 from actors.worker import Job, Worker
 from protocol.acceptance import choices, distribution, draw
-from protocol.books import Books, State
+from protocol.books import State
 from protocol.errors import OutriderError, ProtocolError
-from protocol.held import Held, Plan
+from protocol.held import Plan
 from protocol.lookahead import lookahead_for
-from protocol.messages import Close, Message, Open, Proposal, Verdict, Withdraw
+from protocol.messages import Message, Open, Proposal, Verdict, Withdraw
 from protocol.randomness import Purpose, key_for
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Event
@@ -38,8 +38,6 @@ class DraftPart(Part):
         super().__init__(session)
         self._hear = hear
         opened = session.opened
-        self.books = Books(opened)
-        self.held = Held()
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.lookahead = lookahead_for(opened.settings.lookahead)
         self.context_length = context_length
@@ -55,11 +53,6 @@ class DraftPart(Part):
         # At once, whatever the task is waiting for: where the text was drafted for, the next proposal
         # is there already.
         self._hear(self, message)
-        self.wake()
-
-    def close(self, message: Close) -> None:
-        """Note that the session is over, and have the task see it."""
-        self.books.close(message)
         self.wake()
 
     @property
@@ -146,7 +139,7 @@ class DraftActor(Actor[DraftPart]):
             # It costs speed, never text: the target goes on by itself.
             logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)
             part.session.counts.draft_failures += 1
-            self._note(part, "withdraw", round=part.books.round)
+            self._note(part, "withdraw")
             part.books.withdraw(Withdraw(part.id))
             self._target.send_nowait(Withdraw(part.id))
 
@@ -166,6 +159,8 @@ class DraftActor(Actor[DraftPart]):
     async def _draft(self, part: DraftPart, line: Line, node: Node) -> Guess | None:
         beyond = part.tree.path(node)
         plan = part.held.plan(part.books.committed, beyond)
+        if plan.keep < len(part.held):
+            self._note(part, "rewind", num_tokens=len(part.held) - plan.keep)
         drafted = await self.worker.run(
             Job(
                 "draft",

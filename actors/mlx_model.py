@@ -101,7 +101,7 @@ class MLXLine:
         """See `Line.feed`."""
         with _evaluate_in_slices(self._in_slices):
             logits: mx.array = self._model(mx.array([tokens]), cache=self._cache)
-        self._length += len(tokens)
+        self._grow(len(tokens))
         if num_logits:
             return logits[0, -num_logits:, :]
         mx.eval([layer.state for layer in self._cache])
@@ -110,9 +110,15 @@ class MLXLine:
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `Line.feed_lazy`."""
-        self._length += 1
+        self._grow(1)
         logits: mx.array = self._model(token[None], cache=self._cache)
         return logits[0]
+
+    def _grow(self, num_tokens: int) -> None:
+        before, self._length = self._length, self._length + num_tokens
+        # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
+        if before // 256 != self._length // 256:
+            mx.clear_cache()
 
     def can_rewind_after(self, num_tokens: int) -> bool:
         """See `Line.can_rewind_after`."""

@@ -16,10 +16,10 @@ from actors.prefill import prefill
 from actors.session import Session
 from actors.worker import Job, JobError, Worker
 from protocol.acceptance import Judgement, choices, distribution, draw, judge_by_match, judge_by_rejection
-from protocol.books import Books, Commit, State
+from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
-from protocol.held import Held, Plan
-from protocol.messages import Close, Message, Open, Proposal, Verdict, Withdraw
+from protocol.held import Plan
+from protocol.messages import Message, Open, Proposal, Verdict, Withdraw
 from protocol.randomness import Purpose, key_for
 from protocol.trace import Event
 
@@ -29,8 +29,6 @@ class TargetPart(Part):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.books = Books(session.opened)
-        self.held = Held()
         self.decoder: PlainDecoder | None = None
 
     def receive(self, message: Message) -> None:
@@ -44,10 +42,6 @@ class TargetPart(Part):
             case _:
                 raise ProtocolError(f"the target was handed {message!r}")
         self.wake()
-
-    def close(self, message: Close) -> None:
-        """Note that the session is over."""
-        self.books.close(message)
 
 
 class TargetActor(Actor[TargetPart]):
@@ -88,7 +82,7 @@ class TargetActor(Actor[TargetPart]):
                 while part.books.state is not State.CLOSED:
                     commit = await self._round(part, line)
                     await session.commits.send(commit)
-                self._note(part, "finish", round=part.books.round)
+                self._note(part, "finish")
             finally:
                 with trio.CancelScope(shield=True):
                     await self.worker.run(Job("close", line.close, part.id))
@@ -101,7 +95,7 @@ class TargetActor(Actor[TargetPart]):
         except OutriderError as error:
             session.end(error)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._note(part, "cancel", round=part.books.round)  # the consumer has gone
+            self._note(part, "cancel")  # the consumer has gone
         finally:
             session.end()
 
@@ -131,6 +125,8 @@ class TargetActor(Actor[TargetPart]):
         )
         part.held.follow(Plan(plan.keep, plan.feed + verified.kept))
         judgement = verified.judgement
+        if not verified.single_step and (fallen := len(proposal.tokens) - judgement.num_accepted):
+            self._note(part, "rewind", num_tokens=fallen)
         return Verdict(
             part.id, proposal.round, proposal.start, judgement.num_accepted, judgement.token, verified.single_step
         )

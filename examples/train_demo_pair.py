@@ -25,10 +25,8 @@ Hidden matrices are trained with Muon, the rest with AdamW, forward passes in bf
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from demo_corpus import corpus_files, read_source
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -62,30 +61,6 @@ DRAFT_SHAPE = dict(
 
 
 # --- corpus -------------------------------------------------------------------------------------
-
-
-def corpus_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files, split into (training, held out)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "encodings", "pydoc_data", "__pycache__", "data"}
-    files = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not skipped & set(path.relative_to(root).parts) and path.stat().st_size < 150_000
-    )
-    return (
-        [path for path in files if not is_held_out(path.relative_to(root))],
-        [path for path in files if is_held_out(path.relative_to(root))],
-    )
-
-
-def is_held_out(relative: Path) -> bool:
-    return hashlib.sha256(relative.as_posix().encode()).digest()[0] % 20 == 0
-
-
-def read_source(path: Path) -> str:
-    # A few test files are in odd encodings on purpose; they are no loss.
-    return path.read_text(encoding="utf-8", errors="ignore")
 
 
 class Corpus:

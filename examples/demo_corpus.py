@@ -1,0 +1,34 @@
+"""The text that the demo pair was trained on, and the part of it that was held out.
+
+It is the source of the running interpreter's standard library, which the PSF licence lets one use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+
+def corpus_files() -> tuple[list[Path], list[Path]]:
+    """The standard library's source files, split into (training, held out)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "encodings", "pydoc_data", "__pycache__", "data"}
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not skipped & set(path.relative_to(root).parts) and path.stat().st_size < 150_000
+    )
+    return (
+        [path for path in files if not is_held_out(path.relative_to(root))],
+        [path for path in files if is_held_out(path.relative_to(root))],
+    )
+
+
+def is_held_out(relative: Path) -> bool:
+    return hashlib.sha256(relative.as_posix().encode()).digest()[0] % 20 == 0
+
+
+def read_source(path: Path) -> str:
+    # A few test files are in odd encodings on purpose; they are no loss.
+    return path.read_text(encoding="utf-8", errors="ignore")
