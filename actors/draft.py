@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+import attrs
 import mlx.core as mx
 import trio
 
 from actors.actor import Actor, Part
-from actors.model import Line, Model
+from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
 from actors.worker import Job, Worker
@@ -164,17 +165,30 @@ class DraftActor(Actor[DraftPart]):
         drafted = await self.worker.run(
             Job(
                 "draft",
-                partial(draft, line, plan, bool(beyond), part.session.opened, self._target_vocab_size),
+                partial(
+                    draft,
+                    line,
+                    plan,
+                    len(part.books.committed) if beyond else None,
+                    part.session.opened,
+                    self._target_vocab_size,
+                ),
                 part.id,
                 len(plan.feed),
             )
         )
-        if drafted is None:
-            part.can_look_ahead = False
-            part.held.rewind(plan.keep)
-        else:
-            part.held.follow(plan)
-        return drafted
+        match drafted:
+            case Guess():
+                part.held.follow(plan)
+                return drafted
+            case FellBack():
+                # Ask again for the same node, with more to feed.
+                part.session.counts.draft_replayed_tokens += plan.keep - drafted.length
+                part.held.rewind(drafted.length)
+            case Refused():
+                part.can_look_ahead = False
+                part.held.rewind(plan.keep)
+        return None
 
     def _propose(self, part: DraftPart) -> None:
         if (proposal := part.next_proposal()) is not None:
@@ -190,6 +204,7 @@ class DraftActor(Actor[DraftPart]):
             return
         if commit.finish_reason is not None:
             return
+        part.can_look_ahead = True  # it may be over a boundary by now; the next attempt will tell
         if part.tree.advance(commit.tokens):
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))
@@ -199,24 +214,39 @@ class DraftActor(Actor[DraftPart]):
         self._propose(part)
 
 
-def draft(line: Line, plan: Plan, is_speculative: bool, opened: Open, vocab_size: int) -> Guess | None:
-    """Draft one token, on the drafter's thread.
+# --- on the drafter's thread ----------------------------------------------------------------------
+
+
+@attrs.frozen
+class FellBack:
+    """The cache could only go back to a checkpoint, and holds `length` tokens; nothing was fed."""
+
+    length: int
+
+
+@attrs.frozen
+class Refused:
+    """The cache could not lose the text again if it came to that; nothing was fed."""
+
+
+def draft(line: Line, plan: Plan, settled: int | None, opened: Open, vocab_size: int) -> Guess | FellBack | Refused:
+    """Draft one token.
 
     Args:
         line: the draft model's cache of this session.
         plan: how to bring it in line with the text that the token comes after.
-        is_speculative: whether that text goes beyond what is committed.
+        settled: length of the committed text, where the text goes beyond it; else None.
         opened: of the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
 
     Returns: the token, its confidence, and under the rejection rule the distribution that it was drawn
-        from; None where the cache could not lose the text again if it came to that, and then the cache
-        is rewound as planned and nothing is fed.
+        from; or what stood against it.
     """
-    line.rewind(plan.keep)
-    if is_speculative and not line.can_rewind_after(len(plan.feed)):
-        return None
+    if (length := line.rewind(plan.keep)) < plan.keep:
+        return FellBack(length)
+    if settled is not None and line.prepare(len(plan.feed), settled) is Rung.SINGLE:
+        return Refused()
     rows = line.feed(plan.feed, 1)
     assert rows is not None
     logits = rows[:, :vocab_size]

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import attrs
 import mlx.core as mx
 import mlx_lm
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from actors.mlx_cache import Restore, can_checkpoint, can_trim_after, lengths, snapshot, trim
+from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
-Rewind = Literal["auto", "trim", "none"]
+logger = logging.getLogger("outrider")
+
+Rewind = Literal["auto", "trim", "checkpoint", "none"]
+
+_warned_of: set[str] = set()  # cache classes, once a process
 
 
 def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
@@ -41,24 +50,21 @@ class MLXModel:
     Close it to have the model back as it was.
     """
 
-    def __init__(self, model: Module, rewind: Rewind = "auto") -> None:
+    def __init__(self, model: Module, options: CacheOptions) -> None:
         """Wrap a model whose weights are evaluated.
 
         Args:
             model: an mlx-lm language model.
-            rewind: "auto" trims caches where they can be trimmed and else feeds one token at a time;
-                "trim" insists on trimming; "none" never rewinds.
+            options: of its caches.
 
-        Raises: ModelError: `rewind` is "trim" and some layer's cache cannot be trimmed.
+        Raises: ModelError: the options insist on a way to rewind that some layer's cache does not have.
         """
         self._model = model
-        self._rewind = rewind
+        self._options = options
         # One forward pass of one token, since no attribute names the width of the logits in all
         # architectures.
-        cache = make_prompt_cache(model)
-        self._vocab_size: int = model(mx.array([[0]]), cache=cache).shape[-1]
-        if rewind == "trim" and (fixed := sorted({type(c).__name__ for c in cache if not _can_trim_after(c, 1)})):
-            raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
+        self._vocab_size: int = model(mx.array([[0]]), cache=options.make_cache(model)).shape[-1]
+        self._check_ladder(options.make_cache(model))
         self._restore_layers = _evaluating_layers(model)
 
     def close(self) -> None:
@@ -80,65 +86,90 @@ class MLXModel:
         # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid
         # is one of MLX's CPU scheduler.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return MLXLine(
-            self._model,
-            can_rewind=self._rewind != "none",
-            in_slices=beside_another and on_cpu,
-        )
+        return MLXLine(self._model, self._options, in_slices=beside_another and on_cpu)
+
+    def _check_ladder(self, cache: list[Any]) -> None:
+        """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""
+        wanted = self._options.rewind
+        if wanted == "trim" and (fixed := _names(layer for layer in cache if not can_trim_after(layer, 1))):
+            raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
+        unknown = _names(layer for layer in cache if not can_checkpoint(layer))
+        if wanted == "checkpoint" and unknown:
+            raise ModelError(f'rewind="checkpoint" cannot keep the state of {unknown}; use "auto" or "none"')
+        for name in unknown:
+            if wanted == "auto" and name not in _warned_of:
+                _warned_of.add(name)
+                logger.warning("nothing is known of cache class %s: its model is fed one token at a time", name)
 
 
 class MLXLine:
     """One text in the caches of an mlx-lm model."""
 
-    def __init__(self, model: Module, *, can_rewind: bool, in_slices: bool) -> None:
+    def __init__(self, model: Module, options: CacheOptions, *, in_slices: bool) -> None:
+        """An empty line.
+
+        Args:
+            model: whose caches to make.
+            options: of the caches, and how they may be rewound.
+            in_slices: whether to evaluate layer by layer.
+        """
         self._model = model
-        self._cache = make_prompt_cache(model)
-        self._can_rewind = can_rewind
+        self._options = options
+        self._cache = options.make_cache(model)
         self._in_slices = in_slices
         self._length = 0
+        self._checkpoints: list[Checkpoint] = []  # by length, ascending
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         """See `Line.feed`."""
-        with _evaluate_in_slices(self._in_slices):
-            logits: mx.array = self._model(mx.array([tokens]), cache=self._cache)
-        self._grow(len(tokens))
-        if num_logits:
-            return logits[0, -num_logits:, :]
-        mx.eval([layer.state for layer in self._cache])
-        mx.clear_cache()
-        return None
+        if num_logits == 0:
+            self._forward(tokens)
+            mx.eval([layer.state for layer in self._cache])
+            mx.clear_cache()
+            return None
+        cut = self._options.cut(self._length, len(tokens))
+        parts = [self._forward(part) for part in (tokens[:cut], tokens[cut:]) if part]
+        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return logits[-num_logits:]
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `Line.feed_lazy`."""
-        self._grow(1)
         logits: mx.array = self._model(token[None], cache=self._cache)
+        self._grow(1)
         return logits[0]
 
-    def _grow(self, num_tokens: int) -> None:
-        before, self._length = self._length, self._length + num_tokens
-        # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
-        if before // 256 != self._length // 256:
-            mx.clear_cache()
+    def _forward(self, tokens: tuple[int, ...]) -> mx.array:
+        """(len(tokens), V) logits, lazy."""
+        with _evaluate_in_slices(self._in_slices):
+            logits: mx.array = self._model(mx.array([tokens]), cache=self._cache)
+        self._grow(len(tokens))
+        return logits[0]
 
-    def can_rewind_after(self, num_tokens: int) -> bool:
-        """See `Line.can_rewind_after`."""
-        return self._can_rewind and all(_can_trim_after(layer, num_tokens) for layer in self._cache)
+    def prepare(self, num_tokens: int, settled: int) -> Rung:
+        """See `Line.prepare`."""
+        rung = self._options.rung(self._cache, self._length, num_tokens)
+        if rung is Rung.CHECKPOINT and (not self._checkpoints or self._checkpoints[-1].length < self._length):
+            self._checkpoints.append(Checkpoint(self._length, [snapshot(layer) for layer in self._cache]))
+        self._forget_below(settled)
+        return rung
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length: int) -> int:
         """See `Line.rewind`."""
-        if length == self._length:
-            return
-        if length > self._length or not self.can_rewind_after(0):
-            raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length} and cannot")
-        for layer in self._cache:
-            layer.trim(self._length - length)
-        self._length = length
-        self.check(length)
+        if length > self._length:
+            raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
+        if length < self._length:
+            if self._options.can_trim(self._cache, 0):
+                self._trim(length)
+            else:
+                self._restore(length)
+        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= self._length]
+        self.check(self._length)
+        return self._length
 
     def check(self, length: int) -> None:
         """See `Line.check`."""
         for i, layer in enumerate(self._cache):
-            for have in _lengths(layer):
+            for have in lengths(layer):
                 if have != length:
                     raise RewindError(
                         f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {have}"
@@ -147,34 +178,109 @@ class MLXLine:
     def close(self) -> None:
         """See `Line.close`."""
         self._cache = []
+        self._checkpoints = []
+
+    def _restore(self, length: int) -> None:
+        """Go back to the last checkpoint at or below a length."""
+        below = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= length]
+        # Where there is none below, tokens were fed that could still be trimmed then: a cache that has lost
+        # the ability since (a rotating one that filled) has it again in the state before.
+        found = below[-1:] or self._checkpoints[:1]
+        if found:
+            for restore in found[0].layers:
+                restore()
+            self._length = found[0].length
+        if self._length > length:
+            if not self._options.can_trim(self._cache, 0):
+                raise RewindError(
+                    f"asked to rewind to {length} tokens a cache that holds {self._length}, which cannot be trimmed "
+                    f"and has checkpoints at {[checkpoint.length for checkpoint in self._checkpoints]}"
+                )
+            self._trim(length)
+
+    def _trim(self, length: int) -> None:
+        for layer in self._cache:
+            trim(layer, self._length - length)
+        self._length = length
+
+    def _forget_below(self, settled: int) -> None:
+        """Drop checkpoints that no rewind can need: all below the last that is at or below `settled`."""
+        while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
+            del self._checkpoints[0]
+
+    def _grow(self, num_tokens: int) -> None:
+        before, self._length = self._length, self._length + num_tokens
+        if self._options.quantize(self._cache, self._length):
+            self._checkpoints.clear()  # they speak of the caches that were there before
+        # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
+        if before // 256 != self._length // 256:
+            mx.clear_cache()
 
 
-# --- caches ---------------------------------------------------------------------------------------
+@attrs.frozen
+class Checkpoint:
+    """The state of a line's caches when they held `length` tokens."""
+
+    length: int
+    layers: list[Restore]
 
 
-def _can_trim_after(layer: Any, num_tokens: int) -> bool:
-    """Whether a layer's cache could take `num_tokens` more now and lose them again.
+@attrs.frozen
+class CacheOptions:
+    """How a model's caches are made, and how they may be put right.
 
-    By class, since `is_trimmable` speaks of the moment only: a rotating cache that fills in mid-round
-    cannot go back, and some classes that say they can cannot (`ConcatenateKVCache` forgets the number,
-    not the tokens).
+    Attributes:
+        rewind: "auto" takes the first of trim, checkpoint and N=1 that all layers have at the moment;
+            "trim" and "checkpoint" insist on one of them where there is one; "none" never rewinds.
+        max_kv_size: most tokens that a cache keeps, for models that do not make caches of their own;
+            None for no bound. As in mlx-lm, the first four are kept for good.
+        kv_bits: quantise key-value caches to so many bits, or None.
+        kv_group_size: quantisation group.
+        quantized_kv_start: quantise once a cache holds so many tokens.
     """
-    if type(layer) in (KVCache, QuantizedKVCache):
-        return True
-    if type(layer) is RotatingKVCache:
-        return bool(layer.offset + num_tokens < layer.max_size)
-    if type(layer) is CacheList:
-        return all(_can_trim_after(part, num_tokens) for part in layer.caches)
-    return False
 
+    rewind: Rewind = "auto"
+    max_kv_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
 
-def _lengths(layer: Any) -> Iterator[int]:
-    """The numbers of tokens that a layer's cache says it has processed; none where it keeps no count."""
-    if isinstance(layer, CacheList):
-        for part in layer.caches:
-            yield from _lengths(part)
-    elif isinstance(offset := getattr(layer, "offset", None), int):
-        yield offset
+    def make_cache(self, model: Module) -> list[Any]:
+        """Empty caches for one text."""
+        caches: list[Any] = make_prompt_cache(model, max_kv_size=self.max_kv_size)
+        return caches
+
+    def can_trim(self, cache: list[Any], num_tokens: int) -> bool:
+        """Whether every layer could take so many tokens more and lose them again."""
+        return self.rewind in ("auto", "trim") and all(can_trim_after(layer, num_tokens) for layer in cache)
+
+    def can_checkpoint(self, cache: list[Any]) -> bool:
+        """Whether every layer's state can be kept and restored."""
+        return self.rewind in ("auto", "checkpoint") and all(can_checkpoint(layer) for layer in cache)
+
+    def rung(self, cache: list[Any], length: int, num_tokens: int) -> Rung:
+        """How a feed of so many tokens, from a length, could be undone."""
+        # Quantising cannot be undone. Only committed tokens may bring it about, and then at the same place as
+        # in plain decoding.
+        if self.kv_bits is not None and length < self.quantized_kv_start <= length + num_tokens:
+            return Rung.SINGLE
+        if self.can_trim(cache, num_tokens):
+            return Rung.TRIM
+        return Rung.CHECKPOINT if self.can_checkpoint(cache) else Rung.SINGLE
+
+    def cut(self, length: int, num_tokens: int) -> int:
+        """How many tokens of a feed to put into a pass of their own, so that the rest reads quantised keys."""
+        if self.kv_bits is not None and length < self.quantized_kv_start < length + num_tokens:
+            return self.quantized_kv_start - length
+        return num_tokens
+
+    def quantize(self, cache: list[Any], length: int) -> bool:
+        """Quantise what is due after a feed; returns whether something was."""
+        if self.kv_bits is None or length < self.quantized_kv_start:
+            return False
+        before = list(cache)
+        maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
+        return any(new is not old for new, old in zip(cache, before, strict=True))
 
 
 # --- evaluation in slices -------------------------------------------------------------------------
@@ -235,6 +341,10 @@ def _evaluating_class(base: type) -> type:
 
 
 # --- memory and bounds ----------------------------------------------------------------------------
+
+
+def _names(layers: Iterable[Any]) -> list[str]:
+    return sorted({type(layer).__name__ for layer in layers})
 
 
 @contextmanager

@@ -6,9 +6,18 @@ can, back. All its methods run on the model's own thread.
 
 from __future__ import annotations
 
+import enum
 from typing import Protocol
 
 import mlx.core as mx
+
+
+class Rung(enum.Enum):
+    """How a feed can be undone: the rungs of a ladder, best first."""
+
+    TRIM = "trim"  # drop the tail, to any length
+    CHECKPOINT = "checkpoint"  # restore the state from before it, and feed again what stands
+    SINGLE = "none"  # not at all: feed only what is committed, the N=1 fallback
 
 
 class Line(Protocol):
@@ -36,15 +45,25 @@ class Line(Protocol):
         """
         ...
 
-    def rewind(self, length: int) -> None:
-        """Cut what is held to its first `length` tokens.
+    def prepare(self, num_tokens: int, settled: int) -> Rung:
+        """Make sure that the next feed can be undone, if that can be.
 
-        Raises: RewindError: it cannot, or did not.
+        Args:
+            num_tokens: how many will be fed.
+            settled: a length below which nobody will want to go back, such as that of the committed text;
+                checkpoints that only served that are dropped.
+
+        Returns: how it can be undone. After `Rung.SINGLE`, nothing may be fed that is not committed.
         """
         ...
 
-    def can_rewind_after(self, num_tokens: int) -> bool:
-        """Whether `num_tokens` more could be fed now and all of them be taken back."""
+    def rewind(self, length: int) -> int:
+        """Go back until no more than the first `length` tokens are held.
+
+        Returns: how many are held now: `length`, or fewer where only a checkpoint below could be restored,
+            and then the tokens between are to be fed again.
+        Raises: RewindError: it cannot go back so far, or did not.
+        """
         ...
 
     def check(self, length: int) -> None:

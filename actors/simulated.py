@@ -67,7 +67,8 @@ class SimulatedWorker:
                 await trio.sleep(self._price(job))
                 result = outcome.capture(job.call)
                 ended = self.clock()
-        self._busy_seconds += ended - began
+        job.seconds = ended - began
+        self._busy_seconds += job.seconds
         if self._on_event is not None:
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]

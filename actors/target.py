@@ -11,7 +11,7 @@ import mlx.core as mx
 import trio
 
 from actors.actor import Actor, Part
-from actors.model import Line, Model
+from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
 from actors.worker import Job, JobError, Worker
@@ -20,7 +20,9 @@ from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
 from protocol.messages import Message, Open, Proposal, Verdict, Withdraw
+from protocol.prices import WidthPrice
 from protocol.randomness import Purpose, key_for
+from protocol.replay import ReplayDebt
 from protocol.trace import Event
 
 
@@ -30,6 +32,13 @@ class TargetPart(Part):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.decoder: PlainDecoder | None = None
+        self.replay = ReplayDebt()
+        self.seconds = 0.0  # of verify passes
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a generated token has taken of the target's time so far; 0 before the first."""
+        return self.seconds / self.books.num_generated if self.books.num_generated else 0.0
 
     def receive(self, message: Message) -> None:
         """Take a proposal, or the drafter's leave."""
@@ -67,6 +76,7 @@ class TargetActor(Actor[TargetPart]):
         super().__init__(model, worker, on_event)
         self._on_failure = on_failure
         self.drafter = drafter
+        self._price = WidthPrice()
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -115,20 +125,31 @@ class TargetActor(Actor[TargetPart]):
 
     async def _verify(self, part: TargetPart, line: Line, proposal: Proposal) -> Verdict:
         plan = part.held.plan(part.books.committed)
-        verified = await self.worker.run(
-            Job(
-                "verify",
-                partial(verify, line, plan, proposal, part.session.opened),
-                part.id,
-                len(plan.feed) + len(proposal.tokens),
-            )
+        settle = part.replay.should_settle(len(plan.feed) - 1, self._price, part.seconds_per_token)
+        job = Job(
+            "verify",
+            partial(verify, line, plan, proposal, part.session.opened, settle=settle),
+            part.id,
+            len(plan.feed) + len(proposal.tokens),
         )
-        part.held.follow(Plan(plan.keep, plan.feed + verified.kept))
+        verified = await self.worker.run(job)
+        self._price.observe(verified.width, job.seconds)
+        part.seconds += job.seconds
         judgement = verified.judgement
-        if not verified.single_step and (fallen := len(proposal.tokens) - judgement.num_accepted):
-            self._note(part, "rewind", num_tokens=fallen)
+        part.held.follow(Plan(plan.keep, plan.feed + proposal.tokens[: verified.width - len(plan.feed)]))
+        wanted = proposal.start + (0 if verified.single_step else judgement.num_accepted)
+        if len(part.held) > verified.length:
+            self._note(part, "rewind", num_tokens=len(part.held) - verified.length)
+            part.session.counts.replayed_tokens += wanted - verified.length
+            part.held.rewind(verified.length)
         return Verdict(
-            part.id, proposal.round, proposal.start, judgement.num_accepted, judgement.token, verified.single_step
+            part.id,
+            proposal.round,
+            proposal.start,
+            judgement.num_accepted,
+            judgement.token,
+            verified.single_step,
+            settles=verified.single_step and settle,
         )
 
     async def _decode(self, part: TargetPart, line: Line) -> Verdict:
@@ -154,33 +175,34 @@ class Verified:
 
     Attributes:
         judgement: what stands, and what comes next.
-        kept: drafted tokens that the cache still holds.
-        single_step: whether nothing could be undone, so that only committed tokens were fed.
+        width: tokens that went through the model.
+        length: tokens that the cache holds afterwards.
+        single_step: whether only committed tokens were fed.
     """
 
     judgement: Judgement
-    kept: tuple[int, ...]
+    width: int
+    length: int
     single_step: bool
 
 
-def verify(line: Line, plan: Plan, proposal: Proposal, opened: Open) -> Verified:
+def verify(line: Line, plan: Plan, proposal: Proposal, opened: Open, *, settle: bool) -> Verified:
     """One forward pass over what is not in the cache yet and the proposal; then the cache is put right.
 
     Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
-    pass predicts one token, and the first drafted one is compared with it.
+    pass predicts one token, and the first drafted one is compared with it. So it is where replay has become
+    dear enough to settle it.
     """
-    line.rewind(plan.keep)
-    single_step = bool(proposal.tokens) and not line.can_rewind_after(len(plan.feed) + len(proposal.tokens))
+    width = len(plan.feed) + len(proposal.tokens)
+    single_step = bool(proposal.tokens) and (settle or line.prepare(width, proposal.start) is Rung.SINGLE)
     drafted = proposal.tokens[:1] if single_step else proposal.tokens
     fed = () if single_step else drafted
     logits = line.feed(plan.feed + fed, 1 + len(fed))
     assert logits is not None
     judgement = judge(logits, drafted, proposal, opened)
-    kept = fed[: judgement.num_accepted]
-    length = plan.keep + len(plan.feed) + len(kept)
-    line.rewind(length)
+    length = line.rewind(proposal.start + (0 if single_step else judgement.num_accepted))
     line.check(length)
-    return Verified(judgement, kept, single_step)
+    return Verified(judgement, len(plan.feed) + len(fed), length, single_step)
 
 
 def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open) -> Judgement:
@@ -224,7 +246,6 @@ class PlainDecoder:
             go_ahead: whether a token after it will be wanted.
         """
         if self._pending is None:
-            self._line.rewind(plan.keep)
             logits = self._line.feed(plan.feed, 1)
             assert logits is not None
             self._pending = self._choose(logits, position)

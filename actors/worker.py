@@ -23,7 +23,7 @@ from protocol.trace import Actor, Event, Span, SpanKind
 T = TypeVar("T")
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Job(Generic[T]):
     """Something for a worker to do.
 
@@ -33,12 +33,14 @@ class Job(Generic[T]):
             evaluated arrays only.
         session: which session it is for, or None.
         num_tokens: tokens that go through the model.
+        seconds: how long it took, once it is done.
     """
 
     kind: SpanKind
     call: Callable[[], T]
     session: int | None = None
     num_tokens: int = 0
+    seconds: float = attrs.field(default=0.0, init=False)
 
 
 class JobError(OutriderError):
@@ -168,7 +170,8 @@ class ThreadWorker:
 
     def _finish(self, waiting: _Waiting, result: outcome.Outcome[Any], began: float, ended: float) -> None:
         job = waiting.job
-        self._busy_seconds += ended - began
+        job.seconds = ended - began
+        self._busy_seconds += job.seconds
         if self._on_event is not None:
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
         trio.lowlevel.reschedule(waiting.task, as_job_error(job, result))

@@ -59,7 +59,7 @@ class Commit:
         num_rejected: proposed tokens that were judged and fell, or fell with one that did. Tokens
             proposed beyond the end of the text were never needed and do not count.
         bonus: whether the last token is the target's own after a full acceptance.
-        single_step: whether it was an N=1 round.
+        single_step, settles: as in the verdict.
         finish_reason: why the text ends with the last token, or None where it goes on.
     """
 
@@ -71,6 +71,7 @@ class Commit:
     num_rejected: int = 0
     bonus: bool = False
     single_step: bool = False
+    settles: bool = False
     finish_reason: FinishReason | None = None
 
 
@@ -201,6 +202,7 @@ class Books:
             num_rejected=judged - verdict.num_accepted if whole else 0,
             bonus=whole and judged > 0 and judged == verdict.num_accepted,
             single_step=verdict.single_step,
+            settles=verdict.settles,
             finish_reason=finish_reason,
         )
 

@@ -92,7 +92,9 @@ class Verdict:
         token: the one after them: recovered, bonus, or the target's own where nothing was proposed.
             None where the forward pass had no row for it (the N=1 fallback), which needs
             num_accepted >= 1, since every round commits something.
-        single_step: whether this was an N=1 round, in which only the first drafted token was compared.
+        single_step: whether only committed tokens were fed, and only the first drafted one compared: because
+            nothing could have been undone (the N=1 fallback), or to settle what is to be fed again.
+        settles: whether it was the latter.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -101,6 +103,7 @@ class Verdict:
     num_accepted: int = attrs.field(validator=ge(0))
     token: int | None = attrs.field(validator=optional(ge(0)))
     single_step: bool = False
+    settles: bool = False
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:

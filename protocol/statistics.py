@@ -24,6 +24,9 @@ class Statistics:
         bonus: tokens of the target's own after a full acceptance.
         rounds: verify passes that gave the consumer a token.
         n1_rounds: of those, the ones in which nothing could be undone (lookahead 1, nothing rewound).
+        settling_rounds: rounds that fed committed tokens only, to settle what was to be replayed.
+        replayed_tokens: committed tokens that the target had to process again after restoring a checkpoint.
+        draft_replayed_tokens: likewise the drafter.
         stale_proposals: messages dropped because their round was over.
         lookahead_hits: verdicts whose text had been drafted for already.
         lookahead_misses: verdicts whose text had not.
@@ -46,6 +49,9 @@ class Statistics:
     bonus: int
     rounds: int
     n1_rounds: int
+    settling_rounds: int
+    replayed_tokens: int
+    draft_replayed_tokens: int
     stale_proposals: int
     lookahead_hits: int
     lookahead_misses: int
@@ -72,6 +78,9 @@ class Counts:
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
+    settling_rounds: int = 0
+    replayed_tokens: int = 0
+    draft_replayed_tokens: int = 0
     stale_proposals: int = 0
     lookahead_hits: int = 0
     lookahead_misses: int = 0
@@ -85,7 +94,8 @@ class Counts:
         self.generated_tokens += 1
         if index == 0:
             self.rounds += 1
-            self.n1_rounds += commit.single_step
+            self.n1_rounds += commit.single_step and not commit.settles
+            self.settling_rounds += commit.settles
         if index < commit.num_from_draft:
             self.accepted += 1
         else:

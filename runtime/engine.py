@@ -36,7 +36,7 @@ from protocol.messages import Close, Open
 from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
-from runtime.opening import Device, Loaded, Source, check_device, check_rewind, check_source, load_onto
+from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
 from runtime.stream import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
 
@@ -325,6 +325,10 @@ async def open(
     target_device: Device = None,
     draft_device: Device = None,
     rewind: str = "auto",
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
     trace: Callable[[Event], None] | None = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -334,15 +338,23 @@ async def open(
             a tokenizer, prompts are token ids and texts stay empty.
         draft: likewise; or None for plain decoding through the same machinery.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
-        rewind: how caches are put right after a rejection. "auto" trims where that is possible and else
-            feeds one token at a time; "trim" insists; "none" never rewinds.
+        rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
+            every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
+            from before the round, and feed what was accepted again in front of the next window) and *none*
+            (feed one committed token at a time); naming one insists on it.
+        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; the
+            oldest but the first four are forgotten. None for no bound.
+        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
+        kv_group_size: quantisation group, 32, 64 or 128.
+        quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
         trace: called in trio's thread with each `Span` and `Instant`. It should return quickly.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
     Raises: before the block is entered, with nothing left half open:
         SettingsError: an option is out of its range.
-        ModelError: a model cannot be loaded; the original error is the cause.
+        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
+            way to rewind that was insisted on.
         VocabularyMismatchError: target and draft do not share a vocabulary.
 
     Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at
@@ -356,7 +368,7 @@ async def open(
     }
     if draft is not None:
         sources["draft"] = check_source("draft", draft)
-    checked_rewind = check_rewind(rewind)
+    options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     events = Events()
     if trace is not None:
         if not callable(trace):
@@ -369,7 +381,7 @@ async def open(
         loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
 
         async def load(role: Actor) -> None:
-            loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], checked_rewind)
+            loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], options)
 
         async with trio.open_nursery() as nursery:
             for role in sources:

@@ -12,14 +12,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx_model import MLXModel, Rewind, load, tokenizer_wrapper
+from actors.mlx_model import CacheOptions, MLXModel, load, tokenizer_wrapper
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
-REWINDS = ("auto", "trim", "none")
+REWINDS = ("auto", "trim", "checkpoint", "none")
 
 
 @attrs.frozen
@@ -69,17 +69,34 @@ def check_device(role: str, device: Device) -> mx.Device | None:
     raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {device!r}')
 
 
-def check_rewind(rewind: Any) -> Rewind:
-    """The rewind option.
+def check_cache_options(
+    rewind: Any, max_kv_size: Any, kv_bits: Any, kv_group_size: Any, quantized_kv_start: Any
+) -> CacheOptions:
+    """The options of `open` that are about caches.
 
-    Raises: SettingsError: there is no such way to rewind.
+    Raises: SettingsError: one is out of its range.
     """
     if rewind not in REWINDS:
         raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {rewind!r}")
-    return rewind  # type: ignore[no-any-return]
+    if max_kv_size is not None:
+        # mlx-lm keeps the first four tokens for good, and at least one must be able to come and go.
+        _check_integer("max_kv_size", max_kv_size, 5)
+    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
+        raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {kv_bits!r}")
+    if kv_group_size not in (32, 64, 128):
+        raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {kv_group_size!r}")
+    _check_integer("quantized_kv_start", quantized_kv_start, 0)
+    if kv_bits is not None and max_kv_size is not None:
+        raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
+    return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
 
 
-async def load_onto(worker: Worker, role: str, source: Source, rewind: Rewind) -> Loaded:
+def _check_integer(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise SettingsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
     Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
@@ -91,7 +108,7 @@ async def load_onto(worker: Worker, role: str, source: Source, rewind: Rewind) -
     try:
         if not isinstance(source, tuple):
             built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
-        model = await worker.run(Job("load", partial(MLXModel, built, rewind)))
+        model = await worker.run(Job("load", partial(MLXModel, built, options)))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None

@@ -1,0 +1,152 @@
+"""What mlx-lm's caches can undo, layer by layer: the other half of the only place that knows their classes.
+
+There are two ways back: *trim* drops the tail, to any length; a *checkpoint* keeps the state from before a feed,
+and restores it.
+
+What a class says of itself is not believed. `is_trimmable` speaks of the moment, so a rotating cache that
+fills in mid-round cannot go back; `ConcatenateKVCache.trim` forgets the number of its tokens and keeps the
+tokens. So both ways are written down here, by class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+Restore = Callable[[], None]
+
+
+def can_trim_after(layer: Any, num_tokens: int) -> bool:
+    """Whether a layer's cache could take `num_tokens` more now and lose any number of them again."""
+    match layer:
+        case CacheList():
+            return all(can_trim_after(part, num_tokens) for part in layer.caches)
+        case RotatingKVCache() if type(layer) is RotatingKVCache:
+            return bool(layer.offset + num_tokens < layer.max_size)
+        case _:
+            return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache, ChunkedKVCache)
+
+
+def can_checkpoint(layer: Any) -> bool:
+    """Whether a layer's state can be kept and restored."""
+    if type(layer) is CacheList:
+        return all(can_checkpoint(part) for part in layer.caches)
+    return type(layer) in _SNAPSHOTS
+
+
+def trim(layer: Any, num_tokens: int) -> None:
+    """Drop a layer's last `num_tokens`; `can_trim_after` must have said so before they were fed."""
+    if type(layer) is CacheList:
+        for part in layer.caches:
+            trim(part, num_tokens)
+    elif type(layer) is ConcatenateKVCache:
+        layer.offset -= num_tokens
+        layer.keys, layer.values = (state[..., : layer.offset, :] for state in layer.state)
+    else:
+        layer.trim(num_tokens)
+
+
+def snapshot(layer: Any) -> Restore:
+    """Keep a layer's state. Returns what puts it back, as often as it is called.
+
+    Kept by reference where that is safe. It is not where a cache assigns into its array, since the assignment
+    shows through every name of that array; a view does not change with it, at the price of a copy of the
+    buffer when it is next written.
+    """
+    if type(layer) is CacheList:
+        parts = [snapshot(part) for part in layer.caches]
+
+        def restore() -> None:
+            for part in parts:
+                part()
+
+        return restore
+    return _SNAPSHOTS[type(layer)](layer)
+
+
+def lengths(layer: Any) -> Iterator[int]:
+    """The numbers of tokens that a layer's cache says it has processed; none where it keeps no count."""
+    if isinstance(layer, CacheList):
+        for part in layer.caches:
+            yield from lengths(part)
+    elif isinstance(offset := getattr(layer, "offset", None), int):
+        yield offset
+
+
+# --- snapshots, by class --------------------------------------------------------------------------
+
+
+def _by_offset(layer: Any) -> Restore:
+    """Rows beyond the offset are never read, so the offset is all there is to keep."""
+    offset = layer.offset
+
+    def restore() -> None:
+        layer.offset = offset
+
+    return restore
+
+
+def _by_reference(*names: str) -> Callable[[Any], Restore]:
+    """For state that is replaced when it changes, never written into."""
+
+    def keep(layer: Any) -> Restore:
+        state = {name: getattr(layer, name) for name in names}
+
+        def restore() -> None:
+            for name, value in state.items():
+                setattr(layer, name, value)
+
+        return restore
+
+    return keep
+
+
+def _by_view(*names: str) -> Callable[[Any], Restore]:
+    """For arrays that are written into, and numbers."""
+
+    def keep(layer: Any) -> Restore:
+        state = {name: _view(getattr(layer, name)) for name in names}
+
+        def restore() -> None:
+            for name, value in state.items():
+                # A view of the view: what is written after a first restore must not show in a second.
+                setattr(layer, name, _view(value))
+
+        return restore
+
+    return keep
+
+
+def _view(value: Any) -> Any:
+    return value[...] if isinstance(value, mx.array) else value
+
+
+def _arrays(layer: ArraysCache) -> Restore:
+    cache, rest = list(layer.cache), (layer.left_padding, layer.lengths)
+
+    def restore() -> None:
+        layer.cache = list(cache)
+        layer.left_padding, layer.lengths = rest
+
+    return restore
+
+
+_SNAPSHOTS: dict[type, Callable[[Any], Restore]] = {
+    KVCache: _by_offset,
+    QuantizedKVCache: _by_offset,
+    ConcatenateKVCache: _by_reference("keys", "values", "offset"),
+    RotatingKVCache: _by_view("keys", "values", "offset", "_idx"),
+    ChunkedKVCache: _by_view("keys", "values", "offset", "start_position"),
+    ArraysCache: _arrays,
+}
