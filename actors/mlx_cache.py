@@ -150,3 +150,31 @@ _SNAPSHOTS: dict[type, Callable[[Any], Restore]] = {
     ChunkedKVCache: _by_view("keys", "values", "offset", "start_position"),
     ArraysCache: _arrays,
 }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def kind(layer: Any) -> str:
+    """What a layer's cache is, such as "RotatingKVCache(512)" or "CacheList(KVCache, KVCache)"."""
+    if isinstance(layer, CacheList):
+        return f"CacheList({', '.join(kind(part) for part in layer.caches)})"
+    if isinstance(layer, RotatingKVCache):
+        return f"RotatingKVCache({layer.max_size})"
+    return type(layer).__name__
+
+
+def window(layer: Any) -> int | None:
+    """Tokens after which a layer's cache begins to forget, or None where it never does."""
+    if isinstance(layer, CacheList):
+        return min((size for part in layer.caches if (size := window(part)) is not None), default=None)
+    return layer.max_size if isinstance(layer, RotatingKVCache) else None
+
+
+def checkpoint_bytes(layer: Any) -> int:
+    """What a checkpoint of a layer keeps in memory beside the cache itself, once that has moved on."""
+    if isinstance(layer, CacheList):
+        return sum(checkpoint_bytes(part) for part in layer.caches)
+    if type(layer) in (KVCache, QuantizedKVCache):
+        return 0
+    return int(layer.nbytes)

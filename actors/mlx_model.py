@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import contextvars
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
 import mlx_lm
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from actors.mlx_cache import Restore, can_checkpoint, can_trim_after, lengths, snapshot, trim
+from actors.mlx_cache import (
+    Restore,
+    can_checkpoint,
+    can_trim_after,
+    checkpoint_bytes,
+    kind,
+    lengths,
+    snapshot,
+    trim,
+    window,
+)
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
@@ -88,6 +100,25 @@ class MLXModel:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         return MLXLine(self._model, self._options, in_slices=beside_another and on_cpu)
 
+    def anatomy(self) -> Anatomy:
+        """What the model is made of, and how its caches can be rewound; feeds a few tokens to see."""
+        weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
+        line = MLXLine(self._model, self._options, in_slices=False)
+        line.feed((0,) * 8, 0)
+        windows = [size for layer in line.cache if (size := window(layer)) is not None]
+        limit = min(windows, default=None)
+        return Anatomy(
+            family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
+            num_parameters=sum(leaf.size for leaf in weights),
+            num_bytes=sum(leaf.nbytes for leaf in weights),
+            dtypes=tuple(sorted({str(leaf.dtype).removeprefix("mlx.core.") for leaf in weights})),
+            cache_kinds=dict(Counter(kind(layer) for layer in line.cache)),
+            rung=self._options.rung(line.cache, 8, 4),
+            window=limit,
+            rung_beyond_window=None if limit is None else self._options.rung(line.cache, 8, limit),
+            checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in line.cache),
+        )
+
     def _check_ladder(self, cache: list[Any]) -> None:
         """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""
         wanted = self._options.rewind
@@ -102,11 +133,37 @@ class MLXModel:
                 logger.warning("nothing is known of cache class %s: its model is fed one token at a time", name)
 
 
+@attrs.frozen
+class Anatomy:
+    """What is to be known of a model before it speculates.
+
+    Attributes:
+        family: its architecture, as its configuration names it.
+        num_parameters, num_bytes: of its weights; quantised ones count as they are packed.
+        dtypes: in which they are held.
+        cache_kinds: how many layers have which kind of cache.
+        rung: how a round can be undone at first.
+        window: tokens after which some cache begins to forget, or None.
+        rung_beyond_window: how a round can be undone from there on, or None where there is no window.
+        checkpoint_bytes: what one checkpoint keeps in memory, at a short text.
+    """
+
+    family: str
+    num_parameters: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    cache_kinds: dict[str, int]
+    rung: Rung
+    window: int | None
+    rung_beyond_window: Rung | None
+    checkpoint_bytes: int
+
+
 class MLXLine:
     """One text in the caches of an mlx-lm model."""
 
     def __init__(self, model: Module, options: CacheOptions, *, in_slices: bool) -> None:
-        """An empty line.
+        """An empty line; its caches are in `cache`, a layer each, or less or more as the model has it.
 
         Args:
             model: whose caches to make.
@@ -115,7 +172,7 @@ class MLXLine:
         """
         self._model = model
         self._options = options
-        self._cache = options.make_cache(model)
+        self.cache = options.make_cache(model)
         self._in_slices = in_slices
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # by length, ascending
@@ -124,7 +181,7 @@ class MLXLine:
         """See `Line.feed`."""
         if num_logits == 0:
             self._forward(tokens)
-            mx.eval([layer.state for layer in self._cache])
+            mx.eval([layer.state for layer in self.cache])
             mx.clear_cache()
             return None
         cut = self._options.cut(self._length, len(tokens))
@@ -134,22 +191,22 @@ class MLXLine:
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `Line.feed_lazy`."""
-        logits: mx.array = self._model(token[None], cache=self._cache)
+        logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
 
     def _forward(self, tokens: tuple[int, ...]) -> mx.array:
         """(len(tokens), V) logits, lazy."""
         with _evaluate_in_slices(self._in_slices):
-            logits: mx.array = self._model(mx.array([tokens]), cache=self._cache)
+            logits: mx.array = self._model(mx.array([tokens]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> Rung:
         """See `Line.prepare`."""
-        rung = self._options.rung(self._cache, self._length, num_tokens)
+        rung = self._options.rung(self.cache, self._length, num_tokens)
         if rung is Rung.CHECKPOINT and (not self._checkpoints or self._checkpoints[-1].length < self._length):
-            self._checkpoints.append(Checkpoint(self._length, [snapshot(layer) for layer in self._cache]))
+            self._checkpoints.append(Checkpoint(self._length, [snapshot(layer) for layer in self.cache]))
         self._forget_below(settled)
         return rung
 
@@ -158,7 +215,7 @@ class MLXLine:
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
         if length < self._length:
-            if self._options.can_trim(self._cache, 0):
+            if self._options.can_trim(self.cache, 0):
                 self._trim(length)
             else:
                 self._restore(length)
@@ -168,7 +225,7 @@ class MLXLine:
 
     def check(self, length: int) -> None:
         """See `Line.check`."""
-        for i, layer in enumerate(self._cache):
+        for i, layer in enumerate(self.cache):
             for have in lengths(layer):
                 if have != length:
                     raise RewindError(
@@ -177,7 +234,7 @@ class MLXLine:
 
     def close(self) -> None:
         """See `Line.close`."""
-        self._cache = []
+        self.cache = []
         self._checkpoints = []
 
     def _restore(self, length: int) -> None:
@@ -191,7 +248,7 @@ class MLXLine:
                 restore()
             self._length = found[0].length
         if self._length > length:
-            if not self._options.can_trim(self._cache, 0):
+            if not self._options.can_trim(self.cache, 0):
                 raise RewindError(
                     f"asked to rewind to {length} tokens a cache that holds {self._length}, which cannot be trimmed "
                     f"and has checkpoints at {[checkpoint.length for checkpoint in self._checkpoints]}"
@@ -199,7 +256,7 @@ class MLXLine:
             self._trim(length)
 
     def _trim(self, length: int) -> None:
-        for layer in self._cache:
+        for layer in self.cache:
             trim(layer, self._length - length)
         self._length = length
 
@@ -210,7 +267,7 @@ class MLXLine:
 
     def _grow(self, num_tokens: int) -> None:
         before, self._length = self._length, self._length + num_tokens
-        if self._options.quantize(self._cache, self._length):
+        if self._options.quantize(self.cache, self._length):
             self._checkpoints.clear()  # they speak of the caches that were there before
         # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
         if before // 256 != self._length // 256:
@@ -321,8 +378,8 @@ def _evaluating_layers(model: Module) -> Any:
         layer.__class__ = sliced.setdefault(type(layer), _evaluating_class(type(layer)))
 
     def restore() -> None:
-        for layer, kind in zip(layers, before, strict=True):
-            layer.__class__ = kind
+        for layer, own_class in zip(layers, before, strict=True):
+            layer.__class__ = own_class
 
     return restore
 

@@ -115,6 +115,8 @@ class TargetActor(Actor[TargetPart]):
             await part.change()
         proposal = part.books.outstanding
         verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
+        # A job that runs is not abandoned, so the session may have been closed under it.
+        await trio.lowlevel.checkpoint_if_cancelled()
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")

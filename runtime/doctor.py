@@ -1,0 +1,171 @@
+"""What a model, or a pair, can do on this machine: caches, the way they rewind, and measured prices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import attrs
+import mlx.core as mx
+
+from actors.mlx_model import Anatomy, CacheOptions, MLXModel
+from actors.model import Line, Rung
+from actors.worker import Job, JobError, ThreadWorker
+from protocol.errors import VocabularyMismatchError
+from protocol.prices import WidthPrice
+from protocol.trace import Actor
+from runtime.opening import Loaded, Source, check_source, load_onto
+from runtime.text import check_vocabularies
+
+WIDTHS = (1, 2, 3, 5, 9)
+REPEATS = 7
+CONTEXT = 64  # tokens of text at which passes are timed
+
+
+@attrs.frozen
+class Passes:
+    """Measured forward passes.
+
+    Attributes:
+        seconds: median by width.
+        spread: (fastest, slowest) by width, in seconds.
+        price: the affine function through them.
+    """
+
+    seconds: dict[int, float]
+    spread: dict[int, tuple[float, float]]
+    price: WidthPrice
+
+
+@attrs.frozen
+class Examined:
+    """One model: what it is made of, and what its passes take."""
+
+    anatomy: Anatomy
+    passes: Passes
+
+
+@attrs.frozen
+class Diagnosis:
+    """What `examine` found.
+
+    Attributes:
+        target, draft: the models; draft is None without one.
+        same_vocabulary: whether the two share one; None where there is nothing to compare.
+        vocabulary_note: what differs, or why nothing was compared.
+        device: MLX's device.
+        blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
+    """
+
+    target: Examined
+    draft: Examined | None
+    same_vocabulary: bool | None
+    vocabulary_note: str
+    device: str
+    blas: str | None
+
+
+async def examine(
+    target: Source, draft: Source | None = None, *, on_progress: Callable[[str], None] = lambda _: None
+) -> Diagnosis:
+    """Look at a model, or at a pair, on this machine.
+
+    Args:
+        target, draft: as for `runtime.open`.
+        on_progress: called with what is being done.
+
+    Raises: ModelError: one cannot be loaded.
+
+    Cancellation: strikes once the load or the timing that is under way is done.
+    """
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft is not None:
+        sources["draft"] = check_source("draft", draft)
+    loaded: dict[Actor, Loaded] = {}
+    examined: dict[Actor, Examined] = {}
+    async with AsyncExitStack() as stack:
+        # One after the other: a price is that of a model alone.
+        for role, source in sources.items():
+            worker = await stack.enter_async_context(ThreadWorker(role))
+            on_progress(f"loading the {role}")
+            loaded[role] = await load_onto(worker, role, source, CacheOptions())
+            stack.callback(loaded[role].model.close)
+            on_progress(f"timing the {role}")
+            examined[role] = await worker.run(Job("load", partial(_examine, loaded[role].model)))
+        same, note = await _compare(worker, loaded)
+    return Diagnosis(examined["target"], examined.get("draft"), same, note, str(mx.default_device()), blas_in_use())
+
+
+async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, str]:
+    if "draft" not in loaded:
+        return None, "no draft model"
+    ours, theirs = loaded["target"].tokenizer, loaded["draft"].tokenizer
+    if ours is None or theirs is None:
+        return None, "no tokenizer to compare"
+    try:
+        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+    except JobError as error:
+        if isinstance(error.__cause__, VocabularyMismatchError):
+            return False, str(error.__cause__)
+        raise
+    return True, f"{len(ours):,} tokens"
+
+
+# --- on a model's thread --------------------------------------------------------------------------
+
+
+def _examine(model: MLXModel) -> Examined:
+    return Examined(model.anatomy(), _time_passes(model))
+
+
+def _time_passes(model: MLXModel) -> Passes:
+    """Forward passes of several widths, each from the same text, in turn so that drift hits all alike."""
+    line = _line_with_text(model)
+    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    price = WidthPrice(memory=1e9)
+    for repeat in range(REPEATS + 1):
+        for width in WIDTHS:
+            rung = line.prepare(width, CONTEXT)
+            began = time.perf_counter()
+            mx.eval(line.feed((1,) * width, width))
+            took = time.perf_counter() - began
+            if rung is Rung.SINGLE:
+                line = _line_with_text(model)
+            else:
+                line.rewind(CONTEXT)
+            if repeat > 0:  # the first of each builds kernels and buffers
+                seconds[width].append(took)
+                price.observe(width, took)
+    line.close()
+    return Passes(
+        {width: statistics.median(times) for width, times in seconds.items()},
+        {width: (min(times), max(times)) for width, times in seconds.items()},
+        price,
+    )
+
+
+def _line_with_text(model: MLXModel) -> Line:
+    line = model.open_line(beside_another=False)
+    line.feed(tuple(range(CONTEXT)), 0)
+    return line
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def blas_in_use() -> str | None:
+    """The BLAS library that this process has loaded, by its file's name; None where that cannot be seen."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    paths = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/" in line}
+    # numpy and scipy bring one of their own, under names that nobody else links to.
+    files = {path.name for path in paths if "scipy" not in path.name}
+    for mark, name in (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS")):
+        if found := sorted(f for f in files if mark in f.lower()):
+            return f"{name} ({found[0]})"
+    return None
