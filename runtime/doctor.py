@@ -169,3 +169,62 @@ def blas_in_use() -> str | None:
         if found := sorted(f for f in files if mark in f.lower()):
             return f"{name} ({found[0]})"
     return None
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What was found, for people: sections, each a title and rows of (name, finding)."""
+    sections = [("target", _rows(diagnosis.target, "T_v"))]
+    if diagnosis.draft is not None:
+        sections.append(("draft", _rows(diagnosis.draft, "T_d")))
+    together = [("device", diagnosis.device)]
+    if diagnosis.blas is not None:
+        together.append(("CPU linear algebra", diagnosis.blas))
+    match diagnosis.same_vocabulary:
+        case True:
+            together.append(("vocabularies", f"the same: {diagnosis.vocabulary_note}"))
+        case False:
+            together.append(("vocabularies", f"DIFFERENT: {diagnosis.vocabulary_note}"))
+        case None:
+            together.append(("vocabularies", f"not compared: {diagnosis.vocabulary_note}"))
+    if diagnosis.draft is not None:
+        ratio = diagnosis.draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
+        together.append(("cost ratio T_d / T_v(1)", f"{ratio:.2f}"))
+    return [*sections, ("together", together)]
+
+
+def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
+    anatomy, passes = examined.anatomy, examined.passes
+    rows = [
+        ("family", anatomy.family),
+        (
+            "weights",
+            f"{anatomy.num_parameters / 1e6:,.1f} M values, {anatomy.num_bytes / 1e6:,.1f} MB, "
+            f"{', '.join(anatomy.dtypes)}",
+        ),
+        ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
+        ("rewinds by", _RUNGS[anatomy.rung]),
+    ]
+    if anatomy.window is not None and anatomy.rung_beyond_window is not None:
+        rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rung_beyond_window]))
+    if Rung.CHECKPOINT in (anatomy.rung, anatomy.rung_beyond_window):
+        rows.append(("a checkpoint keeps", f"{anatomy.checkpoint_bytes / 1e6:,.2f} MB"))
+        rows.append(
+            ("a rejection replays", "what was accepted in its round, in front of the next window: width, not a pass")
+        )
+    for width, seconds in passes.seconds.items():
+        low, high = passes.spread[width]
+        name = f"{symbol}({width})" if symbol == "T_v" or width > 1 else symbol
+        rows.append((name, f"{seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})"))
+    slope = passes.price.per_token / passes.seconds[1]
+    rows.append(("one more token in a pass", f"{slope:.0%} of a pass of one"))
+    return rows
+
+
+_RUNGS = {
+    Rung.TRIM: "trim: drops rejected tokens, at no cost",
+    Rung.CHECKPOINT: "checkpoint: restores the state from before the round",
+    Rung.SINGLE: "nothing (N=1): feeds one committed token at a time, so speculation gains nothing",
+}
