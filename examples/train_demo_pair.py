@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runtime/demo_pair"), help="where the pair is written")
     parser.add_argument("--target-steps", type=int, default=1300)
     parser.add_argument("--rollouts", type=int, default=2560)
-    parser.add_argument("--draft-steps", type=int, default=1100)
+    parser.add_argument("--draft-steps", type=int, default=700)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(SEED)

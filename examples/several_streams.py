@@ -1,0 +1,43 @@
+"""Several streams at once: they take turns at the two models, and each is as right as if it were alone."""
+
+import trio
+
+import runtime
+
+PROMPTS = {
+    "stack": "class Stack:",
+    "sort": "def quicksort(items):",
+    "read": "def read_lines(path):",
+}
+
+
+async def show(label: str, prompt: str, statistics: dict[str, runtime.Statistics]) -> None:
+    """Print a continuation line by line, as lines become whole, between those of the others."""
+    line = prompt
+    # No runtime is handed around: `runtime.stream` takes the one that this task was started under.
+    async with runtime.stream(prompt, max_tokens=48) as stream:
+        async for token in stream:
+            *whole_lines, line = (line + token.text).split("\n")
+            for whole in whole_lines:
+                print(f"{label:>5} | {whole}")
+    print(f"{label:>5} | {line}")
+    statistics[label] = stream.statistics()
+
+
+async def main() -> None:
+    statistics: dict[str, runtime.Statistics] = {}
+    async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        async with trio.open_nursery() as nursery:
+            for label, prompt in PROMPTS.items():
+                nursery.start_soon(show, label, prompt, statistics)
+        statistics["all"] = rt.statistics()
+
+    print("\n        tokens  tokens/s  acceptance  tokens per round")
+    for label, s in statistics.items():
+        print(
+            f"{label:>5} {s.generated_tokens:8} {s.generation_tps:9.1f} "
+            f"{s.acceptance_rate:11.0%} {s.tokens_per_round:17.2f}"
+        )
+
+
+trio.run(main)

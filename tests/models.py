@@ -1,0 +1,207 @@
+"""Tiny random models in float32, as real as a test can afford: mlx-lm's own classes, a few thousand weights.
+
+Their weights are drawn wide enough that texts are varied and the best token leads clearly, so that a text
+does not hang on the last bit of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import deepseek_v3 as deepseek_v3_module
+from mlx_lm.models import gemma2 as gemma2_module
+from mlx_lm.models import gemma3_text as gemma3_text_module
+from mlx_lm.models import llama as llama_module
+from mlx_lm.models import mamba as mamba_module
+from mlx_lm.models import qwen3 as qwen3_module
+from mlx_lm.models.cache import make_prompt_cache
+
+VOCAB_SIZE = 80
+
+# Rounding in float32 moves a tiny model's logits by some 1e-6.
+CLEAR_LEAD = 1e-4
+
+
+def llama(seed: int = 0, **changes: Any) -> nn.Module:
+    """Full attention; a `KVCache` a layer."""
+    return _wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
+
+
+def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
+    """Full attention with normalised queries and keys."""
+    sizes = _sizes("qwen3", head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
+    return _wide(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
+
+
+def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
+    """Soft-capped logits; names no bound of its context."""
+    sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
+    del sizes["max_position_embeddings"]
+    return _wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
+
+
+def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
+    """Latent attention, and a mixture of experts in the second layer."""
+    sizes = _sizes(
+        "deepseek_v3",
+        num_key_value_heads=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        **changes,
+    )
+    return _wide(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
+
+
+def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
+    """Three layers that see `window` tokens, in rotating caches, and one that sees all."""
+    sizes = _sizes(
+        "gemma3_text",
+        num_hidden_layers=4,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=window,
+        sliding_window_pattern=4,
+        **changes,
+    )
+    return _wide(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
+
+
+def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
+    """One layer that sees all, one that sees `window` tokens."""
+    kinds = ["full_attention", "sliding_attention"]
+    return llama(seed, layer_types=kinds, sliding_window=window, **changes)
+
+
+def mamba(seed: int = 0, **changes: Any) -> nn.Module:
+    """Recurrent: nothing that went in can be taken out again."""
+    sizes: dict[str, Any] = {
+        "model_type": "mamba",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 2,
+    }
+    return _wide(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
+
+
+def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
+    """A copy with noise on its weights: a drafter that is right some of the time."""
+    copy = type(model)(model.args)
+    weights = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    noisy = [
+        (name, weight + noise * mx.std(weight) * mx.random.normal(weight.shape, key=key))
+        for (name, weight), key in zip(weights, keys, strict=True)
+    ]
+    copy.update(tree_unflatten(noisy))
+    mx.eval(copy.parameters())
+    return copy
+
+
+class Wrapped(nn.Module):
+    """A model in which something differs from the one that it wraps; subclasses say what."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def args(self) -> Any:
+        return self.model.args
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.model(inputs, cache=cache)
+
+
+class Shifted(Wrapped):
+    """Always takes another token than the model that it wraps."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return mx.roll(super().__call__(inputs, cache), 1, axis=-1)
+
+
+class Padded(Wrapped):
+    """The model with rows for ids that no token has; they never win."""
+
+    PAD_LOGIT = -1e9
+
+    def __init__(self, model: nn.Module, num_rows: int) -> None:
+        super().__init__(model)
+        self._num_rows = num_rows
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits = super().__call__(inputs, cache)
+        return mx.pad(logits, [(0, 0), (0, 0), (0, self._num_rows)], constant_values=self.PAD_LOGIT)
+
+
+def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """Some token ids."""
+    return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
+
+
+def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+    """The text of mlx-lm's plain greedy decoding, which leads clearly at every step."""
+    tokens = []
+    for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=num_tokens, **options):
+        second, first = mx.topk(logprobs.astype(mx.float32), 2).tolist()
+        assert abs(first - second) > CLEAR_LEAD, "this text is a matter of rounding; take another seed"
+        tokens.append(token)
+    return tokens
+
+
+def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
+    sizes = {
+        "model_type": model_type,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }
+    return sizes | changes
+
+
+def _wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
+    """Redraw what a model draws at random, at a scale at which its layers have a say over what comes next."""
+    weights = [(n, w) for n, w in tree_flatten(model.parameters()) if n.endswith(".bias") or w.ndim > 1]
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    drawn = []
+    for (name, weight), key in zip(weights, keys, strict=True):
+        # The last axis is what goes in, but for a convolution of each channel with itself, (channels, width, 1).
+        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
+        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
+        # A_log is a decay, which mamba sets and does not draw.
+        drawn.append((name, weight if name.endswith("A_log") else scale * mx.random.normal(weight.shape, key=key)))
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    return model

@@ -1,0 +1,658 @@
+"""The command line: what it writes where, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import pty
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+import trio
+from mlx.utils import tree_flatten
+from models import VOCAB_SIZE, llama
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from protocol.trace import Event, Span
+from runtime import cli
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "w1 w2 w3"
+
+# Generous, since it is no expectation but a way out of a hang.
+HANGS_S = 120
+
+
+def save_model(where: Path, *, context: int) -> Path:
+    """A tiny model as `mlx_lm.load` finds it; its words are w0, w1, …, and none of them ends the text."""
+    model = llama(max_position_embeddings=context)
+    where.mkdir()
+    (where / "config.json").write_text(json.dumps(attrs_of(model.args)))
+    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
+    return where
+
+
+def attrs_of(args: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if value is not None}
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target whose text ends by `max_tokens` or not at all."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that has room for 32 tokens."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
+
+
+def environment() -> dict[str, str]:
+    """Of a process whose output does not depend on who runs the tests."""
+    without = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TRANSFORMERS_VERBOSITY", "LINES"}
+    ours = {name: value for name, value in os.environ.items() if name not in without}
+    return ours | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUTF8": "1"}
+
+
+@contextlib.asynccontextmanager
+async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Process]:
+    """`python -m runtime …` as a process, which is gone when the block is left."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "runtime", *arguments], env=environment(), **{"stdin": -3, **streams}
+    )
+    try:
+        with trio.fail_after(HANGS_S):
+            yield process
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                await stream.aclose()
+
+
+@contextlib.asynccontextmanager
+async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
+    """A terminal: the side that a person sees, and the side that a process has."""
+    seen, given = pty.openpty()
+    try:
+        async with trio.lowlevel.FdStream(seen) as stream:
+            yield stream, given
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(given)
+
+
+async def read_all(stream: Any) -> str:
+    """All that comes; a terminal that nobody holds any more says so with an error."""
+    parts = bytearray()
+    with contextlib.suppress(trio.BrokenResourceError):
+        async for part in stream:
+            parts += part
+    return parts.decode()
+
+
+async def read_until(stream: Any, wanted: str) -> str:
+    """What comes, up to and including some text."""
+    parts = bytearray()
+    while wanted.encode() not in parts:
+        part = await stream.receive_some()
+        assert part, f"{wanted!r} never came, but {bytes(parts)!r}"
+        parts += part
+    return parts.decode()
+
+
+def run_here(*arguments: str) -> int:
+    return cli.main(["generate", *arguments])
+
+
+async def text_of(target: str, prompt: str, num_tokens: int) -> str:
+    async with runtime.open(target) as rt:
+        return (await rt.generate(prompt, max_tokens=num_tokens)).text
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, capfd):
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "20") == 0
+    assert capfd.readouterr() == (expected, "")
+    assert len(expected.split()) == 20
+
+
+async def test_the_demo_pair_is_the_default():
+    async with outrider("generate", "def quicksort(items):", "--max-tokens", "12", "--json", stdout=-1, stderr=-1) as p:
+        said = json.loads(await read_all(p.stdout))
+        assert await read_all(p.stderr) == ""
+    assert p.returncode == 0
+    assert said["statistics"]["generated_tokens"] == 12
+    assert said["statistics"]["proposed"] > 0
+    assert said["text"]
+
+
+@pytest.mark.parametrize("arguments", [["--draft", "none"], ["--target", str(runtime.DEMO_TARGET)]])
+def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
+    assert run_here("def f(x):", *arguments, "--max-tokens", "4", "--json") == 0
+    statistics = json.loads(capfd.readouterr().out)["statistics"]
+    assert (statistics["proposed"], statistics["generated_tokens"]) == (0, 4)
+
+
+def test_lookahead_reaches_the_drafter(endless, capfd):
+    # A drafter that is the target is always right, so a round commits what it proposes and one more.
+    arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--json"]
+    assert run_here(*arguments, "--lookahead", "3") == 0
+    statistics = json.loads(capfd.readouterr().out)["statistics"]
+    assert (statistics["rounds"], statistics["tokens_per_round"]) == (3, 4)
+    assert run_here(*arguments, "--lookahead", "0") == 0
+    assert json.loads(capfd.readouterr().out)["statistics"]["proposed"] == 0
+
+
+def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
+    def text(seed: int) -> str:
+        settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
+        assert run_here(PROMPT, "--target", endless, *settings) == 0
+        return capfd.readouterr().out
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_acceptance_reaches_the_runtime(endless, capfd):
+    # Under the match rule a seed alone decides the text; under rejection, the drafter has a say.
+    def text(*arguments: str) -> str:
+        settings = ["--seed", "5", "--temperature", "1.5", "--max-tokens", "30", "--lookahead", "3"]
+        assert run_here(PROMPT, "--target", endless, "--draft", endless, *settings, *arguments) == 0
+        return capfd.readouterr().out
+
+    assert text() == text("--acceptance", "match") != text("--acceptance", "rejection")
+
+
+def test_no_limit_goes_on_to_the_end_of_the_context(short, capfd):
+    assert run_here(PROMPT, "--target", short, "--max-tokens", "none", "--json") == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said["finish_reason"] == "length"
+    assert len(said["tokens"]) in (29, 30)  # the last token may be one that is never fed
+
+
+def test_json_is_one_object_with_everything_in_it(endless, capfd):
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "5", "--json") == 0
+    out, err = capfd.readouterr()
+    said = json.loads(out)
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5)
+    assert list(said) == ["text", "tokens", "finish_reason", "interrupted", "statistics"]
+    assert said["text"] == expected.text
+    assert said["tokens"] == [token.id for token in expected.tokens]
+    assert (said["finish_reason"], said["interrupted"]) == ("length", False)
+    assert said["statistics"].keys() == attrs.fields_dict(runtime.Statistics).keys()
+    assert (said["statistics"]["prompt_tokens"], said["statistics"]["generated_tokens"]) == (3, 5)
+    assert out.count("\n") == 1
+    assert err == ""
+
+
+def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        cli._Output().write_now("né")
+    assert (tmp_path / "out").read_text() == "n?"
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+async def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless):
+    arguments = ["generate", "-", "--target", endless, "--max-tokens", "5", "--json"]
+    async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
+        await process.stdin.send_all(f"{PROMPT}\n\nw4 w5\n".encode())
+        await process.stdin.aclose()
+        said = json.loads(await read_all(process.stdout))
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 0
+    assert said["text"] == await text_of(endless, f"{PROMPT} w4 w5", 5)
+    assert said["statistics"]["prompt_tokens"] == 5
+
+
+def undecodable() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stdin", "complaint"),
+    [
+        ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
+        ("-", undecodable, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
+        ("-", lambda: None, "stdin is closed"),
+        ("-", io.StringIO, "the prompt is empty"),
+        ("", None, "the prompt is empty"),
+        ("w1 " * 32, None, "the prompt has 32 tokens, and the target's context of 32"),
+    ],
+)
+def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, monkeypatch, capfd):
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", stdin())
+    assert run_here(prompt, "--target", short) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("outrider: error: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+async def test_only_the_runtime_speaks_of_a_prompt_that_is_too_long():
+    async with outrider("generate", "x = 1\n" * 1000, stdout=-1, stderr=-1) as process:
+        out, err = await read_all(process.stdout), await read_all(process.stderr)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("outrider: error: the prompt has ")
+    assert err.count("\n") == 1
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def test_stats_end_with_a_table_on_stderr(endless, capfd):
+    arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--lookahead", "3"]
+    assert run_here(*arguments, "--stats") == 0
+    out, err = capfd.readouterr()
+    assert len(out.split()) == 12
+    rows = {line[:16].strip(): line[16:].strip() for line in err.splitlines()}
+    assert rows["tokens"] == "12 after a prompt of 3"
+    assert rows["speed"].endswith(" tokens/s")
+    assert rows["first token"].startswith("after ")
+    assert rows["acceptance"] == "100.0% (9 of 9 proposed)"
+    assert rows["tokens per round"] == "4.00 in 3 rounds"
+    assert rows["lookahead"].endswith(" misses")
+    assert rows["busy"].startswith("target ")
+    assert rows["peak memory"].endswith("B")
+
+
+def statistics(**changes: Any) -> runtime.Statistics:
+    numbers = dict.fromkeys(attrs.fields_dict(runtime.Statistics), 0)
+    return runtime.Statistics(**numbers | {"time_to_first_token": None} | changes)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name", "value"),
+    [
+        ({"generated_tokens": 1234, "prompt_tokens": 5678}, "tokens", "1,234 after a prompt of 5,678"),
+        ({"generation_tps": 41.26}, "speed", "41.3 tokens/s"),
+        ({}, "first token", "none came"),
+        ({"time_to_first_token": 0.0123}, "first token", "after 12 ms"),
+        ({"time_to_first_token": 1.234}, "first token", "after 1.23 s"),
+        ({}, "acceptance", "nothing was proposed"),
+        ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
+        ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
+        ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
+        ({"target_busy": 0.968, "draft_busy": 0.5}, "busy", "target 97%, draft 50%"),
+        ({"peak_memory": 61_340_000}, "peak memory", "61.3 MB"),
+        ({"peak_memory": 12_345_000_000}, "peak memory", "12.35 GB"),
+    ],
+)
+def test_each_figure_has_its_unit(numbers, name, value):
+    assert dict(cli._rows(statistics(**numbers)))[name] == value
+
+
+def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cli._print_statistics(statistics())
+    err = capfd.readouterr().err
+    assert "peak memory" in err
+    assert "\x1b" not in err
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "setting", "value"),
+    [
+        ("--max-tokens", "0", "max_tokens", 0),
+        ("--max-tokens", "2.5", "max_tokens", 2.5),
+        ("--max-tokens", "many", "max_tokens", "many"),
+        ("--temperature", "-1", "temperature", -1),
+        ("--temperature", "nan", "temperature", float("nan")),
+        ("--temperature", "none", "temperature", None),
+        ("--seed", "-1", "seed", -1),
+        ("--lookahead", "65", "lookahead", 65),
+        ("--lookahead", "Auto", "lookahead", "Auto"),
+        ("--acceptance", "sometimes", "acceptance", "sometimes"),
+    ],
+)
+def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked_for(
+    option, text, setting, value, capfd
+):
+    with pytest.raises(runtime.SettingsError) as refusal:
+        runtime.Settings(**{setting: value})
+    assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
+    assert capfd.readouterr() == ("", f"outrider: error: {refusal.value}\n")
+
+
+def broken_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+
+def broken_weights(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\0" * 100)
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [broken_config, broken_weights, no_config])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_path, capfd):
+    damaged = save_model(tmp_path / "damaged", context=32)
+    damage(damaged)
+    models = {"target": endless, "draft": endless} | {role: str(damaged)}
+    assert run_here(PROMPT, "--target", models["target"], "--draft", models["draft"], "--stats", "--json") == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("outrider: error: ")
+    assert role in err
+    assert str(damaged) in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_path_is_named(capfd):
+    assert run_here(PROMPT, "--target", "/no/such/model") == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == (
+        "outrider: error: target '/no/such/model' does not exist; give a directory with a model, or a hub id\n"
+    )
+
+
+def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
+    assert run_here(PROMPT, "--target", "/" + "x" * 5000) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("outrider: error: target '/xxx")
+    assert err.count("\n") == 1
+
+
+def test_a_message_of_several_lines_becomes_one(capfd):
+    cli._say("error: not found:\n\n    try this\nor that\n")
+    assert capfd.readouterr().err == "outrider: error: not found: try this or that\n"
+
+
+def test_a_stdout_that_takes_nothing_is_an_error(endless, monkeypatch, capfd):
+    for arguments in ([], ["--json"]):
+        with Path(os.devnull).open() as read_only:
+            monkeypatch.setattr(sys, "stdout", read_only)
+            assert run_here(PROMPT, "--target", endless, *arguments) == 1
+        assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+
+
+def test_a_closed_stdout_is_an_error(endless, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_here(PROMPT, "--target", endless) == 1
+    assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+
+
+def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
+    with cli._warnings_at_the_end():
+        try:
+            raise ValueError("no more room")
+        except ValueError as error:
+            logging.getLogger("outrider").warning("drafting failed: %s", error, exc_info=error)
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "outrider: warning: drafting failed: no more room\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]]
+)
+def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("usage: outrider")
+
+
+def test_help_names_every_option_and_its_default(capfd):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["generate", "--help"])
+    assert exit.value.code == 0
+    text = " ".join(capfd.readouterr().out.split())
+    for option in ("target", "draft", "max-tokens", "temperature", "seed", "lookahead", "acceptance", "json", "stats"):
+        assert f"--{option}" in text
+    assert "(default: 256)" in text
+
+
+def test_version(monkeypatch, capfd):
+    monkeypatch.setattr(importlib.metadata, "version", {"outrider": "1.2.3"}.__getitem__)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capfd.readouterr() == ("outrider 1.2.3\n", "")
+
+
+# --- interrupted ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_printed(sent, status, endless):
+    arguments = ["generate", PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "none", "--stats"]
+    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+        # The text comes while it is being generated: it has no end.
+        first = await process.stdout.receive_some()
+        assert first.startswith(b"w")
+        process.send_signal(sent)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read_all, process.stdout)
+            err = await read_all(process.stderr)
+    assert process.returncode == status
+    assert "Traceback" not in err
+    assert err.startswith("tokens ")
+    assert "peak memory" in err
+
+
+class Interrupted(cli._Display):
+    """Has a signal sent to the process at the first event of a kind."""
+
+    kind = ""
+    number = signal.SIGINT
+    is_sent = False
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == self.kind and not self.is_sent:
+            self.is_sent = True
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "_Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
+    models = ["--target", endless, "--draft", endless]
+    assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
+    out, err = capfd.readouterr()
+    said = json.loads(out)
+    assert (said["finish_reason"], said["interrupted"]) == (None, True)
+    if kind == "load":
+        assert said["statistics"] is None
+        assert err == ""
+    else:
+        assert said["statistics"]["generated_tokens"] == len(said["tokens"])
+        assert err.startswith("tokens ")
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")] == []
+
+
+async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(autojump_clock):
+    generated = cli._Generated()
+
+    async def work() -> None:
+        generated.finish_reason = "length"
+        signal.raise_signal(signal.SIGINT)
+        await trio.sleep(1)  # as the way out of a runtime is
+        raise AssertionError("the signal was not heard")
+
+    await cli._until_signal(work, generated, cli._Display())
+    assert cli._status(generated) == 0
+    assert not json.loads(generated.as_json())["interrupted"]
+
+
+def test_a_signal_while_the_prompt_is_typed_ends_it(monkeypatch, capfd):
+    class Typing(io.StringIO):
+        def read(self, _: int | None = -1) -> str:
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr(sys, "stdin", Typing())
+    assert run_here("-") == 130
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tmp_path):
+    # A load that goes on until the test lets go of the other side, and then fails.
+    model = save_model(tmp_path / "model", context=32)
+    broken_weights(model)
+    os.mkfifo(model / "generation_config.json")
+    async with terminal() as (screen, stderr):
+        arguments = ["generate", PROMPT, "--target", str(model), "--json", "--stats"]
+        async with outrider(*arguments, stdout=-1, stderr=stderr) as process:
+            os.close(stderr)
+            other_side = await trio.to_thread.run_sync(
+                os.open, model / "generation_config.json", os.O_WRONLY, abandon_on_cancel=True
+            )
+            assert "loading model" in await read_until(screen, "loading model")
+            process.send_signal(signal.SIGINT)
+            await read_until(screen, "stopping once the models are loaded")
+            os.close(other_side)
+            rest = await read_all(screen)
+            said = json.loads(await read_all(process.stdout))
+    assert process.returncode == 130
+    assert "error" not in rest
+    assert "Traceback" not in rest
+    assert said == {"text": "", "tokens": [], "finish_reason": None, "interrupted": True, "statistics": None}
+
+
+async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(autojump_clock):
+    generated, statuses = cli._Generated(), []
+
+    async def work() -> None:
+        with trio.CancelScope(shield=True):  # as a load is
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep(cli.ECHO_S / 2)
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep(cli.ECHO_S)
+            assert statuses == []
+            signal.raise_signal(signal.SIGTERM)
+            await trio.sleep(1)
+            assert statuses == [143]
+
+    await cli._until_signal(work, generated, cli._Display(), quit_now=statuses.append)
+    assert generated.signal == signal.SIGINT
+    assert statuses == [143]
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+async def test_a_reader_that_leaves_ends_it_quietly(endless):
+    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "none"]
+    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+        assert await process.stdout.receive_some(10)
+        await process.stdout.aclose()
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 141
+
+
+async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endless):
+    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "3", "--json"]
+    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+        await process.stdout.aclose()
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 141
+
+
+async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_heard(monkeypatch):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 1024)
+    os.set_blocking(writing, True)
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        output = cli._Output()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(output.write, "y")
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        assert scope.cancelled_caught
+        # Let go of the thread that is still writing.
+        os.set_blocking(reading, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(reading, 65536):
+                pass
+    os.close(reading)
+
+
+# --- terminals ------------------------------------------------------------------------------------
+
+
+async def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless):
+    expected = await text_of(endless, PROMPT, 5)
+    async with terminal() as (screen, stdout):
+        arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "5"]
+        async with outrider(*arguments, stdout=stdout, stderr=-1) as process:
+            os.close(stdout)
+            shown = await read_all(screen)
+            assert await read_all(process.stderr) == ""
+    assert process.returncode == 0
+    assert shown == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
+
+
+async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless):
+    expected = await text_of(endless, "w1 " * 5000, 5)
+    async with terminal() as (screen, stderr):
+        arguments = ["generate", "w1 " * 5000, "--target", endless, "--max-tokens", "5", "--stats"]
+        async with outrider(*arguments, stdout=-1, stderr=stderr) as process:
+            os.close(stderr)
+            shown = await read_all(screen)
+            assert await read_all(process.stdout) == expected
+    assert process.returncode == 0
+    assert "loading endless" in shown
+    for done in ("0", "2,048", "4,096", "4,999"):
+        assert f"{done} of 4,999 tokens" in shown
+    # What moves is gone when the table comes: its line is erased, and the cursor is back.
+    moving, _, table = shown.rpartition("\x1b[2K")
+    assert "4,999" in moving
+    assert "4,999" not in table
+    assert moving.count("\x1b[?25l") == moving.count("\x1b[?25h") > 0
+    assert "5 after a prompt of 5,000" in table
+
+
+def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
+    with cli._Display() as display:
+        display.loading([runtime.DEMO_TARGET])
+        display.stopping()
+        display.reading(5000, 2048)
+        display.on_event(Span("target", "prefill", 0, 0.0, 1.0, 2048))
+    assert capfd.readouterr() == ("", "")

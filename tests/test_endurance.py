@@ -1,0 +1,71 @@
+"""A runtime that lives long: after many streams nothing is left of them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import trio
+
+import runtime
+from actors.session import Session
+from tests.models import llama
+
+NUM_STREAMS = 1000
+PROMPT = [3, 1, 4, 1, 5]
+
+
+async def use(rt: runtime.Runtime, number: int) -> None:
+    """One stream, ended in one of the ways in which streams end."""
+    match number % 5:
+        case 0:
+            await rt.generate(PROMPT, max_tokens=6)
+        case 1:
+            async for _ in rt.stream(PROMPT, max_tokens=50):
+                break
+        case 2:
+            with trio.CancelScope() as scope:
+                async for token in rt.stream(PROMPT, max_tokens=50):
+                    if token.index == 2:
+                        scope.cancel()
+        case 3:
+            async with rt.stream(PROMPT, max_tokens=50) as stream:
+                await anext(stream)
+        case 4:
+            rt.stream(PROMPT, max_tokens=50)  # nobody ever listens
+
+
+def resident_bytes() -> int:
+    """What the process holds in memory, as Linux counts it; 0 elsewhere."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
+
+
+async def settled(rt: runtime.Runtime) -> None:
+    """Wait until the models are free: a stream that begins now ends after all that were before it."""
+    await rt.generate(PROMPT, max_tokens=2)
+    gc.collect()
+    mx.clear_cache()
+
+
+@pytest.mark.slow
+async def test_a_thousand_streams_leave_no_memory_no_task_and_no_thread() -> None:
+    target, draft = llama(seed=1), llama(seed=2, hidden_size=32)
+    async with runtime.open((target, None), (draft, None)) as rt:
+        for number in range(NUM_STREAMS // 5):
+            await use(rt, number)
+        await settled(rt)
+        threads, active, resident = threading.active_count(), mx.get_active_memory(), resident_bytes()
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for number in range(NUM_STREAMS):
+            await use(rt, number)
+        await settled(rt)
+        assert threading.active_count() == threads
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
+        assert rt.num_streams == 0
+        assert mx.get_active_memory() <= active + 64 * 1024
+        assert resident_bytes() <= resident + 8 * 1024 * 1024
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Session)]

@@ -1,0 +1,72 @@
+"""The examples run as they stand, without arguments, and show what they say they show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(name: str) -> list[str]:
+    """The lines that an example prints."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        # A way out of a hang, no expectation.
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout.splitlines()
+
+
+def test_minimal_stream_continues_its_prompt():
+    said = "\n".join(run("minimal_stream.py"))
+    prompt = "def quicksort(items):"
+    assert said.startswith(prompt)
+    assert len(said) > len(prompt) + 20
+
+
+def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers():
+    said = run("cancelling.py")
+    ended, answered = said[::2], said[1::2]
+    patterns = [
+        r"timeout: cancelled is True, after half a second and \d+ tokens",
+        r"break: enough after 20 tokens",
+        r"async with: left after 10 tokens",
+        r"aclose: after the token '.*', this stream was closed; begin another with stream\(\)",
+    ]
+    for line, pattern in zip(ended, patterns, strict=True):
+        assert re.fullmatch(pattern, line)
+    for line in answered:
+        assert re.fullmatch(r"    the next stream began to answer after \d+ ms: '.+'", line)
+    assert len(answered) == len(ended)
+
+
+def test_several_streams_label_their_lines_and_add_up():
+    said = run("several_streams.py")
+    end = said.index("")
+    lines = [line.partition(" | ") for line in said[:end]]
+    firsts = {}
+    for label, bar, text in lines:
+        assert bar
+        firsts.setdefault(label.strip(), text)
+    assert {label: text.partition(":")[0] for label, text in firsts.items()} == {
+        "stack": "class Stack",
+        "sort": "def quicksort(items)",
+        "read": "def read_lines(path)",
+    }
+    # They take turns: none waits for another to end.
+    labels = [label.strip() for label, _, _ in lines]
+    assert labels != sorted(labels, key=list(firsts).index)
+    numbers = {row.split()[0]: int(row.split()[1]) for row in said[end + 2 :]}
+    assert list(numbers)[-1] == "all"
+    assert numbers.pop("all") == sum(numbers.values()) > 0
+    assert numbers.keys() == firsts.keys()
