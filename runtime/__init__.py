@@ -5,6 +5,9 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
         print(token.text, end="", flush=True)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from protocol.errors import (
     ModelError,
     NoRuntimeError,
@@ -22,9 +25,11 @@ from protocol.settings import Settings
 from protocol.statistics import Statistics
 from protocol.trace import Event, Instant, Span
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.engine import Runtime, open, serve, stream
-from runtime.stream import Completion, Token, TokenStream
-from runtime.sync import generate_sync
+
+if TYPE_CHECKING:
+    from runtime.engine import Runtime, open, serve, stream
+    from runtime.streaming import Completion, Token, TokenStream
+    from runtime.sync import generate_sync
 
 __all__ = [
     "DEMO_DRAFT",
@@ -54,3 +59,28 @@ __all__ = [
     "serve",
     "stream",
 ]
+
+# What needs the models' libraries is imported when it is first asked for: they take a second, which
+# `outrider --help` and a command line with a mistake in it need not wait for. No module of this package
+# may have the name of one of these: the import system would put it in the function's place.
+_HOMES = {
+    "Runtime": "engine",
+    "open": "engine",
+    "serve": "engine",
+    "stream": "engine",
+    "Completion": "streaming",
+    "Token": "streaming",
+    "TokenStream": "streaming",
+    "generate_sync": "sync",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"runtime.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,13 +16,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +30,11 @@ import trio
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import Settings, settings_from
 from protocol.statistics import Statistics
-from protocol.trace import Event, Span
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
+    pass
 
 FAILED = 1
 MISUSED = 2
@@ -63,17 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.command(arguments)
     except OutriderError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
         return BY_SIGNAL + signal.SIGINT
     return status
-
-
-def _say(message: str) -> None:
-    """One line on stderr, whatever a library below has put into a message."""
-    print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
@@ -88,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -143,6 +135,19 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what a model or a pair can do on this machine",
+        description="Say what a model or a pair can do on this machine: its caches, how they are rewound and what that "
+        "costs, whether the vocabularies match, and what forward passes take.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=doctor)
+    parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
+    parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
 
 
 def _value(text: str) -> int | float | str | None:
@@ -241,10 +246,10 @@ def generate(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     target, draft = _models(arguments)
     prompt = _prompt(arguments.prompt)
-    output = _Output()
+    output = Output()
     generated = _Generated()
-    with _warnings_at_the_end():
-        with _Display() as display:
+    with warnings_at_the_end():
+        with Display() as display:
             work = partial(
                 _stream_text, prompt, target, draft, settings, generated, display, None if arguments.json else output
             )
@@ -254,10 +259,10 @@ def generate(arguments: argparse.Namespace) -> int:
                 output.end_line()
             elif generated.failure is None:
                 output.write_now(generated.as_json() + "\n")
-        except _OutputError as error:
+        except OutputError as error:
             generated.failure = generated.failure or error
     if arguments.stats and generated.statistics is not None:
-        _print_statistics(generated.statistics)
+        print_statistics(generated.statistics)
     return _status(generated)
 
 
@@ -278,7 +283,7 @@ def _status(generated: _Generated) -> int:
 async def _until_signal(
     work: Callable[[], Awaitable[None]],
     generated: _Generated,
-    display: _Display,
+    display: Display,
     quit_now: Callable[[int], object] = os._exit,
 ) -> None:
     """Do the work; SIGINT or SIGTERM cancels it, and another one ends the process.
@@ -325,8 +330,8 @@ async def _stream_text(
     draft: str | Path | None,
     settings: dict[str, Any],
     generated: _Generated,
-    display: _Display,
-    output: _Output | None,
+    display: Display,
+    output: Output | None,
 ) -> None:
     """Load the models, generate, and write the text to `output` if there is one.
 
@@ -337,9 +342,6 @@ async def _stream_text(
     display.loading([model for model in (target, draft) if model is not None])
     from runtime.engine import open as open_runtime
 
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        # It warns of long prompts, which the runtime refuses in words of its own.
-        logging.getLogger("transformers").setLevel(logging.ERROR)
     async with open_runtime(target, draft, trace=display.on_event) as runtime:
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
@@ -358,196 +360,20 @@ async def _stream_text(
             generated.statistics = stream.statistics()
 
 
-# --- stdout ---------------------------------------------------------------------------------------
+# --- doctor ---------------------------------------------------------------------------------------
 
 
-class _OutputError(OutriderError):
-    """Stdout does not take what is written; the operating system's error is the cause."""
+def doctor(arguments: argparse.Namespace) -> int:
+    """The command `doctor`: examine a model or a pair.
 
+    Returns: the exit status.
 
-class _Output:
-    """Stdout, past Python's buffers: those would be flushed at exit once more, to a reader that has gone."""
-
-    def __init__(self) -> None:
-        # Where a process is started with stdout closed, Python has None for it.
-        self._fd = -1 if sys.stdout is None else sys.stdout.fileno()
-        self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
-        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        self._is_in_line = False
-
-    def echo(self, prompt: str) -> None:
-        """Show the prompt, dimmed, if this is a terminal."""
-        if self._is_terminal:
-            from rich.console import Console
-            from rich.text import Text
-
-            Console(file=sys.stdout).print(Text(prompt, style="dim"), end="", soft_wrap=True)
-            self._is_in_line = True
-
-    async def write(self, text: str) -> None:
-        """Write a piece of the text.
-
-        Raises: _OutputError: it cannot be written.
-
-        Cancellation: returns at once, and the piece may or may not be written.
-        """
-        if text:
-            self._is_in_line = False
-            # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
-            await trio.to_thread.run_sync(self.write_now, text, abandon_on_cancel=True)
-            self._is_in_line = not text.endswith("\n")
-
-    def write_now(self, text: str) -> None:
-        """Write, and wait until it is written.
-
-        Raises: _OutputError: it cannot be written.
-        """
-        data = text.encode(self._encoding, "replace")
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise _OutputError(f"cannot write to stdout: {error.strerror}") from error
-
-    def end_line(self) -> None:
-        """End a line that the text has left open, if this is a terminal.
-
-        Raises: _OutputError: it cannot be written.
-        """
-        if self._is_terminal and self._is_in_line:
-            self.write_now("\n")
-
-
-# --- stderr ---------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    """Stderr; without colour where it is no terminal, whatever the environment asks for."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False)
-
-
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-class _Display:
-    """What moves on stderr: a spinner while models load, a bar while a prompt is read.
-
-    Nothing is shown where stderr is no terminal, and nothing stays behind where it is one.
+    Raises: OutriderError: a model cannot be loaded.
     """
+    from runtime.doctor import examine, report
 
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._is_loading = False
-
-    def __enter__(self) -> _Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def loading(self, models: Sequence[str | Path]) -> None:
-        """Say that models are being loaded."""
-        self._is_loading = True
-        # What is not on disk is downloaded, and downloads show bars of their own.
-        if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
-            self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
-
-    def reading(self, prompt_tokens: int, step_size: int) -> None:
-        """Say that the prompt is being read, and in how many steps it will be."""
-        self._is_loading = False
-        self.clear()
-        if _is_terminal():
-            # The last token is read together with the first that is generated. Where all others make one
-            # step, there is nothing to measure.
-            self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > step_size else None)
-
-    def on_event(self, event: Event) -> None:
-        """Move the bar, if an event is about the prompt."""
-        if (
-            self._progress is not None
-            and self._task is not None
-            and isinstance(event, Span)
-            and (event.actor, event.kind) == ("target", "prefill")
-        ):
-            self._progress.update(self._task, advance=event.num_tokens, refresh=True)
-
-    def stopping(self) -> None:
-        """Say what a cancellation waits for, where that may take long."""
-        if self._is_loading and _is_terminal():
-            self.clear()
-            _say("stopping once the models are loaded; Ctrl-C again quits at once")
-
-    def clear(self) -> None:
-        """Leave nothing on the screen."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _show(self, description: str, num_tokens: int | None) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
-        if num_tokens is not None:
-            columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
-        self._progress = Progress(*columns, console=_console(), transient=True, redirect_stdout=False)
-        self._task = self._progress.add_task(description, total=num_tokens)
-        self._progress.start()
-
-
-@contextmanager
-def _warnings_at_the_end() -> Iterator[None]:
-    """Keep the runtime's warnings out of the middle of the text, and their tracebacks out altogether."""
-    messages: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, collector = logging.getLogger("outrider"), Collector(logging.WARNING)
-    logger.addHandler(collector)
-    try:
-        yield
-    finally:
-        logger.removeHandler(collector)
-        for message in messages:
-            _say(f"warning: {message}")
-
-
-def _print_statistics(statistics: Statistics) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    for row in _rows(statistics):
-        table.add_row(*row)
-    console = _console()
-    if console.is_terminal:
-        console.print()
-    console.print(table)
-
-
-def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
-    s = statistics
-    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}"
-    yield "speed", f"{s.generation_tps:.1f} tokens/s"
-    yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
-    if s.proposed:
-        yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
-    else:
-        yield "acceptance", "nothing was proposed"
-    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
-    yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
-    yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
-    yield "peak memory", _size(s.peak_memory)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+    target, draft = _models(arguments)
+    with warnings_at_the_end(), Display() as display:
+        diagnosis = trio.run(partial(examine, target, draft, on_progress=display.doing))
+    print_sections(report(diagnosis))
+    return 0

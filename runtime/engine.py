@@ -37,7 +37,7 @@ from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
-from runtime.stream import Completion, TokenStream
+from runtime.streaming import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
 
 logger = logging.getLogger("outrider")

@@ -44,8 +44,14 @@ def check_source(role: str, source: Any) -> Source:
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {source!r}")
     path = Path(source).expanduser()
-    if path.exists():
-        if not (path / "config.json").is_file():
+    try:
+        exists, has_config = path.exists(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ModelError(
+            f"{role} {str(source)!r} cannot be looked at: {error.strerror}; give a directory with a model, or a hub id"
+        ) from error
+    if exists:
+        if not has_config:
             raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
         return path
     # "owner/name" may be on the hub; anything else could only have been a path.

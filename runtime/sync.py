@@ -9,7 +9,7 @@ import trio
 
 from runtime.engine import open
 from runtime.opening import Source
-from runtime.stream import Completion
+from runtime.streaming import Completion
 from runtime.text import Prompt
 
 _OPTIONS = {name for name, p in inspect.signature(open).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}

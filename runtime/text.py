@@ -41,7 +41,12 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
             raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not text")
         # As mlx-lm does: a prompt that spells out its own begin-of-text token gets no second one.
         spelled_out = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return tuple(tokenizer.encode(prompt, add_special_tokens=not spelled_out))
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
+        # Not verbose: transformers would warn of long prompts, which are refused in words of our own.
+        return tuple(tokenizer.encode(prompt, add_special_tokens=not spelled_out, verbose=False))
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
     items = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)

@@ -28,6 +28,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import runtime
+import runtime.terminal
 from protocol.trace import Event, Span
 from runtime import cli
 
@@ -214,7 +215,7 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
     with (tmp_path / "out").open("w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        cli._Output().write_now("né")
+        runtime.terminal.Output().write_now("né")
     assert (tmp_path / "out").read_text() == "n?"
 
 
@@ -310,12 +311,12 @@ def statistics(**changes: Any) -> runtime.Statistics:
     ],
 )
 def test_each_figure_has_its_unit(numbers, name, value):
-    assert dict(cli._rows(statistics(**numbers)))[name] == value
+    assert dict(runtime.terminal._rows(statistics(**numbers)))[name] == value
 
 
 def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    cli._print_statistics(statistics())
+    runtime.terminal.print_statistics(statistics())
     err = capfd.readouterr().err
     assert "peak memory" in err
     assert "\x1b" not in err
@@ -393,7 +394,7 @@ def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
-    cli._say("error: not found:\n\n    try this\nor that\n")
+    runtime.terminal.say("error: not found:\n\n    try this\nor that\n")
     assert capfd.readouterr().err == "outrider: error: not found: try this or that\n"
 
 
@@ -412,7 +413,7 @@ def test_a_closed_stdout_is_an_error(endless, monkeypatch, capfd):
 
 
 def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
-    with cli._warnings_at_the_end():
+    with runtime.terminal.warnings_at_the_end():
         try:
             raise ValueError("no more room")
         except ValueError as error:
@@ -471,7 +472,7 @@ async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_print
     assert "peak memory" in err
 
 
-class Interrupted(cli._Display):
+class Interrupted(runtime.terminal.Display):
     """Has a signal sent to the process at the first event of a kind."""
 
     kind = ""
@@ -487,7 +488,7 @@ class Interrupted(cli._Display):
 @pytest.mark.parametrize("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
-    monkeypatch.setattr(cli, "_Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
+    monkeypatch.setattr(cli, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     models = ["--target", endless, "--draft", endless]
     assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
     out, err = capfd.readouterr()
@@ -511,7 +512,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         await trio.sleep(1)  # as the way out of a runtime is
         raise AssertionError("the signal was not heard")
 
-    await cli._until_signal(work, generated, cli._Display())
+    await cli._until_signal(work, generated, runtime.terminal.Display())
     assert cli._status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
@@ -565,7 +566,7 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
             await trio.sleep(1)
             assert statuses == [143]
 
-    await cli._until_signal(work, generated, cli._Display(), quit_now=statuses.append)
+    await cli._until_signal(work, generated, runtime.terminal.Display(), quit_now=statuses.append)
     assert generated.signal == signal.SIGINT
     assert statuses == [143]
 
@@ -599,7 +600,7 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
     os.set_blocking(writing, True)
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        output = cli._Output()
+        output = runtime.terminal.Output()
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(output.write, "y")
@@ -650,7 +651,7 @@ async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endl
 
 
 def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
-    with cli._Display() as display:
+    with runtime.terminal.Display() as display:
         display.loading([runtime.DEMO_TARGET])
         display.stopping()
         display.reading(5000, 2048)

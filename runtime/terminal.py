@@ -1,0 +1,244 @@
+"""What the command line writes: text to stdout, and whatever moves, warns or sums up to stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from protocol.errors import OutriderError
+from protocol.statistics import Statistics
+from protocol.trace import Event, Span
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever a library below has put into a message."""
+    print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
+
+
+# --- stdout ---------------------------------------------------------------------------------------
+
+
+class OutputError(OutriderError):
+    """Stdout does not take what is written; the operating system's error is the cause."""
+
+
+class Output:
+    """Stdout, past Python's buffers: those would be flushed at exit once more, to a reader that has gone."""
+
+    def __init__(self) -> None:
+        # Where a process is started with stdout closed, Python has None for it.
+        self._fd = -1 if sys.stdout is None else sys.stdout.fileno()
+        self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
+        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._is_in_line = False
+
+    def echo(self, prompt: str) -> None:
+        """Show the prompt, dimmed, if this is a terminal."""
+        if self._is_terminal:
+            from rich.console import Console
+            from rich.text import Text
+
+            Console(file=sys.stdout).print(Text(prompt, style="dim"), end="", soft_wrap=True)
+            self._is_in_line = True
+
+    async def write(self, text: str) -> None:
+        """Write a piece of the text.
+
+        Raises: OutputError: it cannot be written.
+
+        Cancellation: returns at once, and the piece may or may not be written.
+        """
+        if text:
+            self._is_in_line = False
+            # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
+            await trio.to_thread.run_sync(self.write_now, text, abandon_on_cancel=True)
+            self._is_in_line = not text.endswith("\n")
+
+    def write_now(self, text: str) -> None:
+        """Write, and wait until it is written.
+
+        Raises: OutputError: it cannot be written.
+        """
+        data = text.encode(self._encoding, "replace")
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+    def end_line(self) -> None:
+        """End a line that the text has left open, if this is a terminal.
+
+        Raises: OutputError: it cannot be written.
+        """
+        if self._is_terminal and self._is_in_line:
+            self.write_now("\n")
+
+
+# --- stderr ---------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    """Stderr; without colour where it is no terminal, whatever the environment asks for."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class Display:
+    """What moves on stderr: a spinner while models load, a bar while a prompt is read.
+
+    Nothing is shown where stderr is no terminal, and nothing stays behind where it is one.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._is_loading = False
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def doing(self, what: str) -> None:
+        """Say what is being done, in place of what was said before."""
+        self.clear()
+        if _is_terminal():
+            self._show(what, None)
+
+    def loading(self, models: Sequence[str | Path]) -> None:
+        """Say that models are being loaded."""
+        self._is_loading = True
+        # What is not on disk is downloaded, and downloads show bars of their own.
+        if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
+            self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
+
+    def reading(self, prompt_tokens: int, step_size: int) -> None:
+        """Say that the prompt is being read, and in how many steps it will be."""
+        self._is_loading = False
+        self.clear()
+        if _is_terminal():
+            # The last token is read together with the first that is generated. Where all others make one
+            # step, there is nothing to measure.
+            self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > step_size else None)
+
+    def on_event(self, event: Event) -> None:
+        """Move the bar, if an event is about the prompt."""
+        if (
+            self._progress is not None
+            and self._task is not None
+            and isinstance(event, Span)
+            and (event.actor, event.kind) == ("target", "prefill")
+        ):
+            self._progress.update(self._task, advance=event.num_tokens, refresh=True)
+
+    def stopping(self) -> None:
+        """Say what a cancellation waits for, where that may take long."""
+        if self._is_loading and _is_terminal():
+            self.clear()
+            say("stopping once the models are loaded; Ctrl-C again quits at once")
+
+    def clear(self) -> None:
+        """Leave nothing on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show(self, description: str, num_tokens: int | None) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
+        if num_tokens is not None:
+            columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
+        self._progress = Progress(*columns, console=_console(), transient=True, redirect_stdout=False)
+        self._task = self._progress.add_task(description, total=num_tokens)
+        self._progress.start()
+
+
+@contextmanager
+def warnings_at_the_end() -> Iterator[None]:
+    """Keep the runtime's warnings out of the middle of the text, and their tracebacks out altogether."""
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, collector = logging.getLogger("outrider"), Collector(logging.WARNING)
+    logger.addHandler(collector)
+    try:
+        yield
+    finally:
+        logger.removeHandler(collector)
+        for message in messages:
+            say(f"warning: {message}")
+
+
+def print_statistics(statistics: Statistics) -> None:
+    """Print a table of statistics on stderr."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    for row in _rows(statistics):
+        table.add_row(*row)
+    console = _console()
+    if console.is_terminal:
+        console.print()
+    console.print(table)
+
+
+def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
+    s = statistics
+    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}"
+    yield "speed", f"{s.generation_tps:.1f} tokens/s"
+    yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
+    if s.proposed:
+        yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
+    else:
+        yield "acceptance", "nothing was proposed"
+    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
+    yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
+    yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
+    yield "peak memory", _size(s.peak_memory)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Print titled tables of names and findings on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    for i, (title, rows) in enumerate(sections):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        for row in rows:
+            table.add_row(*row)
+        console.print("\n" * (i > 0) + title, style="bold", markup=False)
+        console.print(table)
