@@ -1,0 +1,739 @@
+"""Every architecture of mlx-lm, tiny: how to build it, which caches it makes, or why it is left out.
+
+The weights are random, in float32, and drawn wide enough that texts are varied and hang on all that the caches
+hold. Windows are of 8 to 16 tokens, so that a text of 72 crosses them several times.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from actors.model import Rung
+
+VOCAB_SIZE = 64
+
+# What most architectures ask for, by the names that most of them use; an architecture takes what it knows.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+    "norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "use_qk_norm": True,
+    "tie_word_embeddings": False,
+    "sliding_window": 8,
+    # Mixtures of experts.
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    # Latent attention.
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    # Linear attention and state spaces.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "conv_kernel": 4,
+    "conv_bias": True,
+    "conv_L_cache": 3,
+    "use_conv_bias": True,
+}
+
+_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+_LINEAR_AND_FULL = ["linear_attention", "full_attention"]
+
+
+@attrs.frozen
+class Architecture:
+    """How to build a module's model.
+
+    Attributes:
+        kinds: the classes of its caches, sorted.
+        args: what it asks for beyond, or other than, what is common.
+        seed: of its weights.
+        embedding: how wide its embeddings are drawn; less where an architecture scales them up, so that its
+            layers have a say over what comes next.
+        is_stepwise: whether a pass over several tokens gives other logits than a pass for each.
+    """
+
+    kinds: tuple[str, ...]
+    args: dict[str, Any] = attrs.Factory(dict)
+    seed: int = 0
+    embedding: float = 2.0
+    is_stepwise: bool = False
+
+
+def _of(*kinds: str, seed: int = 0, embedding: float = 2.0, is_stepwise: bool = False, **args: Any) -> Architecture:
+    return Architecture(kinds, args, seed, embedding, is_stepwise)
+
+
+def _text(**args: Any) -> dict[str, Any]:
+    """The language half of a model that also sees."""
+    return _COMMON | args
+
+
+KV = "KVCache"
+ROTATING = "RotatingKVCache"
+CHUNKED = "ChunkedKVCache"
+ARRAYS = "ArraysCache"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    # --- full attention
+    "Klear": _of(KV),
+    "afm7": _of(KV, hidden_dim=32, num_layers=3, num_kv_reuse_layers=1, num_heads=4, num_kv_heads=2),
+    "apertus": _of(KV, seed=28, embedding=0.2, post_norm=False, qk_norm=True),
+    "bailing_moe": _of(KV),
+    "cohere": _of(KV, seed=5, logit_scale=1.0),
+    "dbrx": _of(
+        KV,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 16},
+    ),
+    "deepseek": _of(KV),
+    "deepseek_v2": _of(KV, rope_scaling=_YARN),
+    "deepseek_v3": _of(KV),
+    "dots1": _of(KV, seed=1),
+    "ernie4_5": _of(KV),
+    "ernie4_5_moe": _of(KV, seed=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=1, moe_num_shared_experts=1),
+    "exaone": _of(KV, seed=2, num_layers=2),
+    "gemma": _of(KV, seed=1),
+    "gemma2": _of(KV, embedding=0.2, query_pre_attn_scalar=8.0),
+    "glm": _of(KV),
+    "glm4": _of(KV, seed=1),
+    "glm4_moe": _of(KV),
+    "glm4_moe_lite": _of(KV),
+    "gpt2": _of(KV, seed=3, n_ctx=512, n_embd=32, n_head=4, n_layer=2, n_positions=512),
+    "gpt_bigcode": _of(KV, n_embd=32, n_layer=2, n_inner=48, n_head=4, n_positions=512),
+    "gpt_neox": _of(KV, seed=3, rotary_emb_base=10_000, rotary_pct=0.5),
+    "gptj": _of(KV, seed=7, n_embd=32, n_head=4, n_layer=2, n_positions=512, rotary_dim=4),
+    "granite": _of(
+        KV, logits_scaling=1.0, attention_multiplier=0.35, embedding_multiplier=1.0, residual_multiplier=1.0
+    ),
+    "granitemoe": _of(
+        KV, logits_scaling=1.0, attention_multiplier=0.35, embedding_multiplier=1.0, residual_multiplier=1.0
+    ),
+    "helium": _of(KV),
+    "hunyuan": _of(
+        KV,
+        seed=1,
+        moe_topk=2,
+        num_shared_expert=1,
+        use_mixed_mlp_moe=True,
+        use_cla=True,
+        cla_share_factor=2,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
+    "hunyuan_v1_dense": _of(KV, seed=2),
+    "internlm2": _of(KV),
+    "internlm3": _of(KV),
+    "kimi_k25": _of(KV, text_config=_text()),
+    "kimi_vl": _of(KV, text_config=_text()),
+    "lille-130m": _of(KV, block_size=512, n_embd=64, n_head=4, n_kv_heads=2, n_layer=2),
+    "llama4_text": _of(KV, seed=1, intermediate_size_mlp=48, no_rope_layers=[1, 0]),
+    "mimo": _of(KV),
+    "minicpm": _of(KV, dim_model_base=32, scale_depth=1.4, scale_emb=1.0),
+    "minicpm3": _of(
+        KV,
+        seed=3,
+        dim_model_base=32,
+        scale_depth=1.4,
+        scale_emb=1.0,
+        rope_scaling={"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [1.5] * 4},
+    ),
+    "minimax": _of(KV, shared_intermediate_size=16, rotary_dim=4),
+    "mistral3": _of(KV, text_config=_text(model_type="llama")),
+    "mistral4": _of(KV, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1}),
+    "mixtral": _of(KV),
+    "nanbeige": _of(KV, num_loops=2),
+    "nanochat": _of(KV, seed=32, embedding=0.2),
+    "nemotron": _of(KV, hidden_act="relu2"),
+    "nemotron-nas": _of(
+        KV,
+        num_hidden_layers=3,
+        block_configs=[
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
+        ],
+    ),
+    "olmo2": _of(KV, seed=1),
+    "olmoe": _of(KV),
+    "openelm": _of(
+        KV,
+        seed=2,
+        num_transformer_layers=2,
+        model_dim=32,
+        ffn_dim_divisor=8,
+        num_query_heads=[4, 4],
+        num_kv_heads=[2, 2],
+        ffn_multipliers=[1.0, 1.5],
+    ),
+    "phi": _of(KV, seed=6),
+    "phi3": _of(KV, seed=1),
+    "phi3small": _of(
+        KV,
+        seed=1, embedding=0.5,
+        is_stepwise=True,
+        mup_width_multiplier=0.5,
+        dense_attention_every_n_layers=2,
+        ff_intermediate_size=48,
+        gegelu_limit=20.0,
+        vocab_size=100_352,  # it has ids up to there by name
+        blocksparse_block_size=32,
+        blocksparse_num_local_blocks=2,
+        blocksparse_vert_stride=2,
+    ),
+    "phimoe": _of(KV),
+    "phixtral": _of(KV, num_vocab=VOCAB_SIZE, model_dim=32, num_heads=4, num_layers=2, rotary_dim=4),
+    "pixtral": _of(KV, text_config=_text(model_type="llama")),
+    "plamo": _of(KV, n_shared_head=2),
+    "qwen": _of(KV, seed=1, kv_channels=8),
+    "qwen2": _of(KV),
+    "qwen2_moe": _of(KV),
+    "qwen2_vl": _of(KV, text_config=_text(model_type="qwen2")),
+    "qwen3": _of(KV, seed=2),
+    "qwen3_moe": _of(KV),
+    "qwen3_vl": _of(KV, seed=2, text_config=_text(model_type="qwen3")),
+    "qwen3_vl_moe": _of(KV, text_config=_text(model_type="qwen3_moe")),
+    "seed_oss": _of(KV),
+    "smollm3": _of(KV),
+    "solar_open": _of(KV),
+    "stablelm": _of(KV, use_qkv_bias=True),
+    "starcoder2": _of(KV),
+    "talkie": _of(KV),
+    "telechat3": _of(KV),
+    "youtu_llm": _of(KV),
+    # --- full attention, with keys of an index beside it
+    "deepseek_v32": _of("CacheList(KVCache, KVCache)", index_head_dim=8, index_n_heads=2, index_topk=16),
+    "glm_moe_dsa": _of(
+        "CacheList(KVCache, KVCache)",
+        index_head_dim=8,
+        index_n_heads=2,
+        index_topk=16,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
+    ),
+    "longcat_flash": _of(
+        "CacheList(KVCache, KVCache)",
+        attention_method="MLA",
+        zero_expert_type="identity",
+        zero_expert_num=2,
+        ffn_hidden_size=48,
+        moe_topk=2,
+        expert_ffn_hidden_size=16,
+        num_layers=2,
+        mla_scale_q_lora=True,
+        mla_scale_kv_lora=True,
+    ),
+    "minimax_m3_vl": _of(
+        "CacheList(KVCache)",
+        "CacheList(KVCache, KVCache)",
+        text_config=_text(
+            num_hidden_layers=3,
+            dense_intermediate_size=48,
+            shared_intermediate_size=16,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            layer_types=["full_attention", "sparse_attention", "sparse_attention"],
+            index_n_heads=2,
+            index_head_dim=8,
+            index_block_size=4,
+            index_topk_blocks=3,
+        ),
+    ),
+    # --- sliding windows
+    "afmoe": _of(KV, ROTATING, layer_types=_SLIDING_AND_FULL, num_dense_layers=1),
+    "cohere2": _of(KV, ROTATING, logit_scale=1.0, sliding_window_pattern=2),
+    "exaone4": _of(KV, ROTATING, num_hidden_layers=3, sliding_window_pattern="LLG"),
+    "exaone_moe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL, is_moe_layer=[False, True]),
+    "gemma3": _of(
+        KV,
+        ROTATING,
+        text_config=_text(
+            model_type="gemma3_text", num_hidden_layers=3, query_pre_attn_scalar=8, sliding_window_pattern=3
+        ),
+    ),
+    "gemma3_text": _of(KV, ROTATING, num_hidden_layers=3, query_pre_attn_scalar=8, sliding_window_pattern=3),
+    "gemma3n": _of(
+        KV,
+        ROTATING,
+        seed=1,
+        embedding=0.2,
+        text_config=_text(
+            model_type="gemma3n",
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            rope_local_base_freq=1_000.0,
+            final_logit_softcapping=30.0,
+            layer_types=_SLIDING_AND_FULL * 2,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            hidden_size_per_layer_input=8,
+            altup_num_inputs=2,
+            altup_coef_clip=120.0,
+            altup_correct_scale=True,
+            altup_active_idx=0,
+            laurel_rank=4,
+        ),
+    ),
+    "gemma4": _of(
+        KV,
+        ROTATING,
+        text_config=_text(
+            model_type="gemma4_text",
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            sliding_window_pattern=2,
+            global_head_dim=16,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=8,
+        ),
+    ),
+    "gemma4_text": _of(
+        KV,
+        ROTATING,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        sliding_window_pattern=2,
+        global_head_dim=16,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=8,
+    ),
+    "gpt_oss": _of(KV, ROTATING, rope_scaling=_YARN),
+    "iquestloopcoder": _of(KV, ROTATING, loop_window_size=8),
+    "laguna": _of(
+        KV,
+        ROTATING,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_attention_heads_per_layer=[4, 4, 2],
+    ),
+    "llama": _of(KV, ROTATING, seed=3, layer_types=_SLIDING_AND_FULL),
+    "mellum": _of(
+        KV,
+        ROTATING,
+        layer_types=_SLIDING_AND_FULL,
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in _SLIDING_AND_FULL},
+    ),
+    "mimo_v2_flash": _of(
+        KV,
+        ROTATING,
+        num_hidden_layers=3,
+        hybrid_layer_pattern=[0, 1, 1],
+        moe_layer_freq=[0, 1, 1],
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        sliding_window_size=8,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        layernorm_epsilon=1e-5,
+        swa_rope_theta=1_000.0,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        swa_v_head_dim=8,
+    ),
+    "ministral3": _of(
+        KV, ROTATING, seed=2, layer_types=_SLIDING_AND_FULL, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1}
+    ),
+    "muse_glimmer": _of(KV, ROTATING, num_hidden_layers=4, output_multiplier=1.0),
+    "olmo3": _of(KV, ROTATING, layer_types=_SLIDING_AND_FULL),
+    "plamo3": _of(KV, ROTATING, is_stepwise=True, window_size=8, sliding_window_pattern=2),
+    "spark2_5": _of(
+        KV,
+        ROTATING,
+        num_hidden_layers=4,
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in _SLIDING_AND_FULL},
+    ),
+    "step3p5": _of(
+        KV,
+        ROTATING,
+        num_hidden_layers=3,
+        num_attention_groups=2,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        moe_num_experts=4,
+        moe_top_k=2,
+        share_expert_dim=16,
+        moe_layers_enum="1,2",
+    ),
+    # --- chunks
+    "llama4": _of(
+        CHUNKED,
+        KV,
+        seed=1,
+        text_config=_text(
+            model_type="llama4_text",
+            num_hidden_layers=4,
+            attention_chunk_size=12,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=48,
+            num_experts_per_tok=1,
+            floor_scale=16,
+        ),
+    ),
+    # --- recurrent, and hybrids of recurrence and attention
+    "baichuan_m1": _of(
+        "CacheList(ArraysCache, KVCache)",
+        "CacheList(ArraysCache, RotatingKVCache)",
+        seed=1,
+        sliding_window_layers=[1],
+        conv_window=2,
+    ),
+    "bailing_hybrid": _of(ARRAYS, KV, num_hidden_layers=4, layer_group_size=2, group_norm_size=2),
+    "bailing_moe_linear": _of(ARRAYS, KV, seed=1, num_hidden_layers=4, layer_group_size=2, group_norm_size=2),
+    "bailing_moe_v3": _of(ARRAYS, KV, num_hidden_layers=4, layer_group_size=2, short_conv_kernel_size=4),
+    "falcon_h1": _of(
+        "CacheList(ArraysCache, KVCache)",
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        lm_head_multiplier=1.0,
+    ),
+    "gear": _of(
+        ARRAYS,
+        KV,
+        ROTATING,
+        seed=1,
+        num_hidden_layers=3,
+        layer_types=["conv_mixer", "sliding_attention", "full_attention"],
+    ),
+    "granitemoehybrid": _of(
+        ARRAYS,
+        KV,
+        seed=1,
+        layer_types=["mamba", "attention"],
+        embedding_multiplier=1.0,
+        attention_multiplier=0.35,
+        logits_scaling=1.0,
+        residual_multiplier=1.0,
+        shared_intermediate_size=16,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_n_groups=1,
+        mamba_proj_bias=False,
+        mamba_conv_bias=True,
+    ),
+    "jamba": _of(
+        ARRAYS,
+        KV,
+        seed=1,
+        num_hidden_layers=4,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        expert_layer_offset=1,
+        expert_layer_period=2,
+        mamba_d_conv=4,
+        mamba_d_state=8,
+        mamba_expand=2,
+    ),
+    "kimi_k3": _of(
+        ARRAYS,
+        KV,
+        text_config=_text(
+            model_type="kimi_linear",
+            num_key_value_heads=4,
+            linear_attn_config={"kda_layers": [1], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
+        ),
+    ),
+    "kimi_linear": _of(
+        ARRAYS,
+        KV,
+        model_max_length=512,
+        linear_attn_config={"kda_layers": [1], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
+    ),
+    "lfm2": _of(
+        ARRAYS,
+        KV,
+        seed=2,
+        layer_types=["conv", "full_attention"],
+        block_dim=32,
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2-vl": _of(
+        ARRAYS,
+        KV,
+        seed=2,
+        text_config=_text(
+            model_type="lfm2",
+            layer_types=["conv", "full_attention"],
+            block_dim=32,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.0,
+            block_auto_adjust_ff_dim=False,
+        ),
+    ),
+    "lfm2_moe": _of(ARRAYS, KV, layer_types=["conv", "full_attention"], use_expert_bias=True, num_dense_layers=1),
+    "longcat_flash_ngram": _of(
+        ARRAYS,
+        "CacheList(KVCache, KVCache)",
+        ffn_hidden_size=48,
+        moe_topk=2,
+        expert_ffn_hidden_size=16,
+        zero_expert_num=2,
+        num_layers=2,
+        mla_scale_q_lora=True,
+        mla_scale_kv_lora=True,
+        ngram_vocab_size_ratio=4,
+        emb_neighbor_num=3,
+        emb_split_num=2,
+    ),
+    "mamba": _of(ARRAYS, intermediate_size=64, state_size=8, time_step_rank=2),
+    "mamba2": _of(
+        ARRAYS,
+        num_heads=4,
+        head_dim=16,
+        intermediate_size=64,
+        state_size=8,
+        n_groups=1,
+        time_step_limit=(0.001, 100.0),
+        time_step_rank=2,
+    ),
+    "nemotron_h": _of(
+        ARRAYS,
+        KV,
+        seed=1,
+        hybrid_override_pattern=["M", "*", "-", "E"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        mamba_proj_bias=False,
+        ssm_state_size=8,
+        n_groups=1,
+        moe_shared_expert_intermediate_size=16,
+    ),
+    "olmo_hybrid": _of(ARRAYS, KV, layer_types=_LINEAR_AND_FULL, linear_allow_neg_eigval=True),
+    "plamo2": _of(
+        ARRAYS,
+        KV,
+        seed=4,
+        hidden_size_per_head=8,
+        mamba_d_state=8,
+        mamba_num_heads=4,
+        mamba_step=2,
+    ),
+    "qwen3_5": _of(ARRAYS, KV, text_config=_text(full_attention_interval=2, num_experts=0)),
+    "qwen3_5_moe": _of(ARRAYS, KV, text_config=_text(full_attention_interval=2)),
+    "prism_hadamard_qwen35": _of(
+        ARRAYS,
+        KV,
+        seed=1,
+        schema_version=1,
+        tensor_namespace="mlx-lm-text",
+        quantization={"bits": 2, "group_size": 128, "mode": "affine"},
+        modules=[{"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16", "block": 0}],
+        text_config=_text(full_attention_interval=2, num_experts=0, intermediate_size=128),
+    ),
+    "qwen3_next": _of(ARRAYS, KV, full_attention_interval=2),
+    "recurrent_gemma": _of(
+        ARRAYS,
+        ROTATING,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        conv1d_width=4,
+        logits_soft_cap=30.0,
+        attention_window_size=8,
+        block_types=["recurrent", "recurrent", "attention"],
+    ),
+    "rwkv7": _of(ARRAYS, seed=3, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
+    # --- a cache of its own
+    "deepseek_v41": _of(
+        "LayerCache",
+        num_hidden_layers=3,
+        head_dim=16,
+        o_groups=2,
+        o_lora_rank=8,
+        hc_mult=2,
+        compress_ratios=(1, 4, 4),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2),
+        index_n_heads=2,
+        index_head_dim=8,
+        index_topk=4,
+        rms_norm_eps=1e-5,
+    ),
+}
+
+# Parts that models are made of, without one of their own.
+_PARTS = (
+    "activations",
+    "base",
+    "bitlinear_layers",
+    "cache",
+    "gated_delta",
+    "mla",
+    "pipeline",
+    "rope_utils",
+    "ssm",
+    "switch_layers",
+)
+
+NO_MODEL = "has no Model: a part of others"
+NO_IMPORT = "cannot be imported without a package that mlx-lm does not depend on"
+METAL_ONLY = "its layers are a Metal kernel, and nothing does their work elsewhere"
+
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(_PARTS, NO_MODEL),
+    "olmo": NO_IMPORT,
+    "bitnet": METAL_ONLY,
+    "muse_spark": METAL_ONLY,
+}
+
+
+def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
+    """A module's model with random weights, evaluated."""
+    architecture = ARCHITECTURES[name]
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    args = module.ModelArgs.from_dict(_COMMON | {"model_type": name} | architecture.args | changes)
+    return _wide(module.Model(args), architecture.seed if seed is None else seed, architecture.embedding)
+
+
+def kinds(model: nn.Module) -> tuple[str, ...]:
+    """The classes of a model's caches, sorted."""
+    return tuple(sorted({_kind(layer) for layer in make_prompt_cache(model)}))
+
+
+def _kind(layer: Any) -> str:
+    if isinstance(layer, CacheList):
+        return f"CacheList({', '.join(_kind(part) for part in layer.caches)})"
+    return type(layer).__name__
+
+
+def _wide(model: nn.Module, seed: int, embedding: float) -> nn.Module:
+    """Redraw what a model draws at random, at a scale at which its layers have a say over what comes next."""
+    weights = [
+        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
+    ]
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    drawn = []
+    for (name, weight), key in zip(weights, keys, strict=True):
+        # The last axis is what goes in, but for a convolution of each channel with itself, (channels, width, 1).
+        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
+        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
+        # Decays and steps are set to what makes sense, not drawn.
+        if weight.dtype == mx.uint32:  # packed
+            drawn.append((name, mx.random.randint(0, 2**32 - 1, weight.shape, weight.dtype, key=key)))
+        elif not name.endswith("A_log"):
+            drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    return model
+
+
+# --- the fake at the other end ---------------------------------------------------------------------
+
+
+class Knowing:
+    """A model that knows what comes at each position, wherever the text before came from.
+
+    It can go back to any length, and stands for the other model where only one of the two is under test: for a
+    drafter that is right as often as its text is, or for a target whose text a drafter cannot always guess.
+    """
+
+    context_length = None
+
+    def __init__(self, text: Sequence[int], vocab_size: int) -> None:
+        """A model.
+
+        Args:
+            text: what it knows, prompt included. Beyond its end, it says the last token again and again.
+            vocab_size: the width of its logits.
+        """
+        self.text = tuple(text)
+        self.vocab_size = vocab_size
+
+    def open_line(self, *, beside_another: bool) -> KnowingLine:
+        return KnowingLine(self)
+
+
+class KnowingLine:
+    """One text in a model that knows it: a number of tokens is all that it holds."""
+
+    def __init__(self, model: Knowing) -> None:
+        self._model = model
+        self._length = 0
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        self._length += len(tokens)
+        text = self._model.text
+        ends = range(self._length - num_logits + 1, self._length + 1)
+        if not num_logits:
+            return None
+        said = mx.array([text[min(end, len(text) - 1)] for end in ends])
+        return 10.0 * (mx.arange(self._model.vocab_size) == said[:, None]).astype(mx.float32)
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        raise NotImplementedError("this model always has another beside it")
+
+    def prepare(self, num_tokens: int, settled: int) -> Rung:
+        return Rung.TRIM
+
+    def rewind(self, length: int) -> int:
+        assert length <= self._length
+        self._length = length
+        return length
+
+    def check(self, length: int) -> None:
+        assert length == self._length
+
+    def close(self) -> None:
+        pass
