@@ -64,7 +64,7 @@ def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_s
     noise = mx.stack(
         [mx.random.gumbel((noise_size,), key=key_for(seed, Purpose.NOISE, start + i)) for i in range(logits.shape[0])]
     )
-    return mx.argmax(logits.astype(mx.float32) / temperature + noise[:, : logits.shape[1]], axis=-1)
+    return mx.argmax(_tempered(logits, temperature) + noise[:, : logits.shape[1]], axis=-1)
 
 
 def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
@@ -108,7 +108,7 @@ def judge_by_match(
 
 def distribution(logits: mx.array, temperature: float) -> mx.array:
     """Probabilities (…, V) in float32 of logits (…, V) at a temperature > 0; lazy."""
-    return mx.softmax(logits.astype(mx.float32) / temperature, axis=-1)
+    return mx.softmax(_tempered(logits, temperature), axis=-1)
 
 
 def draw(probs: mx.array, key: mx.array) -> mx.array:
@@ -194,6 +194,16 @@ def judge_by_rejection(
     mx.eval(accepted, token_after)
     num_accepted = _to_int(accepted)
     return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
+
+
+def _tempered(logits: mx.array, temperature: float) -> mx.array:
+    """Logits in float32 over a temperature > 0, shifted so that the largest is 0 and none overflows."""
+    shifted = logits.astype(mx.float32) - mx.max(logits, axis=-1, keepdims=True).astype(mx.float32)
+    return shifted / max(temperature, _COLDEST)
+
+
+# Far below any temperature that differs from the argmax, and not zero in float32.
+_COLDEST = 1e-30
 
 
 def _to_int(scalar: mx.array) -> int:
