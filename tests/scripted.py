@@ -1,0 +1,483 @@
+"""Scripted models, and the runtime over them in simulated time.
+
+What a scripted model says next is a function of the tokens before it: of all of them, hashed, where a text is
+wanted on which every token hangs, or of the last one, where probabilities are to be counted. Its lines hold
+the tokens that they were fed, and nothing else, so a cache that was rewound too little, too far or not at all
+shows in the text; what no cache could do (go back where it cannot, take more than its context) is written down
+as a misuse, and `simulated` looks at that on leaving.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import attrs
+import mlx.core as mx
+import trio
+import trio.testing
+
+from actors.actor import Part
+from actors.simulated import SimulatedWorker
+from actors.worker import Job, JobError
+from protocol.errors import RewindError
+from protocol.messages import Message
+from protocol.trace import Event, Instant, Span
+from runtime import Token
+from runtime.engine import Events, Runtime, running
+
+T = TypeVar("T")
+
+VOCAB_SIZE = 64
+
+Script = Callable[[Sequence[int]], Sequence[float]]
+"""The logits after a history of tokens."""
+
+Undo = Callable[[int, int], bool]
+"""Whether a cache that holds so many tokens could take so many more and lose them again."""
+
+
+# --- what a model says ----------------------------------------------------------------------------
+
+
+def digest(purpose: str, history: Sequence[int]) -> int:
+    """A number in [0, 2**64) that hangs on every token of a history."""
+    data = bytes(history)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose.encode()).digest(), "big")
+
+
+def fraction(purpose: str, history: Sequence[int]) -> float:
+    """A number in [0, 1) that hangs on every token of a history."""
+    return digest(purpose, history) / 2**64
+
+
+def next_token(history: Sequence[int]) -> int:
+    """The one true token after a history."""
+    return digest("truth", history) % VOCAB_SIZE
+
+
+def continuation(prompt: Sequence[int], length: int, stop_tokens: Iterable[int] = ()) -> list[int]:
+    """The one true text after a prompt: `length` tokens, or up to the first stop token."""
+    text = list(prompt)
+    while len(text) < len(prompt) + length:
+        text.append(next_token(text))
+        if text[-1] in stop_tokens:
+            break
+    return text[len(prompt) :]
+
+
+def prompt_with_distinct_continuation(length: int) -> list[int]:
+    """A prompt after which the first `length` true tokens are all different, so that any can be the stop."""
+    prompts = ([3, first, second] for first in range(VOCAB_SIZE) for second in range(VOCAB_SIZE))
+    return next(prompt for prompt in prompts if len(set(continuation(prompt, length))) == length)
+
+
+@cache
+def spike(token: int) -> tuple[float, ...]:
+    """Logits of one token and next to none of the others."""
+    return tuple(10.0 if i == token else 0.0 for i in range(VOCAB_SIZE))
+
+
+def truthful(history: Sequence[int]) -> Sequence[float]:
+    """A model that knows the true text."""
+    return spike(next_token(history))
+
+
+def agreeing(agreement: float) -> Script:
+    """A model that says the true token at this share of all positions, and another one at the rest."""
+
+    def logits(history: Sequence[int]) -> Sequence[float]:
+        token = next_token(history)
+        if fraction("agree", history) >= agreement:
+            token = (token + 1 + digest("wrong", history) % (VOCAB_SIZE - 1)) % VOCAB_SIZE
+        return spike(token)
+
+    return logits
+
+
+def right_where(pattern: Sequence[bool]) -> Script:
+    """A model that says the true token at positions where a repeated pattern says so."""
+
+    def logits(history: Sequence[int]) -> Sequence[float]:
+        return spike((next_token(history) + (not pattern[len(history) % len(pattern)])) % VOCAB_SIZE)
+
+    return logits
+
+
+def hashed(purpose: str, width: float, near: Script | None = None) -> Script:
+    """Logits that are arbitrary, within [0, width], for every history; on top of another model's, if one is given."""
+
+    def logits(history: Sequence[int]) -> Sequence[float]:
+        draws = random.Random(digest(purpose, history))
+        base = near(history) if near is not None else (0.0,) * VOCAB_SIZE
+        return [b + width * draws.random() for b in base]
+
+    return logits
+
+
+def markov(table: Sequence[Sequence[float]]) -> Script:
+    """A model whose probabilities hang on the last token alone: one row for each."""
+    rows = [[math.log(p) if p > 0 else -math.inf for p in row] for row in table]
+    return lambda history: rows[history[-1]]
+
+
+# --- what a cache can undo ------------------------------------------------------------------------
+
+
+def always(_length: int, _num_tokens: int) -> bool:
+    return True
+
+
+def never(_length: int, _num_tokens: int) -> bool:
+    return False
+
+
+def within(window: int) -> Undo:
+    """As a rotating cache: until it is full."""
+    return lambda length, num_tokens: length + num_tokens < window
+
+
+# --- the fakes ------------------------------------------------------------------------------------
+
+
+class ScriptedFailure(Exception):
+    """What a scripted model raises when it is told to fail."""
+
+
+class ScriptedLine:
+    """One text in a scripted model: the tokens it was fed are all it knows."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        self.model = model
+        self.tokens: list[int] = []
+        self.rewinds: list[tuple[int, int]] = []  # from which length, to which
+        self.fed: list[tuple[int, tuple[int, ...]]] = []  # at which length, what
+        self.is_closed = False
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        if not tokens or not 0 <= num_logits <= len(tokens):
+            self._misuse(f"fed {tokens} for {num_logits} rows of logits")
+        self._take(tokens)
+        ends = range(len(self.tokens) - num_logits + 1, len(self.tokens) + 1)
+        return mx.array([self.model.script(self.tokens[:end]) for end in ends]) if num_logits else None
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        if token.shape != (1,):
+            self._misuse(f"fed lazily an array of shape {token.shape}")
+        self._take((int(token.item()),))
+        return mx.array([self.model.script(self.tokens)])
+
+    def rewind(self, length: int) -> None:
+        self._check_open()
+        if length == len(self.tokens):
+            return
+        if length > len(self.tokens) or not self.model.undo(len(self.tokens), 0):
+            self._misuse(f"asked to rewind from {len(self.tokens)} to {length} tokens")
+            raise RewindError(f"asked to rewind to {length} tokens a script that holds {len(self.tokens)}")
+        self.rewinds.append((len(self.tokens), length))
+        del self.tokens[length:]
+
+    def can_rewind_after(self, num_tokens: int) -> bool:
+        self._check_open()
+        return self.model.undo(len(self.tokens), num_tokens)
+
+    def check(self, length: int) -> None:
+        self._check_open()
+        if length != len(self.tokens):
+            self._misuse(f"should hold {length} tokens, holds {len(self.tokens)}")
+            raise RewindError(f"the script should hold {length} tokens, it holds {len(self.tokens)}")
+        self.model.fail_if_told("check")
+
+    def close(self) -> None:
+        self._check_open()
+        self.is_closed = True
+        self.model.fail_if_told("close")
+
+    def _take(self, tokens: tuple[int, ...]) -> None:
+        self._check_open()
+        self.model.fail_if_told("feed")
+        bound = self.model.context_length
+        if bound is not None and len(self.tokens) + len(tokens) > bound:
+            self._misuse(f"fed {len(tokens)} tokens after {len(self.tokens)}, the context ends at {bound}")
+        self.fed.append((len(self.tokens), tokens))
+        self.tokens += tokens
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            self._misuse("used after its end")
+
+    def _misuse(self, what: str) -> None:
+        self.model.misuses.append(what)
+
+
+class ScriptedModel:
+    """A model that says what its script says.
+
+    Attributes:
+        lines: all that were ever opened.
+        misuses: what was asked of them that no cache could have done.
+        num_calls: how often each method that can be told to fail was called, over all lines.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        vocab_size: int = VOCAB_SIZE,
+        context_length: int | None = None,
+        undo: Undo = always,
+        fails: Mapping[str, Container[int]] | None = None,
+    ) -> None:
+        """A model.
+
+        Args:
+            script: what it says.
+            vocab_size: width of the script's rows.
+            context_length: most tokens that a line may hold.
+            undo: what its lines can take back.
+            fails: for "open", "feed", "check" and "close": which calls raise, counted from 1 over all lines. A
+                check raises `RewindError`, as the cache of a real model does that lost count.
+        """
+        self.script = script
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.undo = undo
+        self.lines: list[ScriptedLine] = []
+        self.misuses: list[str] = []
+        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0}
+        self._fails = dict(fails or {})
+
+    def open_line(self, *, beside_another: bool) -> ScriptedLine:
+        self.fail_if_told("open")
+        self.lines.append(ScriptedLine(self))
+        return self.lines[-1]
+
+    def fail_if_told(self, call: str) -> None:
+        self.num_calls[call] += 1
+        if self.num_calls[call] in self._fails.get(call, ()):
+            kind = RewindError if call == "check" else ScriptedFailure
+            raise kind(f"{call} {self.num_calls[call]} failed")
+
+
+# --- the runtime in simulated time ----------------------------------------------------------------
+
+Price = Callable[[Job[Any]], float]
+
+# Powers of two, so that sums of them are exact and times can be compared with ==.
+PRICES: Mapping[str, float] = {"open": 0.0, "prefill": 4.0, "draft": 0.5, "verify": 8.0, "decode": 8.0, "close": 0.0}
+
+
+def priced(**changes: float) -> Price:
+    """A price for each kind of job: that of `PRICES`, unless it is named here."""
+    prices = {**PRICES, **changes}
+    return lambda job: prices[job.kind]
+
+
+# More simulated seconds than any test has use for.
+TOO_LONG = 2e6
+
+
+@attrs.define
+class Handed:
+    """A job that was handed to a worker: when, and when it was done; None for one that was taken back."""
+
+    job: Job[Any]
+    at: float
+    done_at: float | None = None
+
+
+class WatchedParts(dict[int, Part]):
+    """An actor's parts in its sessions, of which none is forgotten.
+
+    Attributes:
+        ever: every part, also of sessions that are over.
+        received: the messages that each part was handed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ever: dict[int, Part] = {}
+        self.received: dict[int, list[Message]] = {}
+
+    def __setitem__(self, session: int, part: Part) -> None:
+        received = self.received[session] = []
+        receive = part.receive
+
+        def watched(message: Message) -> None:
+            received.append(message)
+            receive(message)
+
+        part.receive = watched  # type: ignore[method-assign]
+        self.ever[session] = part
+        super().__setitem__(session, part)
+
+
+class BookkeepingWorker(SimulatedWorker):
+    """A simulated worker that compares, at each job, what the session's books say with what its line holds.
+
+    Attributes:
+        handed: every job that was handed in, in order.
+        num_comparisons: how often books and line were compared.
+        most_ahead: most tokens that a line held beyond the text as it was committed when the job was handed in.
+        parts: the actor's parts in its sessions.
+    """
+
+    def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
+        super().__init__(actor, price, on_event)
+        self.handed: list[Handed] = []
+        self.num_comparisons = 0
+        self.most_ahead = 0
+        self.parts = WatchedParts()
+        self._is_target = actor == "target"
+        self._lines: dict[int | None, ScriptedLine] = {}
+
+    async def run(self, job: Job[T]) -> T:
+        line, num_committed = self._lines.get(job.session), 0
+        if line is not None:
+            assert job.session is not None
+            part = self.parts[job.session]
+            self._compare(part, line)
+            num_committed = len(part.books.committed)
+        handed = Handed(job, self.clock())
+        self.handed.append(handed)
+        try:
+            result = await super().run(job)
+        except JobError:
+            # What a model that failed in the middle of a job holds, nobody knows.
+            self._lines.pop(job.session, None)
+            raise
+        handed.done_at = self.clock()
+        if isinstance(result, ScriptedLine):
+            self._lines[job.session] = result
+        if line is not None:
+            self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
+        return result
+
+    def _compare(self, part: Part, line: ScriptedLine) -> None:
+        self.num_comparisons += 1
+        held, committed = list(part.held.tokens), part.books.committed
+        assert held == line.tokens, f"the books say {held}, the line holds {line.tokens}"
+        if self._is_target:
+            both = min(len(held), len(committed))
+            assert held[:both] == committed[:both], f"the target holds {held}, its text is {committed}"
+
+
+@attrs.define
+class Simulation:
+    """A runtime over scripted models, and everything that happened in it.
+
+    Attributes:
+        runtime: to be used as any other.
+        target, draft: the models.
+        target_worker, draft_worker: their workers.
+        events: all spans and instants so far.
+    """
+
+    runtime: Runtime
+    target: ScriptedModel
+    draft: ScriptedModel | None
+    target_worker: BookkeepingWorker
+    draft_worker: BookkeepingWorker | None
+    events: list[Event] = attrs.Factory(list)
+
+    def spans(self, actor: str, *kinds: str, session: int | None = None) -> list[Span]:
+        """Finished jobs of an actor, of these kinds or of all, of one session or of all."""
+        return [
+            event
+            for event in self.events
+            if isinstance(event, Span)
+            and event.actor == actor
+            and (not kinds or event.kind in kinds)
+            and session in (None, event.session)
+        ]
+
+    def instants(self, kind: str, actor: str | None = None) -> list[Instant]:
+        """Decisions of one kind, of one actor or of both."""
+        return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
+
+    def assert_put_away(self) -> None:
+        """No line is open, and none was ever misused."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                assert model.misuses == []
+                assert [line for line in model.lines if not line.is_closed] == []
+
+
+@asynccontextmanager
+async def simulated(
+    target: ScriptedModel,
+    draft: ScriptedModel | None = None,
+    *,
+    price: Price | None = None,
+    draft_price: Price | None = None,
+    listener: Callable[[Event], None] | None = None,
+    schedule: int = 0,
+) -> AsyncIterator[Simulation]:
+    """A runtime over scripted models in simulated time; needs an autojumping clock.
+
+    Leaving it asserts that no task is left over, no line is open, and none was misused.
+
+    Args:
+        target, draft: the models.
+        price: seconds that a job takes, on either worker.
+        draft_price: the same for the drafter's worker, where that is another.
+        listener: called with each event.
+        schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
+    """
+    trio._core._run._r.seed(schedule)
+    price = price or priced()
+    num_tasks = trio.lowlevel.current_statistics().tasks_living
+    events = Events()
+    target_worker = BookkeepingWorker("target", price, events)
+    draft_worker = None if draft is None else BookkeepingWorker("draft", draft_price or price, events)
+    # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
+    with trio.fail_after(TOO_LONG):
+        async with running(
+            (target, target_worker),
+            None if draft is None or draft_worker is None else (draft, draft_worker),
+            events=events,
+        ) as runtime:
+            simulation = Simulation(runtime, target, draft, target_worker, draft_worker)
+            events.listen(simulation.events.append)
+            if listener is not None:
+                events.listen(listener)
+            runtime._target._parts = target_worker.parts
+            if runtime._draft is not None and draft_worker is not None:
+                runtime._draft._parts = draft_worker.parts
+            yield simulation
+    simulation.assert_put_away()
+    # Fewer where tasks of somebody else's have ended meanwhile.
+    assert trio.lowlevel.current_statistics().tasks_living <= num_tasks
+
+
+def ids(tokens: Iterable[Token]) -> list[int]:
+    """The ids of tokens."""
+    return [token.id for token in tokens]
+
+
+async def collect(stream: Any) -> list[int]:
+    """The ids of a whole stream."""
+    return [token.id async for token in stream]
+
+
+async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
+    """Append the ids of a stream to a list, with a pause after each, as far as the stream goes."""
+    async for token in stream:
+        got.append(token.id)
+        if pause:
+            await trio.sleep(pause)
+
+
+async def text_of(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[int]:
+    """The ids of a whole text."""
+    return ids((await simulation.runtime.generate(prompt, **settings)).tokens)
+
+
+def run(main: Callable[..., Any], *args: Any) -> Any:
+    """Run an async function in simulated time of its own."""
+    return trio.run(main, *args, clock=trio.testing.MockClock(autojump_threshold=0))

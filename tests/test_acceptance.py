@@ -1,0 +1,533 @@
+"""The acceptance rules: by enumeration where they can be exact, by seeded statistics where they are draws.
+
+p is the target's distribution, q the draft's. Every statistical test has fixed seeds, so that it either
+always passes or always fails; its threshold is far below what a right implementation is likely to meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from protocol.acceptance import (
+    Judgement,
+    choices,
+    count_accepted,
+    count_matches,
+    distribution,
+    draw,
+    judge_by_match,
+    judge_by_rejection,
+    residual,
+)
+from protocol.errors import ProtocolError
+from protocol.randomness import Purpose, key_for
+
+SMALLEST_P_VALUE = 1e-4
+
+deterministic = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu():
+    # Double precision exists there only.
+    with mx.stream(mx.cpu):
+        yield
+
+
+def all_distributions(size: int, parts: int) -> np.ndarray:
+    """Every distribution over `size` tokens whose probabilities are multiples of 1/parts."""
+    counts = [c for c in itertools.product(range(parts + 1), repeat=size) if sum(c) == parts]
+    return np.array(counts, dtype=np.float64) / parts
+
+
+def all_pairs(size: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every pair of such distributions, as the rows of two arrays: equal ones and disjoint ones included."""
+    every = all_distributions(size, parts)
+    return np.repeat(every, len(every), axis=0), np.tile(every, (len(every), 1))
+
+
+def acceptance_probability(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """min(1, p/q), and 0 for what q never draws."""
+    return np.where(q > 0, np.minimum(1.0, p / np.where(q > 0, q, 1.0)), 0.0)
+
+
+def normalised(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def doubles(values: np.ndarray | list[float]) -> mx.array:
+    return mx.array(np.asarray(values, dtype=np.float64), dtype=mx.float64)
+
+
+def logits_of(probs: list[float] | np.ndarray) -> mx.array:
+    """(V,) logits whose softmax at temperature 1 is `probs`; a zero becomes -inf."""
+    return mx.log(mx.array(np.asarray(probs), dtype=mx.float32))
+
+
+def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.ndarray) -> None:
+    """A chi-square test of tokens against the distribution that they should come from."""
+    expected = np.asarray(probs, dtype=np.float64)
+    observed = np.bincount(np.asarray(tokens), minlength=len(expected))
+    assert not observed[expected == 0].any(), "drawn although it has no probability"
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    test = stats.chisquare(observed, expected / expected.sum() * observed.sum())
+    assert test.pvalue > SMALLEST_P_VALUE, (observed / observed.sum(), expected)
+
+
+# --- rejection, exactly ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2, 10), (3, 5), (4, 4), (4, 3)])
+def test_accepted_and_recovered_mass_add_up_to_the_targets_distribution(size, parts):
+    p, q = all_pairs(size, parts)
+    accepted = q * acceptance_probability(p, q)
+    left = residual(doubles(p), doubles(q))
+    assert left.dtype == mx.float64
+    recovered = normalised(np.array(left))
+    rejected = 1 - accepted.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(accepted + rejected * recovered, p, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2, 6), (3, 4)])
+def test_a_drafted_token_stands_with_probability_min_1_p_over_q(size, parts):
+    for p, q in zip(*all_pairs(size, parts), strict=True):
+        for target_prob, draft_prob, probability in zip(p, q, acceptance_probability(p, q), strict=True):
+            if draft_prob == 0:
+                continue  # never drawn
+            # Uniforms in ascending order: the accepted prefix is the share of them that accepts.
+            uniforms = np.arange(500) / 500
+            row = np.ones_like(uniforms)
+            count = count_accepted(doubles(target_prob * row), doubles(draft_prob * row), doubles(uniforms)).item()
+            assert abs(count / 500 - probability) <= 1 / 500
+
+
+@pytest.mark.parametrize(("target_prob", "draft_prob"), [(0.1, 0.7), (0.3, 0.4), (1 / 3, 2 / 3), (1e-6, 0.5)])
+def test_the_bound_of_acceptance_is_p_over_q_to_twelve_digits(target_prob, draft_prob):
+    bound = target_prob / draft_prob
+    for uniform, expected in ((bound * (1 - 1e-12), 1), (bound * (1 + 1e-12), 0)):
+        assert count_accepted(doubles([target_prob]), doubles([draft_prob]), doubles([uniform])).item() == expected
+
+
+def test_the_residual_is_what_p_has_beyond_q():
+    left = residual(doubles([0.5, 0.3, 0.2, 0.0]), doubles([0.1, 0.4, 0.1, 0.4]))
+    np.testing.assert_allclose(np.array(left), [0.4, 0, 0.1, 0], atol=1e-15)
+
+
+def test_the_residual_of_equal_distributions_is_the_distribution_itself():
+    probs = doubles(all_distributions(3, 7))
+    assert mx.array_equal(residual(probs, probs), probs)
+
+
+def test_the_residual_of_disjoint_distributions_is_the_targets():
+    p, q = doubles([0.25, 0.75, 0, 0]), doubles([0, 0, 0.5, 0.5])
+    assert mx.array_equal(residual(p, q), p)
+
+
+def test_the_residual_against_nothing_is_the_targets_distribution():
+    p = doubles(all_distributions(3, 4))
+    assert mx.array_equal(residual(p, mx.zeros_like(p)), p)
+
+
+def test_each_row_of_a_batch_has_a_residual_of_its_own():
+    p, q = all_pairs(3, 3)
+    rows = mx.stack([residual(doubles(a), doubles(b)) for a, b in zip(p, q, strict=True)])
+    assert mx.array_equal(residual(doubles(p), doubles(q)), rows)
+
+
+# --- count_accepted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accepts", "expected"),
+    [
+        ((), 0),
+        ((True,), 1),
+        ((False,), 0),
+        ((True, True, True), 3),
+        ((True, False, True), 1),
+        ((False, True, True), 0),
+        ((True, True, False), 2),
+    ],
+)
+def test_what_follows_a_rejection_is_not_counted(accepts, expected):
+    target_probs = mx.array([0.9 if yes else 0.1 for yes in accepts])
+    halves = mx.array([0.5] * len(accepts))
+    assert count_accepted(target_probs, mx.array([1.0] * len(accepts)), halves).item() == expected
+
+
+def test_a_token_the_target_never_takes_stays_rejected_even_at_uniform_zero():
+    assert count_accepted(mx.array([0.0]), mx.array([0.5]), mx.array([0.0])).item() == 0
+
+
+def test_a_token_as_likely_to_both_always_stands():
+    largest = float(np.nextafter(np.float32(1), np.float32(0)))
+    assert count_accepted(mx.array([0.3]), mx.array([0.3]), mx.array([largest])).item() == 1
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
+def test_lengths_that_differ_are_an_error(lengths):
+    with pytest.raises(ProtocolError, match="one probability and one uniform number a token"):
+        count_accepted(*(mx.ones((n,)) for n in lengths))
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def test_a_draw_needs_no_normalised_weights():
+    probs = mx.array([0.1, 0.2, 0.3, 0.4])
+    keys = [key_for(11, Purpose.DRAFT, position) for position in range(100)]
+    assert mx.array_equal(*(mx.stack([draw(weights, key) for key in keys]) for weights in (probs, probs * 8)))
+
+
+def test_draws_follow_the_weights_and_never_hit_a_zero():
+    probs = [0.0, 0.5, 0.2, 0.0, 0.3]
+    tokens = mx.stack([draw(mx.array(probs), key_for(12, Purpose.RECOVER, position)) for position in range(3000)])
+    assert_drawn_from(np.array(tokens), probs)
+
+
+def test_a_distribution_is_the_softmax_in_single_precision_whatever_the_models():
+    logits = mx.array([[1.0, 2.0, -1.0, 0.5]], dtype=mx.bfloat16)
+    probs = distribution(logits, 0.5)
+    assert probs.dtype == mx.float32
+    expected = normalised(np.exp(np.array([[2.0, 4.0, -2.0, 1.0]])))
+    np.testing.assert_allclose(np.array(probs), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 5e-324])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
+    logits = mx.array([[1.0, 3.0, 2.0, 3.5, -4.0]])
+    assert choices(logits, temperature, seed=1, start=2, noise_size=5).tolist() == [3]
+    assert judge_by_rejection(logits, (), (), temperature=temperature, seed=1, start=2).token == 3
+
+
+# --- rejection, judged ----------------------------------------------------------------------------
+
+TARGET_ROWS = [
+    [0.40, 0.05, 0.25, 0.00, 0.30],
+    [0.10, 0.20, 0.30, 0.25, 0.15],
+    [0.00, 0.00, 0.50, 0.50, 0.00],
+    [0.30, 0.30, 0.20, 0.10, 0.10],
+]
+DRAFT_ROWS = [
+    [0.10, 0.40, 0.20, 0.30, 0.00],
+    [0.10, 0.25, 0.25, 0.30, 0.10],
+    [0.25, 0.25, 0.25, 0.25, 0.00],
+]
+
+
+def draws(rows, *, seed, starts) -> list[tuple[int, ...]]:
+    """A proposal for each start, drawn from `rows` as the drafter does; all in one evaluation."""
+    if not rows:
+        return [() for _ in starts]
+    probs = [mx.array(row) for row in rows]
+    drawn = [[draw(q, key_for(seed, Purpose.DRAFT, start + i)) for i, q in enumerate(probs)] for start in starts]
+    return [tuple(tokens) for tokens in mx.stack([mx.stack(each) for each in drawn]).tolist()]
+
+
+def judge_fresh_draws(target_rows, draft_rows, *, seed, starts) -> list[tuple[tuple[int, ...], Judgement]]:
+    """A proposal drawn from `draft_rows` for each start, with the judgement on it."""
+    logits = mx.stack([logits_of(row) for row in target_rows])
+    draft_probs = tuple(mx.array(row) for row in draft_rows)
+    return [
+        (drafted, judge_by_rejection(logits, drafted, draft_probs, temperature=1.0, seed=seed, start=start))
+        for start, drafted in zip(starts, draws(draft_rows, seed=seed, starts=starts), strict=True)
+    ]
+
+
+def first_tokens(target_rows, draft_rows, *, seed, count) -> list[int]:
+    """The first token that each of `count` proposals commits, at as many positions."""
+    return [
+        drafted[0] if judgement.num_accepted else judgement.token
+        for drafted, judgement in judge_fresh_draws(target_rows, draft_rows, seed=seed, starts=range(count))
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("with_bonus_row", [True, False])
+def test_the_first_token_committed_is_a_sample_of_p(length, with_bonus_row):
+    rows = TARGET_ROWS[: length + with_bonus_row]
+    assert_drawn_from(first_tokens(rows, DRAFT_ROWS[:length], seed=21 + length, count=1000), rows[0])
+
+
+@pytest.mark.parametrize(
+    "draft_row",
+    [
+        pytest.param(TARGET_ROWS[0], id="equal"),
+        pytest.param([0.0, 0.0, 0.0, 1.0, 0.0], id="disjoint"),
+        pytest.param([0.0, 1.0, 0.0, 0.0, 0.0], id="always-the-same-token"),
+        pytest.param([0.7, 0.3], id="narrower"),
+    ],
+)
+def test_the_first_token_is_a_sample_of_p_for_any_q(draft_row):
+    assert_drawn_from(first_tokens(TARGET_ROWS[:2], [draft_row], seed=31, count=1000), TARGET_ROWS[0])
+
+
+def test_a_proposal_of_nothing_is_answered_with_a_sample_of_p():
+    tokens = []
+    for start in range(1500):
+        judgement = judge_by_rejection(logits_of(TARGET_ROWS[1])[None], (), (), temperature=1.0, seed=41, start=start)
+        assert judgement.num_accepted == 0
+        tokens.append(judgement.token)
+    assert_drawn_from(tokens, TARGET_ROWS[1])
+
+
+def test_the_bonus_token_is_a_sample_of_p():
+    rows = [[0.0, 1.0, 0.0], [0.2, 0.5, 0.3]]
+    tokens = []
+    for drafted, judgement in judge_fresh_draws(rows, [rows[0]], seed=42, starts=range(1500)):
+        assert drafted == (1,)
+        assert judgement.num_accepted == 1
+        tokens.append(judgement.token)
+    assert_drawn_from(tokens, rows[1])
+
+
+def test_acceptance_is_one_minus_the_total_variation():
+    p, q = np.array(TARGET_ROWS[0]), np.array(DRAFT_ROWS[0])
+    total_variation = np.abs(p - q).sum() / 2
+    judged = [judgement.num_accepted for _, judgement in judge_fresh_draws([p], [q], seed=43, starts=range(1500))]
+    assert stats.binomtest(sum(judged), len(judged), 1 - total_variation).pvalue > SMALLEST_P_VALUE
+
+
+def test_a_token_the_target_never_takes_is_never_accepted():
+    for start in range(300):
+        judgement = judge_by_rejection(
+            logits_of([[0.5, 0.5, 0.0]]), (2,), (mx.array([0.2, 0.2, 0.6]),), temperature=1.0, seed=44, start=start
+        )
+        assert judgement.num_accepted == 0
+        assert judgement.token in (0, 1)
+
+
+def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
+    # Rounds end at every place, and what was drafted beyond a rejection is drawn anew with the same keys.
+    size, length, lookahead = 3, 3, 2
+    random = np.random.default_rng(45)
+    targets = normalised(random.gamma(0.7, size=(size, size)))  # by the token before
+    drafts = normalised(targets + 3 * random.gamma(0.5, size=(size, size)))
+    target_logits, draft_probs = [logits_of(row) for row in targets], [mx.array(row) for row in drafts]
+    # Each text at positions of its own, so that all are independent. `after[token][n][i]` is what the drafter
+    # draws for the n-th text's i-th position after that token: the same each time it gets there.
+    starts = range(1, 10 * 2500, 10)
+    after = [draws([row] * (length - 1), seed=45, starts=starts) for row in drafts]
+    outcomes = []
+    for n, start in enumerate(starts):
+        text: list[int] = []
+        while len(text) < length:
+            drafted: list[int] = []
+            contexts = [text[-1] if text else 0]
+            for i in range(len(text), min(len(text) + lookahead, length - 1)):
+                drafted.append(after[contexts[-1]][n][i])
+                contexts.append(drafted[-1])
+            judgement = judge_by_rejection(
+                mx.stack([target_logits[c] for c in contexts]),
+                tuple(drafted),
+                tuple(draft_probs[c] for c in contexts[:-1]),
+                temperature=1.0,
+                seed=45,
+                start=start + len(text),
+            )
+            text += [*drafted[: judgement.num_accepted], judgement.token]
+        outcomes.append(text[0] * 9 + text[1] * 3 + text[2])
+    joint = [targets[0, a] * targets[a, b] * targets[b, c] for a, b, c in itertools.product(range(size), repeat=length)]
+    assert_drawn_from(outcomes, joint)
+
+
+def test_the_verdicts_token_is_missing_only_after_a_full_acceptance_without_a_row_for_it():
+    sure = logits_of([[0.0, 1.0, 0.0]])
+    accept = judge_by_rejection(sure, (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1)
+    assert accept == Judgement(1, None)
+    reject = judge_by_rejection(sure, (0,), (mx.array([1.0, 0.0, 0.0]),), temperature=1.0, seed=1, start=1)
+    assert reject == Judgement(0, 1)
+    bonus = judge_by_rejection(
+        mx.concatenate([sure, sure]), (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1
+    )
+    assert bonus == Judgement(1, 1)
+
+
+def test_a_draft_with_fewer_ids_than_the_target_has_no_probability_for_the_rest():
+    # All that the draft cannot propose stays in the residual.
+    logits = logits_of([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    judgement = judge_by_rejection(logits, (0,), (mx.array([1.0, 0.0]),), temperature=1.0, seed=2, start=1)
+    assert judgement == Judgement(0, 2)
+
+
+def test_each_decision_takes_the_number_for_its_purpose_and_position():
+    p, q = TARGET_ROWS[:3], DRAFT_ROWS[:2]
+    target_probs = [distribution(logits_of(row), 1.0) for row in p]
+    draft_probs = [mx.array(row) for row in q]
+    for start, (drafted, judgement) in enumerate(judge_fresh_draws(p, q, seed=48, starts=range(200))):
+        num_accepted = 0
+        for i, token in enumerate(drafted):
+            uniform = mx.random.uniform(key=key_for(48, Purpose.ACCEPT, start + i))
+            if not (uniform * draft_probs[i][token] < target_probs[i][token]).item():
+                break
+            num_accepted += 1
+        weights = target_probs[num_accepted]
+        if num_accepted < len(drafted):
+            weights = residual(weights, draft_probs[num_accepted])
+        token_after = draw(weights, key_for(48, Purpose.RECOVER, start + num_accepted)).item()
+        assert judgement == Judgement(num_accepted, token_after)
+
+
+def test_judging_again_gives_the_same_judgement():
+    rows, starts = TARGET_ROWS[:3], range(50)
+    first = judge_fresh_draws(rows, DRAFT_ROWS[:2], seed=46, starts=starts)
+    mx.random.uniform()  # the global random state has no part in it
+    again = judge_fresh_draws(rows, DRAFT_ROWS[:2], seed=46, starts=starts[::-1])
+    assert again[::-1] == first
+
+
+def test_the_temperature_is_applied_to_the_target():
+    tokens = []
+    for start in range(1500):
+        judgement = judge_by_rejection(logits_of([[0.8, 0.2]]), (), (), temperature=2.0, seed=47, start=start)
+        tokens.append(judgement.token)
+    assert_drawn_from(tokens, normalised(np.sqrt([0.8, 0.2])))
+
+
+@pytest.mark.parametrize(("num_rows", "num_drafted"), [(0, 0), (0, 1), (2, 0), (1, 2), (4, 2), (3, 1)])
+def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
+    logits = mx.zeros((num_rows, 4))
+    drafted = (1,) * num_drafted
+    probs = (mx.array([0.25] * 4),) * num_drafted
+    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens need as many rows of logits or one more"):
+        judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=1, start=1)
+    with pytest.raises(ProtocolError, match=f"got {num_rows}"):
+        judge_by_match(logits, drafted, temperature=0.0, seed=1, start=1)
+
+
+@pytest.mark.parametrize(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
+def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, num_probs):
+    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens came with {num_probs} distributions"):
+        judge_by_rejection(
+            mx.zeros((num_drafted + 1, 4)),
+            (1,) * num_drafted,
+            (mx.array([0.25] * 4),) * num_probs,
+            temperature=1.0,
+            seed=1,
+            start=1,
+        )
+
+
+# --- match at temperature 0 -----------------------------------------------------------------------
+
+
+def one_hot_logits(tokens: tuple[int, ...], size: int = 3) -> mx.array:
+    return mx.array(np.eye(size)[list(tokens)], dtype=mx.float32)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_a_greedy_proposal_stands_as_far_as_it_is_the_targets_argmax(length):
+    for chosen in itertools.product(range(3), repeat=length + 1):
+        for drafted in itertools.product(range(3), repeat=length):
+            agreed = next((i for i in range(length) if drafted[i] != chosen[i]), length)
+            assert count_matches(list(chosen), drafted) == agreed
+            judgement = judge_by_match(one_hot_logits(chosen), drafted, temperature=0.0, seed=1, start=1)
+            assert judgement == Judgement(agreed, chosen[agreed])
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_without_a_row_for_a_bonus_token_a_full_acceptance_has_none(length):
+    for chosen in itertools.product(range(3), repeat=length):
+        for drafted in itertools.product(range(3), repeat=length):
+            agreed = next((i for i in range(length) if drafted[i] != chosen[i]), length)
+            judgement = judge_by_match(one_hot_logits(chosen), drafted, temperature=0.0, seed=1, start=1)
+            assert judgement == Judgement(agreed, chosen[agreed] if agreed < length else None)
+
+
+def test_greedy_choices_are_the_same_for_every_seed_and_position():
+    logits = mx.random.normal((7, 12), key=mx.random.key(3))
+    expected = np.array(logits).argmax(axis=1).tolist()
+    for seed, start in itertools.product((0, 9, 2**64 - 1), (0, 5, 1000)):
+        assert choices(logits, 0, seed, start, 12).tolist() == expected
+
+
+# --- match above temperature 0 --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_a_coupled_choice_is_a_sample_of_p(temperature):
+    probs = np.array([0.4, 0.05, 0.25, 0.0, 0.3])
+    rows = mx.broadcast_to(logits_of(probs), (3000, 5))
+    chosen = choices(rows, temperature, seed=51, start=0, noise_size=5)
+    assert_drawn_from(np.array(chosen), normalised(probs ** (1 / temperature)))
+
+
+def test_coupled_choices_at_neighbouring_positions_are_independent():
+    probs = [0.5, 0.3, 0.2]
+    chosen = np.array(choices(mx.broadcast_to(logits_of(probs), (4000, 3)), 1.0, seed=52, start=0, noise_size=3))
+    assert_drawn_from(chosen[::2] * 3 + chosen[1::2], np.outer(probs, probs).ravel())
+
+
+def test_coupled_choices_of_different_seeds_are_independent():
+    probs = [0.5, 0.3, 0.2]
+    rows = mx.broadcast_to(logits_of(probs), (2000, 3))
+    one, other = (np.array(choices(rows, 1.0, seed=seed, start=0, noise_size=3)) for seed in (53, 54))
+    assert_drawn_from(one * 3 + other, np.outer(probs, probs).ravel())
+
+
+@given(
+    rows=st.integers(1, 6), size=st.integers(1, 9), padding=st.integers(0, 9), seed=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 10**6),
+)  # fmt: skip
+@deterministic
+def test_a_coupled_choice_is_the_same_however_far_a_vocabulary_is_padded(rows, size, padding, seed, start):
+    logits = mx.random.normal((rows, size), key=mx.random.key(seed % 1000))
+    padded = mx.concatenate([logits, mx.full((rows, padding), -math.inf)], axis=1)
+    noise_size = size + padding
+    narrow = choices(logits, 0.8, seed, start, noise_size).tolist()
+    assert choices(padded, 0.8, seed, start, noise_size).tolist() == narrow
+
+
+@given(rows=st.integers(1, 6), seed=st.integers(0, 2**64 - 1), start=st.integers(0, 10**6))
+@deterministic
+def test_a_coupled_choice_is_the_same_alone_and_among_others(rows, seed, start):
+    logits = mx.random.normal((rows, 8), key=mx.random.key(seed % 1000))
+    together = choices(logits, 1.2, seed, start, 8).tolist()
+    alone = [choices(logits[i : i + 1], 1.2, seed, start + i, 8).item() for i in range(rows)]
+    assert alone == together
+
+
+@given(
+    drafted=st.lists(st.integers(0, 3), max_size=4),
+    temperature=st.sampled_from([0.0, 0.6, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    start=st.integers(1, 1000),
+)
+@deterministic
+def test_what_a_match_commits_does_not_depend_on_what_was_drafted(drafted, temperature, seed, start):
+    logits = mx.random.normal((len(drafted) + 1, 4), key=mx.random.key(7))
+    own = choices(logits, temperature, seed, start, 4).tolist()
+    judgement = judge_by_match(logits, tuple(drafted), temperature=temperature, seed=seed, start=start)
+    committed = [*drafted[: judgement.num_accepted], judgement.token]
+    assert committed == own[: len(committed)]
+
+
+@pytest.mark.parametrize("closeness", [0.02, 0.2, 1.0, 5.0])
+def test_coupled_choices_agree_at_least_as_often_as_the_bound_says(closeness):
+    random = np.random.default_rng(55)
+    p = normalised(random.gamma(1.0, size=12))
+    q = normalised(p + closeness * random.gamma(0.3, size=12))
+    total_variation = np.abs(p - q).sum() / 2
+    bound = (1 - total_variation) / (1 + total_variation)
+    theirs, ours = (
+        np.array(choices(mx.broadcast_to(logits_of(probs), (3000, 12)), 1.0, seed=56, start=0, noise_size=12))
+        for probs in (p, q)
+    )
+    agreed = int((theirs == ours).sum())
+    assert stats.binomtest(agreed, 3000, bound, alternative="less").pvalue > SMALLEST_P_VALUE
+
+
+def test_equal_distributions_always_choose_alike():
+    logits = mx.random.normal((200, 10), key=mx.random.key(8))
+    drafted = tuple(choices(logits, 0.9, seed=57, start=4, noise_size=16).tolist())
+    padded = mx.concatenate([logits, mx.full((200, 6), -math.inf)], axis=1)
+    judgement = judge_by_match(padded, drafted, temperature=0.9, seed=57, start=4)
+    assert judgement == Judgement(200, None)

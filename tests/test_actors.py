@@ -1,0 +1,373 @@
+"""Two actors at work on one text: whoever drafts, however far ahead, it is the text that the target says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted import (
+    VOCAB_SIZE,
+    ScriptedModel,
+    agreeing,
+    always,
+    continuation,
+    ids,
+    never,
+    next_token,
+    priced,
+    prompt_with_distinct_continuation,
+    right_where,
+    simulated,
+    spike,
+    text_of,
+    truthful,
+    within,
+)
+
+LOOKAHEADS = [0, 1, 2, 3, 5, 8, "auto"]
+AGREEMENTS = [0.0, 0.3, 0.7, 1.0]
+PROMPT = [5, 6, 7]
+
+
+# --- the greedy text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+@pytest.mark.parametrize("lookahead", [*LOOKAHEADS, 64])
+async def test_the_text_is_the_targets_whatever_is_drafted(
+    lookahead: Any, agreement: float, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=50, lookahead=lookahead)
+
+    assert ids(completion.tokens) == continuation(PROMPT, 50)
+    assert completion.finish_reason == "length"
+    assert [token.index for token in completion.tokens] == list(range(50))
+    assert [token.finish_reason for token in completion.tokens] == [None] * 49 + ["length"]
+    # The line and the books were compared at each job of both workers.
+    assert simulation.target_worker.num_comparisons >= completion.statistics.rounds
+
+
+async def test_without_a_drafter_the_text_is_the_targets(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=50) == continuation(PROMPT, 50)
+        assert simulation.spans("target", "verify") == []
+        assert len(simulation.spans("target", "decode")) == 50
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_text_ends_after_exactly_max_tokens(lookahead: Any, autojump_clock: Any) -> None:
+    for agreement in AGREEMENTS:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+            for max_tokens in range(1, 13):
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=max_tokens, lookahead=lookahead)
+                assert ids(completion.tokens) == continuation(PROMPT, max_tokens)
+                assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(lookahead: Any, autojump_clock: Any) -> None:
+    prompt = prompt_with_distinct_continuation(12)
+    text = continuation(prompt, 12)
+    for agreement in AGREEMENTS:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+            for num_tokens in range(1, 13):
+                # Those behind the first one that comes are never reached.
+                stop = text[num_tokens - 1 : num_tokens + 2]
+                completion = await simulation.runtime.generate(
+                    prompt, max_tokens=30, stop_tokens=stop, lookahead=lookahead
+                )
+                assert ids(completion.tokens) == text[:num_tokens]
+                assert completion.finish_reason == "stop"
+                assert completion.tokens[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_stop_token_that_is_also_the_last_one_allowed_is_a_stop(lookahead: Any, autojump_clock: Any) -> None:
+    prompt = prompt_with_distinct_continuation(12)
+    text = continuation(prompt, 12)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.8))) as simulation:
+        for num_tokens in range(1, 13):
+            completion = await simulation.runtime.generate(
+                prompt, max_tokens=num_tokens, stop_tokens=[text[num_tokens - 1]], lookahead=lookahead
+            )
+            assert ids(completion.tokens) == text[:num_tokens]
+            assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, "auto"])
+async def test_a_stop_token_that_only_the_drafter_believes_in_ends_nothing(lookahead: Any, autojump_clock: Any) -> None:
+    text = continuation(PROMPT, 12)
+    stop = next(token for token in range(VOCAB_SIZE) if token not in text)
+    for wrong_at in range(12):
+
+        def believes(history: Any, wrong_at: int = wrong_at) -> Any:
+            return spike(stop if len(history) - len(PROMPT) == wrong_at else next_token(history))
+
+        async with simulated(ScriptedModel(truthful), ScriptedModel(believes)) as simulation:
+            got = await text_of(simulation, PROMPT, max_tokens=12, stop_tokens=[stop], lookahead=lookahead)
+            assert got == text
+
+
+async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(autojump_clock: Any) -> None:
+    prompt = prompt_with_distinct_continuation(8)
+    text = continuation(prompt, 8)
+    assert prompt[-1] not in text
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful)) as simulation:
+        assert await text_of(simulation, prompt, max_tokens=8, stop_tokens=[prompt[-1]], lookahead=3) == text
+        assert len(simulation.instants("hit")) > 0
+
+
+# --- the ends of contexts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_text_ends_with_the_targets_context(lookahead: Any, autojump_clock: Any) -> None:
+    for agreement in (0.5, 1.0):
+        for context_length in range(4, 18):
+            target = ScriptedModel(truthful, context_length=context_length)
+            async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=None, lookahead=lookahead)
+                assert ids(completion.tokens) == continuation(PROMPT, context_length - 3)
+                assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_drafter_whose_context_ends_first_costs_no_text(lookahead: Any, autojump_clock: Any) -> None:
+    for agreement in (0.5, 1.0):
+        for context_length in range(3, 18):
+            draft = ScriptedModel(agreeing(agreement), context_length=context_length)
+            async with simulated(ScriptedModel(truthful), draft) as simulation:
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
+                assert ids(completion.tokens) == continuation(PROMPT, 20)
+                assert completion.statistics.draft_failures == 0
+
+
+@pytest.mark.parametrize("context_length", range(1, 8))
+async def test_a_prompt_longer_than_the_drafters_context_never_enters_the_drafter(
+    context_length: int, autojump_clock: Any
+) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    draft = ScriptedModel(truthful, context_length=context_length)
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        completion = await simulation.runtime.generate(prompt, max_tokens=10, lookahead=3)
+        assert ids(completion.tokens) == continuation(prompt, 10)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 8])
+async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, autojump_clock: Any) -> None:
+    # Fed n tokens, it says the token at position n: ten tokens of context are good for position 10.
+    draft = ScriptedModel(truthful, context_length=10)
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
+        assert max(len(line.tokens) for line in draft.lines) == 10
+        # Position 10 is the eighth generated token.
+        assert not any(token.from_draft for token in completion.tokens[8:])
+
+
+# --- vocabularies of different widths -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [VOCAB_SIZE - 7, VOCAB_SIZE + 9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_rows_that_only_one_of_the_two_models_has_change_no_token(
+    width: int, temperature: float, autojump_clock: Any
+) -> None:
+    settings = {"max_tokens": 40, "lookahead": 3, "temperature": temperature, "seed": 7}
+
+    def padded(history: Any) -> Any:
+        # The row that the target does not have would win, if it were looked at.
+        return [*spike(next_token(history)), *[99.0] * 9][:width]
+
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        alone = await text_of(simulation, PROMPT, **settings)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(padded, vocab_size=width)) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, **settings)
+    assert ids(completion.tokens) == alone
+    assert completion.statistics.accepted > 0
+
+
+# --- prefill --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_length", [1, 2, 3, 7, 8, 9, 30])
+async def test_a_prompt_of_any_length_goes_in_by_chunks_of_any_size(prompt_length: int, autojump_clock: Any) -> None:
+    prompt = list(range(prompt_length))
+    for step in (1, 2, 3, 8, 2048):
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as simulation:
+            got = await text_of(simulation, prompt, max_tokens=10, lookahead=2, prefill_step_size=step)
+            assert got == continuation(prompt, 10)
+            for actor in ("target", "draft"):
+                chunks = [span.num_tokens for span in simulation.spans(actor, "prefill")]
+                # The last token of the prompt is left for the first round, which wants its logits.
+                assert sum(chunks) == prompt_length - 1
+                assert max(chunks, default=0) <= step
+
+
+async def test_both_models_prefill_at_the_same_time(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=priced(prefill=4)) as simulation:
+        await text_of(simulation, list(range(9)), max_tokens=1, lookahead=1, prefill_step_size=4)
+        for actor in ("target", "draft"):
+            assert [(s.began, s.ended) for s in simulation.spans(actor, "prefill")] == [(0, 4), (4, 8)]
+
+
+# --- caches that cannot go back: the N=1 fallback -------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
+    lookahead: Any, agreement: float, autojump_clock: Any
+) -> None:
+    target = ScriptedModel(truthful, undo=never)
+    async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
+
+    assert ids(completion.tokens) == continuation(PROMPT, 30)
+    (line,) = target.lines
+    assert line.rewinds == []
+    assert line.tokens == (PROMPT + continuation(PROMPT, 30))[: len(line.tokens)]
+    assert all(len(tokens) == 1 for at, tokens in line.fed if at >= len(PROMPT) - 1)
+    assert simulation.target_worker.most_ahead == 0
+    with_proposal = [instant for instant in simulation.instants("proposal") if instant.num_tokens > 0]
+    statistics = completion.statistics
+    assert statistics.n1_rounds == len(with_proposal) == statistics.proposed
+    assert statistics.rounds == 30
+    assert statistics.bonus == 0
+    # The guess is compared all the same, so that acceptance is known.
+    assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
+    assert statistics.acceptance_rate == pytest.approx(agreement, abs=0.25)
+
+
+async def test_a_drafter_that_is_always_right_is_always_right_for_a_target_that_cannot_rewind(
+    autojump_clock: Any,
+) -> None:
+    async with simulated(ScriptedModel(truthful, undo=never), ScriptedModel(truthful)) as simulation:
+        statistics = (await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=3)).statistics
+        assert statistics.acceptance_rate == 1
+        assert statistics.lookahead_misses == 0
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
+    lookahead: Any, agreement: float, autojump_clock: Any
+) -> None:
+    text = PROMPT + continuation(PROMPT, 30)
+    draft = ScriptedModel(agreeing(agreement), undo=never)
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
+
+    assert PROMPT + ids(completion.tokens) == text
+    (line,) = draft.lines
+    assert line.rewinds == []
+    assert line.tokens == text[: len(line.tokens)]
+    assert simulation.draft_worker.most_ahead == 0
+    # One token can be guessed beyond what is committed, and it is.
+    assert {instant.num_tokens for instant in simulation.instants("proposal")} <= {0, 1}
+    assert completion.statistics.draft_failures == 0
+    if agreement == 1:
+        assert completion.statistics.tokens_per_round == 2
+        assert completion.statistics.acceptance_rate == 1
+
+
+async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojump_clock: Any) -> None:
+    for agreement in AGREEMENTS:
+        target, draft = ScriptedModel(truthful, undo=never), ScriptedModel(agreeing(agreement), undo=never)
+        async with simulated(target, draft) as simulation:
+            assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=3) == continuation(PROMPT, 30)
+            assert target.lines[0].rewinds == draft.lines[0].rewinds == []
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
+@pytest.mark.parametrize("who", ["target", "draft", "both"])
+async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_across_the_boundary(
+    lookahead: Any, who: str, autojump_clock: Any
+) -> None:
+    for agreement in AGREEMENTS:
+        for window in (2, 8, 15, 16):
+            target = ScriptedModel(truthful, undo=within(window) if who != "draft" else always)
+            draft = ScriptedModel(agreeing(agreement), undo=within(window) if who != "target" else always)
+            async with simulated(target, draft) as simulation:
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)
+            assert ids(completion.tokens) == continuation(PROMPT, 40)
+            assert completion.statistics.draft_failures == 0
+            # A round goes by single steps where the text and what is proposed would fill the target's cache.
+            length, num_single_steps = len(PROMPT), 0
+            for proposal, verdict in zip(simulation.instants("proposal"), simulation.instants("verdict"), strict=True):
+                fills = who != "draft" and proposal.num_tokens > 0 and length + proposal.num_tokens >= window
+                num_single_steps += fills
+                length += 1 if fills else verdict.num_tokens + 1
+            assert completion.statistics.n1_rounds == num_single_steps
+            assert length == len(PROMPT) + 40
+
+
+async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then(autojump_clock: Any) -> None:
+    draft = ScriptedModel(truthful, undo=within(16))
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=40, lookahead=3)
+    sizes = [instant.num_tokens for instant in simulation.instants("proposal")]
+    assert sizes[:2] == [3, 3]
+    assert set(sizes[5:-1]) == {1}
+
+
+# --- the counts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_the_counts_add_up_to_what_happened(lookahead: Any, agreement: float, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)
+        statistics = completion.statistics
+        verdicts = simulation.instants("verdict")
+        proposals = simulation.instants("proposal")
+
+    assert statistics.prompt_tokens == 3
+    assert statistics.generated_tokens == 40
+    assert statistics.rounds == len(verdicts) == len(simulation.spans("target", "verify", "decode"))
+    assert statistics.accepted == sum(instant.num_tokens for instant in verdicts)
+    assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
+    assert statistics.proposed == sum(instant.num_tokens for instant in proposals)
+    assert statistics.proposed == statistics.accepted + statistics.rejected
+    assert statistics.accepted + statistics.rounds == 40  # the verdict of a round has a token of its own
+    full = [p for p, v in zip(proposals, verdicts, strict=bool(proposals)) if p.num_tokens == v.num_tokens > 0]
+    assert statistics.bonus == len(full)
+    assert statistics.n1_rounds == statistics.stale_proposals == statistics.draft_failures == 0
+    assert statistics.lookahead_hits == len(simulation.instants("hit"))
+    assert statistics.lookahead_misses == len(simulation.instants("miss"))
+    if lookahead != 0:
+        assert statistics.lookahead_hits + statistics.lookahead_misses == statistics.rounds - 1
+    if agreement == 1:
+        assert statistics.rejected == statistics.lookahead_misses == 0
+    if agreement == 0:
+        assert statistics.accepted == statistics.bonus == 0
+
+
+async def test_a_drafter_that_is_right_in_a_known_pattern_is_counted_to_the_token(autojump_clock: Any) -> None:
+    # With the prompt's three tokens, the drafter is wrong at generated tokens 2, 6, 10, …
+    draft = ScriptedModel(right_where([True, False, True, True]))
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=12, lookahead=3)
+    # Rounds: 2 accepted and one recovered; then 3 and a recovered one each.
+    flags = [True, True, False] + [True, True, True, False] * 2 + [False]
+    assert [token.from_draft for token in completion.tokens] == flags
+    statistics = completion.statistics
+    assert (statistics.rounds, statistics.accepted, statistics.rejected, statistics.bonus) == (4, 8, 1, 2)
+
+
+async def test_tokens_proposed_beyond_the_end_of_the_text_are_not_counted(autojump_clock: Any) -> None:
+    prompt = prompt_with_distinct_continuation(12)
+    stop = continuation(prompt, 2)[-1:]
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful)) as simulation:
+        statistics = (await simulation.runtime.generate(prompt, stop_tokens=stop, lookahead=8)).statistics
+    assert (statistics.accepted, statistics.rejected, statistics.bonus, statistics.rounds) == (2, 0, 0, 1)
+    assert statistics.acceptance_rate == 1
+
+
+async def test_a_runtimes_statistics_are_the_sum_of_its_streams(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as simulation:
+        each = [(await simulation.runtime.generate([n], max_tokens=10 + n, lookahead=2)).statistics for n in range(4)]
+        total = simulation.runtime.statistics()
+    for name in ("prompt_tokens", "generated_tokens", "proposed", "accepted", "bonus", "rounds", "lookahead_hits"):
+        assert getattr(total, name) == sum(getattr(statistics, name) for statistics in each)

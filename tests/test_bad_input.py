@@ -1,0 +1,430 @@
+"""Bad input: the documented error, with the value, the bound and the remedy, before any model work."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.tokenizer_utils
+import pytest
+import trio
+import trio.testing
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import VOCAB_SIZE, llama, prompt_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from protocol.settings import Settings
+from protocol.trace import Event
+
+INFINITY, NOT_A_NUMBER = math.inf, math.nan
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+@functools.cache
+def drafter() -> nn.Module:
+    return llama(seed=1)
+
+
+@functools.cache
+def demo_tokenizer() -> TokenizerWrapper:
+    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
+
+
+def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> TokenizerWrapper:
+    """A token a word."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=chat_template)
+    return TokenizerWrapper(fast)
+
+
+WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
+CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert outrider_threads() == []
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id that is not on this machine is an error at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+BAD_SETTINGS = [
+    ("max_tokens", 0, "at least 1, or None for no limit"),
+    ("max_tokens", -1, "at least 1, or None for no limit"),
+    ("max_tokens", 2.0, "whole number"),
+    ("max_tokens", True, "whole number"),
+    ("max_tokens", "12", "whole number"),
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", INFINITY, "finite"),
+    ("temperature", NOT_A_NUMBER, "finite"),
+    ("temperature", "warm", "finite number"),
+    ("temperature", True, "finite number"),
+    ("temperature", None, "use 0 for greedy"),
+    ("seed", -1, f"[0, {2**64 - 1}]"),
+    ("seed", 2**64, f"[0, {2**64 - 1}]"),
+    ("seed", 1.5, "whole number"),
+    ("seed", False, "whole number"),
+    ("stop_tokens", 5, "sequence of token ids"),
+    ("stop_tokens", "end", "sequence of token ids"),
+    ("stop_tokens", b"end", "sequence of token ids"),
+    ("stop_tokens", [-1], "at least 0"),
+    ("stop_tokens", [1.0], "at least 0"),
+    ("stop_tokens", [True], "at least 0"),
+    ("stop_tokens", [VOCAB_SIZE], f"vocabulary of {VOCAB_SIZE}"),
+    ("ignore_eos", 1, "True or False"),
+    ("ignore_eos", None, "True or False"),
+    ("prefill_step_size", 0, "at least 1"),
+    ("prefill_step_size", -2048, "at least 1"),
+    ("prefill_step_size", None, "whole number"),
+    ("prefill_step_size", 2.5, "whole number"),
+    ("acceptance", "sometimes", '"auto", "match" or "rejection"'),
+    ("acceptance", None, '"auto", "match" or "rejection"'),
+    ("acceptance", ["match"], '"auto", "match" or "rejection"'),
+    ("lookahead", -1, '[0, 64], or "auto"'),
+    ("lookahead", 65, '[0, 64], or "auto"'),
+    ("lookahead", 2.0, '[0, 64], or "auto"'),
+    ("lookahead", True, '[0, 64], or "auto"'),
+    ("lookahead", None, '[0, 64], or "auto"'),
+    ("lookahead", "all", '[0, 64], or "auto"'),
+    ("temprature", 0.5, "did you mean 'temperature'?"),
+    ("colour", "red", "the settings are max_tokens"),
+]
+
+
+async def test_settings_out_of_range_are_refused_before_any_model_work() -> None:
+    events: list[Event] = []
+    async with runtime.open((target(), None), (drafter(), None), trace=events.append) as rt:
+        del events[:]
+        for name, value, remedy in BAD_SETTINGS:
+            with pytest.raises(runtime.SettingsError) as raised:
+                rt.stream([1], **{name: value})
+            message = str(raised.value)
+            assert name in message
+            assert remedy in message, f"{name}={value!r}: {message}"
+            if name in Settings.__annotations__:
+                wrong = value[0] if isinstance(value, list) and name == "stop_tokens" else value
+                assert repr(wrong) in message
+            assert isinstance(raised.value, runtime.OutriderError)
+            assert isinstance(raised.value, ValueError)
+            with pytest.raises(runtime.SettingsError):
+                await rt.generate([1], **{name: value})
+        await trio.testing.wait_all_tasks_blocked()
+        assert events == []
+        assert rt.num_streams == 0
+        assert len((await rt.generate([1], max_tokens=4)).tokens) == 4
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+BAD_PROMPTS = [
+    ([], "at least one token"),
+    ((), "at least one token"),
+    (mx.array([], dtype=mx.int32), "at least one token"),
+    ([VOCAB_SIZE], f"prompt token {VOCAB_SIZE} is outside the target's vocabulary of {VOCAB_SIZE} ids"),
+    ([1, 2, -1], f"prompt token -1 is outside the target's vocabulary of {VOCAB_SIZE} ids"),
+    ([1, True], "whole numbers, got True"),
+    ([1, 2.0], "whole numbers, got 2.0"),
+    ([1, None], "whole numbers, got None"),
+    ([1, "2"], "whole numbers, got '2'"),
+    (mx.array([1.0, 2.0]), "whole numbers, got 1.0"),
+    (mx.array([[1, 2]]), "whole numbers, got [1, 2]"),
+    (mx.array(3), "text, token ids or chat messages, got array"),
+    (3, "text, token ids or chat messages, got int"),
+    (None, "text, token ids or chat messages, got NoneType"),
+    (b"bytes", "text, token ids or chat messages, got bytes"),
+    ({"role": "user", "content": "hello"}, "text, token ids or chat messages, got dict"),
+    ("text", "opened without a tokenizer, so a prompt must be token ids, not text"),
+    ("", "opened without a tokenizer, so a prompt must be token ids, not text"),
+    (
+        [{"role": "user", "content": "hello"}],
+        "opened without a tokenizer, so a prompt must be token ids, not messages",
+    ),
+    (prompt_of(512), "has 512 tokens, and the target's context of 512 must hold it and at least one more"),
+    (prompt_of(700), "shorten it to 511"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS)
+async def test_prompts_that_cannot_be_are_refused_before_any_model_work(prompt: Any, says: str) -> None:
+    events: list[Event] = []
+    async with runtime.open((target(), None), (drafter(), None), trace=events.append) as rt:
+        del events[:]
+        with pytest.raises(runtime.PromptError, match=re.escape(says)) as raised:
+            rt.stream(prompt)
+        assert isinstance(raised.value, ValueError)
+        await trio.testing.wait_all_tasks_blocked()
+        assert events == []
+        assert rt.num_streams == 0
+
+
+async def test_the_longest_prompt_that_fits_leaves_room_for_one_token() -> None:
+    async with runtime.open((target(), None), (drafter(), None)) as rt:
+        completion = await rt.generate(prompt_of(511), max_tokens=None)
+    assert len(completion.tokens) == 1
+    assert completion.finish_reason == "length"
+
+
+async def test_an_empty_text_is_refused() -> None:
+    tokenizer = word_tokenizer(WORDS)
+    async with runtime.open((target(), tokenizer)) as rt:
+        for prompt in ("", "   "):
+            with pytest.raises(runtime.PromptError, match="at least one token"):
+                rt.stream(prompt)
+
+
+async def test_chat_messages_need_a_chat_template() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    async with runtime.open((target(), word_tokenizer(WORDS))) as rt:
+        with pytest.raises(runtime.PromptError, match="no chat template; give the prompt as text or token ids"):
+            rt.stream(messages)
+    async with runtime.open((target(), word_tokenizer(WORDS, chat_template=CHAT))) as rt:
+        by_messages = await rt.generate(messages, max_tokens=8)
+        by_text = await rt.generate("user : hello assistant :", max_tokens=8)
+        assert [token.id for token in by_messages.tokens] == [token.id for token in by_text.tokens]
+        assert by_messages.statistics.prompt_tokens == 5
+        assert by_messages.text == by_text.text
+
+
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (REFUSING, [{"role": "user", "content": "hello"}]),
+        (CHAT + "{{ messages[5].content.strip() }}", [{"role": "user", "content": "hello"}]),
+        (CHAT, [{"role": "user", "content": "hello"}, "not a message"]),
+        (CHAT, [{"role": "user", "content": "hello"}, 5]),
+    ],
+)
+async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template: str, messages: Any) -> None:
+    async with runtime.open((target(), word_tokenizer(WORDS, chat_template=template))) as rt:
+        with pytest.raises(runtime.PromptError):
+            rt.stream(messages)
+        assert rt.num_streams == 0
+
+
+# --- options of open ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rewind": "sometimes"}, "rewind must be one of 'auto', 'trim', 'none', got 'sometimes'"),
+        ({"rewind": None}, "rewind must be one of"),
+        ({"rewind": ["auto"]}, "rewind must be one of"),
+        ({"target_device": "tpu"}, "target_device must be"),
+        ({"draft_device": 3}, "draft_device must be"),
+        ({"trace": "trace.json"}, "trace must be a function of one event, got 'trace.json'"),
+        ({"target": None}, "target must be a path, a hub id or a pair"),
+        ({"target": ""}, "target must be a path, a hub id or a pair"),
+        ({"target": 5}, "target must be a path, a hub id or a pair"),
+        ({"target": ("a path", None)}, "must be (model, tokenizer or None)"),
+        ({"draft": (None,)}, "must be (model, tokenizer or None)"),
+        ({"draft": ["owner/name"]}, "draft must be a path, a hub id or a pair"),
+    ],
+)
+async def test_options_that_cannot_be_are_refused_before_any_model_work(options: dict[str, Any], says: str) -> None:
+    events: list[Event] = []
+    keywords = {"target": (target(), None), "trace": events.append} | options
+    with pytest.raises(runtime.SettingsError, match=re.escape(says)):
+        async with runtime.open(**keywords):
+            raise AssertionError("should not be reached")
+    assert events == []
+
+
+# --- models that are not there, or not whole ------------------------------------------------------
+
+
+async def opening_is_refused(kind: type[Exception], says: str, *pair: Any) -> Exception:
+    events: list[Event] = []
+    with pytest.raises(kind, match=says) as raised:
+        async with runtime.open(*pair, trace=events.append):
+            raise AssertionError("should not be reached")
+    assert outrider_threads() == []
+    return raised.value
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "~/no/such/model", Path("no/such"), "a/b/c"])
+async def test_a_path_that_does_not_exist(path: Any, role: str) -> None:
+    pair = [path] if role == "target" else [(target(), None), path]
+    await opening_is_refused(runtime.ModelError, f"{role} .*does not exist; give a directory", *pair)
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "no-such-model"])
+async def test_a_hub_id_that_cannot_be_resolved(name: str) -> None:
+    error = await opening_is_refused(runtime.ModelError, f"cannot load target '{name}'", name)
+    assert error.__cause__ is not None
+
+
+async def test_a_directory_with_no_model(tmp_path: Path) -> None:
+    await opening_is_refused(runtime.ModelError, "has no config.json; give a directory", tmp_path)
+
+
+async def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    await opening_is_refused(runtime.ModelError, "has no config.json; give a directory", file)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of a model to be damaged."""
+    return Path(shutil.copytree(runtime.DEMO_DRAFT, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_checkpoint_that_is_cut_off(copy: Path, role: str) -> None:
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    for length in (len(whole) // 2, 20, 0):
+        weights.write_bytes(whole[:length])
+        pair = [copy] if role == "target" else [runtime.DEMO_DRAFT, copy]
+        error = await opening_is_refused(runtime.ModelError, f"cannot load {role} .*copy", *pair)
+        assert error.__cause__ is not None
+
+
+async def test_a_checkpoint_whose_weights_are_not_there(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    await opening_is_refused(runtime.ModelError, "cannot load target .*copy", copy)
+
+
+async def test_a_checkpoint_of_another_size_than_its_config_says(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    await opening_is_refused(runtime.ModelError, "cannot load target .*copy", copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "no_such_architecture"}'])
+async def test_a_config_that_is_damaged(copy: Path, text: str) -> None:
+    (copy / "config.json").write_text(text)
+    await opening_is_refused(runtime.ModelError, "cannot load target .*copy", copy)
+
+
+async def test_a_config_that_is_missing(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    await opening_is_refused(runtime.ModelError, "has no config.json", copy)
+
+
+async def test_a_model_that_is_no_language_model() -> None:
+    await opening_is_refused(runtime.ModelError, "cannot load target 'Linear'", (nn.Linear(4, 4), None))
+
+
+async def test_after_a_refusal_the_same_model_opens() -> None:
+    await opening_is_refused(runtime.ModelError, "does not exist", (target(), None), "/no/such/model")
+    async with runtime.open((target(), None), (drafter(), None)) as rt:
+        assert len((await rt.generate([1], max_tokens=4)).tokens) == 4
+
+
+# --- vocabularies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (["<unk>", "user", "hello", "assistant", "world", ":"], "2 of 6 ids differ (id 2 is 'assistant' and 'hello'"),
+        (["a", "b", "c", "d", "e", "f"], "6 of 6 ids differ"),
+        ([*WORDS[:-1], ";"], "1 of 6 ids differ (id 5 is ':' and ';'"),
+    ],
+)
+async def test_vocabularies_that_differ(theirs: list[str], says: str) -> None:
+    pair = (target(), word_tokenizer(WORDS)), (drafter(), word_tokenizer(theirs))
+    error = await opening_is_refused(runtime.VocabularyMismatchError, re.escape(says), *pair)
+    assert isinstance(error, runtime.ModelError)
+    assert "use a draft model with the target's tokenizer" in str(error)
+
+
+async def test_vocabularies_that_are_of_other_lengths_but_agree_where_they_overlap() -> None:
+    pair = (target(), word_tokenizer(WORDS)), (drafter(), word_tokenizer([*WORDS, "more", "words"]))
+    for ours, theirs in (pair, pair[::-1]):
+        async with runtime.open(ours, theirs) as rt:
+            assert len((await rt.generate("hello", max_tokens=4)).tokens) == 4
+
+
+async def test_a_vocabulary_that_nobody_can_compare_is_taken_on_trust() -> None:
+    async with runtime.open((target(), word_tokenizer(WORDS)), (drafter(), None)) as rt:
+        assert len((await rt.generate("hello", max_tokens=4)).tokens) == 4
+
+
+async def test_the_demo_draft_does_not_fit_another_tokenizers_target() -> None:
+    pair = (target(), word_tokenizer(WORDS)), runtime.DEMO_DRAFT
+    await opening_is_refused(runtime.VocabularyMismatchError, "use different vocabularies", *pair)
+
+
+# --- at the wrong time ----------------------------------------------------------------------------
+
+
+async def test_a_stream_after_the_runtime_was_closed() -> None:
+    events: list[Event] = []
+    async with runtime.open((target(), None), trace=events.append) as rt:
+        pass
+    del events[:]
+    for _ in range(2):
+        with pytest.raises(runtime.RuntimeClosedError, match=r"closed; open another with runtime\.open"):
+            rt.stream([1])
+        with pytest.raises(runtime.RuntimeClosedError, match="closed"):
+            await rt.generate([1])
+    assert events == []
+
+
+async def test_a_stream_where_no_runtime_is_open() -> None:
+    with pytest.raises(runtime.NoRuntimeError, match=r"use this inside .async with runtime\.open"):
+        runtime.stream([1])
+    async with runtime.open((target(), None)):
+        assert len([token async for token in runtime.stream([1], max_tokens=3)]) == 3
+    with pytest.raises(runtime.NoRuntimeError):
+        runtime.stream([1])
+
+
+async def test_two_consumers_of_one_stream() -> None:
+    async with runtime.open((target(), None), (drafter(), None)) as rt, rt.stream([1], max_tokens=4) as stream:
+        tokens: list[int] = []
+
+        async def consume() -> None:
+            tokens.extend([token.id async for token in stream])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(consume)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(runtime.StreamBusyError, match="a stream has one consumer"):
+                await anext(stream)
+        # The first one did not notice.
+        assert len(tokens) == 4
+
+
+async def test_a_stream_that_is_over_stays_over() -> None:
+    async with runtime.open((target(), None)) as rt:
+        stream = rt.stream([1], max_tokens=3)
+        assert len([token async for token in stream]) == 3
+        assert stream.finish_reason == "length"
+        assert [token async for token in stream] == []
+        await stream.aclose()
+        assert [token async for token in stream] == []

@@ -1,0 +1,645 @@
+"""The books of a session: the table by enumeration, commits against a naive model, and two copies on a bad wire."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import protocol.books
+from protocol.books import TRANSITIONS, Books, Commit, State
+from protocol.errors import ProtocolError
+from protocol.messages import Close, Open, Proposal, Verdict, Withdraw
+from protocol.settings import Settings
+
+SESSION = 7
+PROMPT = (1, 2, 3)
+
+
+def opened(*, prompt=PROMPT, max_tokens=None, stop_tokens=(), context_length=None, drafted=True) -> Open:
+    return Open(
+        session=SESSION,
+        prompt=prompt,
+        settings=Settings(max_tokens=max_tokens),
+        seed=0,
+        stop_tokens=frozenset(stop_tokens),
+        context_length=context_length,
+        drafted=drafted,
+    )
+
+
+def books(**changes) -> Books:
+    return Books(opened(**changes))
+
+
+def proposal(of: Books, *tokens: int) -> Proposal:
+    """A proposal for the round that is under way."""
+    return Proposal(SESSION, of.round, of.next_position, tokens)
+
+
+def verdict(of: Books, num_accepted: int, token: int | None, *, single_step: bool = False) -> Verdict:
+    """A verdict on the round that is under way."""
+    return Verdict(SESSION, of.round, of.next_position, num_accepted, token, single_step)
+
+
+def a_round(of: Books, proposed: tuple[int, ...], num_accepted: int, token: int | None, **more) -> Commit:
+    """One whole round."""
+    assert of.propose(proposal(of, *proposed))
+    commit = of.apply(verdict(of, num_accepted, token, **more))
+    assert commit is not None
+    return commit
+
+
+def snapshot(of: Books):
+    """All of a copy's state but the count of stale messages."""
+    return of.state, of.round, tuple(of.committed), of.outstanding, of.finish_reason
+
+
+def in_state(state: State) -> Books:
+    of = books()
+    a_round(of, (4, 5), 2, 6)
+    match state:
+        case State.VERIFYING:
+            of.propose(proposal(of, 8, 9))
+        case State.UNDRAFTED:
+            of.withdraw(Withdraw(SESSION))
+        case State.CLOSED:
+            of.close(Close(SESSION))
+    assert of.state is state
+    return of
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+EVENTS = {
+    Proposal: lambda of: of.propose(proposal(of, 8, 9)),
+    Verdict: lambda of: of.apply(verdict(of, 0, 5)),
+    Withdraw: lambda of: of.withdraw(Withdraw(SESSION)),
+    Close: lambda of: of.close(Close(SESSION)),
+}
+
+# What is not in the table and no error all the same, with what each returns and how often it counts.
+DROPPED = {
+    (State.VERIFYING, Proposal): (False, 1),
+    (State.UNDRAFTED, Proposal): (False, 1),
+    (State.CLOSED, Proposal): (False, 1),
+    (State.CLOSED, Verdict): (None, 1),
+    (State.UNDRAFTED, Withdraw): (None, 0),
+    (State.CLOSED, Withdraw): (None, 0),
+    (State.CLOSED, Close): (None, 0),
+}
+
+ERRORS = {(State.PROPOSING, Verdict)}
+
+
+def test_every_state_has_an_answer_to_every_message():
+    answered = [*TRANSITIONS, *DROPPED, *ERRORS]
+    assert sorted(map(str, answered)) == sorted(str(pair) for pair in itertools.product(State, EVENTS))
+
+
+@pytest.mark.parametrize(("state", "event"), list(TRANSITIONS))
+def test_a_message_in_the_table_moves_as_the_table_says(state, event):
+    of = in_state(state)
+    assert EVENTS[event](of) is not False
+    assert of.state is TRANSITIONS[state, event]
+    assert of.num_stale == 0
+
+
+@pytest.mark.parametrize(("state", "event"), list(DROPPED))
+def test_a_message_that_comes_too_late_changes_nothing(state, event):
+    of = in_state(state)
+    before = snapshot(of)
+    answer, count = DROPPED[state, event]
+    assert EVENTS[event](of) is answer
+    assert snapshot(of) == before
+    assert of.num_stale == count
+
+
+@pytest.mark.parametrize(("state", "event"), sorted(ERRORS, key=str))
+def test_a_message_that_the_table_does_not_have_is_an_error(state, event):
+    of = in_state(state)
+    with pytest.raises(ProtocolError, match=f"is {state.value}"):
+        EVENTS[event](of)
+
+
+def test_the_docstring_draws_the_table_as_it_is():
+    # VERIFYING   Verdict  PROPOSING   …
+    drawn = set()
+    for line in (protocol.books.__doc__ or "").splitlines():
+        match line.split():
+            case [state, event, following, *_] if state in State.__members__ and following in State.__members__:
+                drawn.add((State[state], event, State[following]))
+            case ["any", "Close", "CLOSED"]:
+                drawn |= {(state, "Close", State.CLOSED) for state in State if state is not State.CLOSED}
+    assert drawn == {(state, event.__name__, following) for (state, event), following in TRANSITIONS.items()}
+
+
+# --- what may not be said -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
+def test_another_sessions_or_a_later_rounds_message_is_an_error_in_every_state(state, changes):
+    for handler, message in (
+        (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
+        (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
+    ):
+        of = in_state(state)
+        before = snapshot(of)
+        with pytest.raises(ProtocolError, match="session 7"):
+            handler(of, attrs.evolve(message, **changes))
+        assert snapshot(of) == before
+        assert of.num_stale == 0
+
+
+@pytest.mark.parametrize("off_by", [-1, 1])
+def test_a_proposal_from_another_position_is_an_error(off_by):
+    of = in_state(State.PROPOSING)
+    with pytest.raises(ProtocolError, match="round 1 at position 6"):
+        of.propose(attrs.evolve(proposal(of, 8), start=of.next_position + off_by))
+
+
+@pytest.mark.parametrize("off_by", [-1, 1])
+def test_a_verdict_from_another_position_is_an_error(off_by):
+    of = in_state(State.VERIFYING)
+    with pytest.raises(ProtocolError, match="round 1 at position 6"):
+        of.apply(attrs.evolve(verdict(of, 0, 5), start=of.next_position + off_by))
+
+
+@pytest.mark.parametrize("proposed", [(), (8,), (8, 9)])
+def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
+    of = books()
+    of.propose(proposal(of, *proposed))
+    with pytest.raises(ProtocolError, match=f"accepts more than the {len(proposed)} tokens"):
+        of.apply(verdict(of, len(proposed) + 1, 5))
+    assert of.committed == list(PROMPT)
+
+
+def test_a_verdict_that_accepts_anything_from_nobody_is_an_error():
+    of = books(drafted=False)
+    with pytest.raises(ProtocolError, match="accepts more than the 0 tokens"):
+        of.apply(verdict(of, 1, 5))
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 5])
+def test_messages_of_rounds_that_are_over_are_dropped_and_counted(num_rounds):
+    of = books()
+    said = []
+    for _ in range(num_rounds):
+        said += [(of.propose, proposal(of, 4, 5)), (of.apply, verdict(of, 1, 6))]
+        a_round(of, (4, 5), 1, 6)
+    before = snapshot(of)
+    for handle, message in said:
+        assert not handle(message)
+    assert snapshot(of) == before
+    assert of.num_stale == 2 * num_rounds
+
+
+def test_a_late_message_is_known_by_its_round_and_not_by_its_position():
+    of = in_state(State.PROPOSING)
+    assert not of.propose(Proposal(SESSION, 0, of.next_position, (8,)))
+    assert of.num_stale == 1
+
+
+# --- sessions, from the beginning -----------------------------------------------------------------
+
+
+def test_a_drafted_session_begins_with_the_drafters_turn():
+    of = books()
+    assert of.state is State.PROPOSING
+    assert (of.round, of.committed, of.next_position, of.num_generated) == (0, [1, 2, 3], 3, 0)
+
+
+def test_an_undrafted_session_is_the_targets_alone():
+    of = books(drafted=False, max_tokens=3)
+    commits = [of.apply(verdict(of, 0, token)) for token in (4, 5, 6)]
+    assert [commit.tokens for commit in commits] == [(4,), (5,), (6,)]
+    assert [commit.start for commit in commits] == [3, 4, 5]
+    assert all((c.num_from_draft, c.num_rejected, c.bonus) == (0, 0, False) for c in commits)
+    assert of.state is State.CLOSED
+
+
+def test_a_proposal_of_nothing_asks_for_one_token():
+    of = books()
+    commit = a_round(of, (), 0, 5)
+    assert commit == Commit(SESSION, round=0, start=3, tokens=(5,), num_from_draft=0)
+    assert of.state is State.PROPOSING
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "expected"),
+    [
+        (0, Commit(SESSION, 0, 3, (9,), num_from_draft=0, num_rejected=3)),
+        (1, Commit(SESSION, 0, 3, (4, 9), num_from_draft=1, num_rejected=2)),
+        (2, Commit(SESSION, 0, 3, (4, 5, 9), num_from_draft=2, num_rejected=1)),
+        (3, Commit(SESSION, 0, 3, (4, 5, 6, 9), num_from_draft=3, num_rejected=0, bonus=True)),
+    ],
+)
+def test_a_commit_is_the_accepted_tokens_and_the_targets_own(num_accepted, expected):
+    of = books()
+    assert a_round(of, (4, 5, 6), num_accepted, 9) == expected
+    assert of.committed == [1, 2, 3, *expected.tokens]
+    assert (of.round, of.outstanding) == (1, None)
+
+
+def test_rounds_follow_one_another():
+    of = books()
+    commits = [a_round(of, (4, 5), 2, 6), a_round(of, (7, 8), 0, 9), a_round(of, (), 0, 4)]
+    assert [(c.round, c.start) for c in commits] == [(0, 3), (1, 6), (2, 7)]
+    assert of.committed == [1, 2, 3, 4, 5, 6, 9, 4]
+    assert of.num_generated == 5
+
+
+def test_a_single_step_that_agrees_commits_the_drafted_token_alone():
+    of = books()
+    commit = a_round(of, (4, 5, 6), 1, None, single_step=True)
+    assert commit == Commit(SESSION, 0, 3, (4,), num_from_draft=1, single_step=True)
+    assert of.state is State.PROPOSING
+
+
+def test_a_single_step_that_disagrees_rejects_the_one_token_it_compared():
+    of = books()
+    commit = a_round(of, (4, 5, 6), 0, 9, single_step=True)
+    assert commit == Commit(SESSION, 0, 3, (9,), num_from_draft=0, num_rejected=1, single_step=True)
+
+
+# --- the drafter leaves ---------------------------------------------------------------------------
+
+
+def test_what_is_on_the_table_when_the_drafter_leaves_is_still_judged():
+    of = in_state(State.VERIFYING)
+    of.withdraw(Withdraw(SESSION))
+    assert of.outstanding is not None
+    commit = of.apply(verdict(of, 2, 5))
+    assert commit is not None
+    assert commit.tokens == (8, 9, 5)
+    assert commit.num_from_draft == 2
+    assert of.state is State.UNDRAFTED
+    assert of.apply(verdict(of, 0, 4)) is not None
+
+
+def test_a_proposal_that_its_withdrawal_has_overtaken_is_dropped():
+    of = in_state(State.UNDRAFTED)
+    assert not of.propose(proposal(of, 8, 9))
+    assert of.outstanding is None
+    commit = of.apply(verdict(of, 0, 5))
+    assert commit is not None
+    assert (commit.num_from_draft, commit.num_rejected) == (0, 0)
+
+
+# --- the end of the text --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop_token", "expected"),
+    [
+        # Within the accepted tokens: what follows was never needed.
+        (4, Commit(SESSION, 0, 3, (4,), num_from_draft=1, finish_reason="stop")),
+        (5, Commit(SESSION, 0, 3, (4, 5), num_from_draft=2, finish_reason="stop")),
+        # The recovered token; the rejection before it was needed.
+        (9, Commit(SESSION, 0, 3, (4, 5, 9), num_from_draft=2, num_rejected=1, finish_reason="stop")),
+        # A token that was rejected ends nothing.
+        (6, Commit(SESSION, 0, 3, (4, 5, 9), num_from_draft=2, num_rejected=1)),
+    ],
+)
+def test_the_text_ends_with_the_first_stop_token_that_is_committed(stop_token, expected):
+    of = books(stop_tokens={stop_token})
+    assert a_round(of, (4, 5, 6), 2, 9) == expected
+    assert of.committed == [1, 2, 3, *expected.tokens]
+    assert of.finish_reason == expected.finish_reason
+    assert of.state is (State.CLOSED if expected.finish_reason else State.PROPOSING)
+
+
+def test_a_bonus_token_may_end_the_text():
+    of = books(stop_tokens={9})
+    commit = a_round(of, (4, 5), 2, 9)
+    assert (commit.tokens, commit.bonus, commit.finish_reason) == ((4, 5, 9), True, "stop")
+
+
+def test_the_first_of_two_stop_tokens_counts():
+    assert a_round(books(stop_tokens={5, 9}), (4, 5), 2, 9).tokens == (4, 5)
+    assert a_round(books(stop_tokens={5}), (5, 5), 2, 5).tokens == (5,)
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing():
+    of = books(stop_tokens={1, 2, 3})
+    assert a_round(of, (4,), 1, 5).finish_reason is None
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_exactly_max_tokens_are_generated(max_tokens):
+    of = books(max_tokens=max_tokens)
+    commits = []
+    while of.state is not State.CLOSED:
+        assert of.remaining == max_tokens - of.num_generated
+        commits.append(a_round(of, (4, 5), 2, 6))
+    assert of.num_generated == max_tokens
+    assert of.remaining == 0
+    assert [c.finish_reason for c in commits] == [None] * (len(commits) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("room", range(1, 9))
+def test_the_text_ends_where_the_context_does(room):
+    of = books(context_length=len(PROMPT) + room)
+    while of.state is not State.CLOSED:
+        last = a_round(of, (4, 5), 1, 6)
+    assert len(of.committed) == len(PROMPT) + room
+    assert last.finish_reason == of.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("max_tokens", "room", "expected"), [(2, 5, 2), (5, 2, 2), (3, 3, 3), (None, 4, 4)])
+def test_the_nearer_of_two_bounds_counts(max_tokens, room, expected):
+    of = books(max_tokens=max_tokens, context_length=len(PROMPT) + room)
+    assert of.remaining == expected
+    assert len(a_round(of, (4, 5, 6, 7, 8), 5, 9).tokens) == expected
+
+
+def test_a_text_without_bounds_has_no_number_of_tokens_left():
+    assert books().remaining is None
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop():
+    of = books(max_tokens=2, stop_tokens={5})
+    assert a_round(of, (4, 5), 2, 6).finish_reason == "stop"
+
+
+def test_a_stop_token_beyond_the_last_place_is_none():
+    of = books(max_tokens=2, stop_tokens={6})
+    assert a_round(of, (4, 5), 2, 6).finish_reason == "length"
+
+
+def test_an_end_by_length_cuts_what_was_not_needed_out_of_the_counts():
+    of = books(max_tokens=2)
+    commit = a_round(of, (4, 5, 6, 7), 2, 9)
+    assert commit == Commit(SESSION, 0, 3, (4, 5), num_from_draft=2, finish_reason="length")
+    of = books(max_tokens=3)
+    commit = a_round(of, (4, 5, 6, 7), 2, 9)
+    assert commit == Commit(SESSION, 0, 3, (4, 5, 9), num_from_draft=2, num_rejected=2, finish_reason="length")
+
+
+def test_a_session_closed_from_outside_has_no_finish_reason():
+    of = in_state(State.VERIFYING)
+    of.close(Close(SESSION))
+    assert of.finish_reason is None
+
+
+@given(
+    proposed=st.lists(st.integers(0, 4), max_size=5).map(tuple),
+    accepts=st.integers(0, 5),
+    token=st.none() | st.integers(0, 4),
+    stop_tokens=st.frozensets(st.integers(0, 4), max_size=2),
+    max_tokens=st.none() | st.integers(1, 7),
+    room=st.none() | st.integers(1, 7),
+)
+@settings(deadline=None, derandomize=True, max_examples=400)
+def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, token, stop_tokens, max_tokens, room):
+    num_accepted = min(accepts, len(proposed))
+    if num_accepted == 0 and token is None:
+        token = 0
+    context_length = None if room is None else len(PROMPT) + room
+    of = books(stop_tokens=stop_tokens, max_tokens=max_tokens, context_length=context_length)
+    commit = a_round(of, proposed, num_accepted, token)
+
+    read: list[int] = []
+    finish_reason = None
+    own = [] if token is None else [token]
+    for following in [*proposed[:num_accepted], *own]:
+        read.append(following)
+        if following in stop_tokens:
+            finish_reason = "stop"
+        elif len(read) in (max_tokens, room):
+            finish_reason = "length"
+        if finish_reason:
+            break
+    own_is_read = len(read) > num_accepted
+    assert commit == Commit(
+        SESSION,
+        round=0,
+        start=len(PROMPT),
+        tokens=tuple(read),
+        num_from_draft=min(len(read), num_accepted),
+        num_rejected=len(proposed) - num_accepted if own_is_read else 0,
+        bonus=own_is_read and 0 < len(proposed) == num_accepted,
+        finish_reason=finish_reason,
+    )
+
+
+# --- two copies and a bad wire --------------------------------------------------------------------
+
+
+class TwoCopies(RuleBasedStateMachine):
+    """The drafter's copy and the target's, on a wire that delays, duplicates and delivers again.
+
+    What is sent one way arrives in the order in which it was sent, as over a memory channel, but for a
+    withdrawal, which may overtake. Anything that has arrived may arrive again, at any later time, any
+    number of times. The target is greedy: what it says at a position depends on the position alone.
+
+    Nothing may raise, the text may be none but the target's, and the messages dropped must be exactly
+    those that came too late.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafter: Books | None = None
+
+    @initialize(
+        text=st.lists(st.integers(0, 5), min_size=1, max_size=9),
+        max_tokens=st.none() | st.integers(1, 14),
+        room=st.none() | st.integers(1, 14),
+        stop_tokens=st.frozensets(st.integers(0, 5), max_size=1),
+    )
+    def open(self, text, max_tokens, room, stop_tokens):
+        begun = opened(
+            max_tokens=max_tokens,
+            stop_tokens=stop_tokens,
+            context_length=None if room is None else len(PROMPT) + room,
+        )
+        self.drafter, self.target = Books(begun), Books(begun)
+        self.text = text
+        self.to_target: deque[Proposal | Withdraw] = deque()
+        self.to_drafter: deque[Verdict] = deque()
+        self.arrived: list[tuple[Books, Proposal | Verdict | Withdraw]] = []
+        self.late = {"drafter": 0, "target": 0}
+        self.commits: list[Commit] = []
+        self.is_closed_from_outside = False
+        self.has_withdrawn = False
+        self.whole, self.finish_reason = self.read_to_the_end(max_tokens, room, stop_tokens)
+
+    def true_token(self, position: int) -> int:
+        return self.text[(position - len(PROMPT)) % len(self.text)]
+
+    def read_to_the_end(self, max_tokens, room, stop_tokens):
+        """The text that plain decoding would give, and why it ends; cut long after any session here has ended."""
+        tokens: list[int] = []
+        while len(tokens) < 1000:
+            tokens.append(self.true_token(len(PROMPT) + len(tokens)))
+            if tokens[-1] in stop_tokens:
+                return tokens, "stop"
+            if len(tokens) in (max_tokens, room):
+                return tokens, "length"
+        return tokens, None
+
+    # What the drafter does.
+
+    @precondition(lambda self: self.drafter.state is State.PROPOSING)
+    @rule(num_right=st.integers(0, 4), wrong=st.lists(st.integers(0, 5), max_size=3))
+    def propose(self, num_right, wrong):
+        start = self.drafter.next_position
+        tokens = [self.true_token(start + i) for i in range(num_right)]
+        if wrong and wrong[0] == self.true_token(start + num_right):
+            wrong = [(wrong[0] + 1) % 6, *wrong[1:]]
+        message = proposal(self.drafter, *tokens, *wrong)
+        assert self.drafter.propose(message)
+        self.to_target.append(message)
+
+    @precondition(lambda self: not self.has_withdrawn)
+    @rule(overtakes=st.booleans())
+    def withdraw(self, overtakes):
+        message = Withdraw(SESSION)
+        on_the_table = self.drafter.outstanding
+        self.drafter.withdraw(message)
+        assert self.drafter.outstanding is on_the_table
+        self.has_withdrawn = True
+        if overtakes:
+            self.to_target.appendleft(message)
+        else:
+            self.to_target.append(message)
+
+    # What the target does.
+
+    @precondition(lambda self: self.target.state in (State.VERIFYING, State.UNDRAFTED))
+    @rule(single_step=st.booleans())
+    def verify(self, single_step):
+        start, outstanding = self.target.next_position, self.target.outstanding
+        proposed = outstanding.tokens if outstanding else ()
+        judged = proposed[:1] if single_step else proposed
+        right = [token == self.true_token(start + i) for i, token in enumerate(judged)]
+        num_accepted = right.index(False) if False in right else len(right)
+        token = self.true_token(start + num_accepted)
+        if single_step and num_accepted:
+            token = None
+        message = verdict(self.target, num_accepted, token, single_step=single_step)
+        commit = self.target.apply(message)
+        assert commit is not None
+        self.commits.append(commit)
+        if outstanding is not None:
+            self.to_drafter.append(message)
+
+    # What the wire does.
+
+    @precondition(lambda self: self.to_target)
+    @rule()
+    def deliver_to_target(self):
+        self.deliver(self.target, self.to_target.popleft())
+
+    @precondition(lambda self: self.to_drafter)
+    @rule()
+    def deliver_to_drafter(self):
+        self.deliver(self.drafter, self.to_drafter.popleft())
+
+    def deliver(self, to: Books, message: Proposal | Verdict | Withdraw) -> None:
+        """The first arrival of a message."""
+        if isinstance(message, Withdraw):
+            on_the_table = to.outstanding
+            to.withdraw(message)
+            assert to.outstanding is on_the_table
+            assert to.state in (State.UNDRAFTED, State.CLOSED)
+        else:
+            is_late = to.state is State.CLOSED or (isinstance(message, Proposal) and to.state is State.UNDRAFTED)
+            assert bool(hear(to, message)) is not is_late
+            self.late["target" if to is self.target else "drafter"] += is_late
+        self.arrived.append((to, message))
+
+    @precondition(lambda self: self.arrived)
+    @rule(data=st.data())
+    def deliver_again(self, data):
+        to, message = data.draw(st.sampled_from(self.arrived))
+        before = snapshot(to)
+        if isinstance(message, Withdraw):
+            to.withdraw(message)
+        else:
+            assert not hear(to, message)
+            self.late["target" if to is self.target else "drafter"] += 1
+        assert snapshot(to) == before
+
+    # What the consumer does.
+
+    @rule(whom=st.sampled_from([("drafter",), ("target",), ("drafter", "target")]))
+    def close(self, whom):
+        self.is_closed_from_outside = True
+        for name in whom:
+            getattr(self, name).close(Close(SESSION))
+
+    # What must always hold.
+
+    @invariant()
+    def text_is_the_targets(self):
+        if self.drafter is None:
+            return
+        assert self.target.committed == [*PROMPT, *self.whole][: len(self.target.committed)]
+        assert self.drafter.committed == self.target.committed[: len(self.drafter.committed)]
+
+    @invariant()
+    def dropped_are_the_late(self):
+        if self.drafter is not None:
+            assert {"drafter": self.drafter.num_stale, "target": self.target.num_stale} == self.late
+
+    @invariant()
+    def commits_make_the_text(self):
+        if self.drafter is None:
+            return
+        assert [t for commit in self.commits for t in commit.tokens] == self.target.committed[len(PROMPT) :]
+        assert [commit.round for commit in self.commits] == list(range(self.target.round))
+
+    @invariant()
+    def what_is_on_the_table_is_of_this_round(self):
+        for of in (self.drafter, self.target) if self.drafter is not None else ():
+            if of.outstanding is not None:
+                assert of.state is not State.PROPOSING
+                assert (of.outstanding.round, of.outstanding.start) == (of.round, of.next_position)
+            else:
+                assert of.state is not State.VERIFYING
+
+    @invariant()
+    def at_most_one_round_apart(self):
+        if self.drafter is not None and not self.has_withdrawn and not self.is_closed_from_outside:
+            assert self.target.round - self.drafter.round in (0, 1)
+
+    def teardown(self) -> None:
+        if self.drafter is None:
+            return
+        self.run_to_the_end()
+        self.text_is_the_targets()
+        self.dropped_are_the_late()
+        self.commits_make_the_text()
+        if self.is_closed_from_outside or self.finish_reason is None:
+            return
+        assert self.target.committed == [*PROMPT, *self.whole]
+        assert (self.target.state, self.target.finish_reason) == (State.CLOSED, self.finish_reason)
+        if not self.has_withdrawn:
+            assert snapshot(self.drafter) == snapshot(self.target)
+
+    def run_to_the_end(self) -> None:
+        """Let both go on, undisturbed, while there is anything to do."""
+        for _ in range(60):
+            while self.to_target:
+                self.deliver_to_target()
+            while self.to_drafter:
+                self.deliver_to_drafter()
+            if self.target.state in (State.VERIFYING, State.UNDRAFTED):
+                self.verify(single_step=False)
+            elif self.target.state is self.drafter.state is State.PROPOSING:
+                self.propose(num_right=1, wrong=[0])
+
+
+def hear(of: Books, message: Proposal | Verdict) -> Commit | bool | None:
+    return of.propose(message) if isinstance(message, Proposal) else of.apply(message)
+
+
+TestTwoCopies = TwoCopies.TestCase
+TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=250, stateful_step_count=40)

@@ -1,0 +1,601 @@
+"""Cancellation on real threads and real models: at every point where it can strike, and by every way there is.
+
+Where it strikes is decided by the trace, which is called in trio's thread at each event, and by a model
+that stops in the middle of its forward pass until it is let go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+import trio.testing
+from models import Wrapped, greedy, llama, near, prompt_of
+
+import runtime
+from protocol.trace import Event, Instant, Span
+
+PROMPT = tuple(prompt_of(33))
+CHUNKED = {"prefill_step_size": 8}
+
+EVENTS = [
+    (Instant, "target", "open"),
+    (Instant, "draft", "open"),
+    (Span, "target", "open"),
+    (Span, "draft", "open"),
+    (Span, "target", "prefill"),
+    (Span, "draft", "prefill"),
+    (Span, "draft", "draft"),
+    (Instant, "draft", "proposal"),
+    (Span, "target", "verify"),
+    (Instant, "target", "verdict"),
+    (Instant, "target", "rewind"),
+    (Instant, "draft", "hit"),
+    (Instant, "draft", "miss"),
+    (Instant, "draft", "rewind"),
+]
+UNDRAFTED_EVENTS = [
+    (Instant, "target", "open"),
+    (Span, "target", "open"),
+    (Span, "target", "prefill"),
+    (Span, "target", "decode"),
+    (Instant, "target", "verdict"),
+]
+Kind = tuple[type[Event], str, str]
+LAST_EVENTS = [(Instant, "target", "finish"), (Span, "target", "close"), (Span, "draft", "close")]
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+@functools.cache
+def drafter() -> nn.Module:
+    return near(llama(), noise=0.05)
+
+
+@functools.cache
+def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    return greedy(target(), prompt, num_tokens)
+
+
+def name_of(event: Kind) -> str:
+    return "-".join([event[0].__name__, *event[1:]])
+
+
+class Trigger:
+    """A trace that does something at an event that it waits for."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._act: Callable[[], object] | None = None
+
+    def at(self, event: Kind, act: Callable[[], object], *, nth: int = 1) -> None:
+        """From now on, wait for the nth event of a kind."""
+        self._awaited, self._act, self._nth = event, act, nth
+
+    @property
+    def has_struck(self) -> bool:
+        return self._act is None
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if self._act is None or (type(event), event.actor, event.kind) != self._awaited:
+            return
+        self._nth -= 1
+        if self._nth == 0:
+            act, self._act = self._act, None
+            act()
+
+    def spans(self, actor: str, kind: str, session: int | None = None) -> list[Span]:
+        return [
+            event
+            for event in self.events
+            if isinstance(event, Span)
+            and (event.actor, event.kind) == (actor, kind)
+            and session in (None, event.session)
+        ]
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+async def the_next_text_is_right(rt: runtime.Runtime) -> None:
+    completion = await rt.generate(PROMPT, max_tokens=12, **CHUNKED)
+    assert [token.id for token in completion.tokens] == text(12)
+    assert completion.statistics.draft_failures == 0
+
+
+def nothing_is_left(trigger: Trigger) -> None:
+    """After `open`: no thread, and each cache that was opened was let go of."""
+    assert outrider_threads() == []
+    for actor in ("target", "draft"):
+        opened = [span.session for span in trigger.spans(actor, "open")]
+        assert sorted(opened) == sorted(span.session for span in trigger.spans(actor, "close"))
+
+
+# --- the ways to cancel ---------------------------------------------------------------------------
+
+
+async def by_scope(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    with trio.CancelScope() as scope:
+        arm(scope.cancel)
+        async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+            pass
+    assert scope.cancelled_caught
+
+
+async def by_timeout(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    with trio.CancelScope() as scope:
+
+        def expire() -> None:
+            scope.deadline = -math.inf
+
+        arm(expire)
+        async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+            pass
+    assert scope.cancelled_caught
+
+
+async def by_aclose(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    struck = trio.Event()
+    arm(struck.set)
+    stream = rt.stream(PROMPT, max_tokens=400, **CHUNKED)
+    await struck.wait()
+    await stream.aclose()
+    await stream.aclose()
+    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+        await anext(stream)
+
+
+async def by_leaving(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    struck = trio.Event()
+    arm(struck.set)
+    async with rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+        await struck.wait()
+
+
+async def by_break(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    struck = trio.Event()
+    arm(struck.set)
+    async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+        if struck.is_set():
+            break
+
+
+async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
+    struck = trio.Event()
+    arm(struck.set)
+    stream = rt.stream(PROMPT, max_tokens=400, **CHUNKED)
+    await struck.wait()
+    del stream
+    gc.collect()
+
+
+WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("event", EVENTS, ids=name_of)
+async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
+    trigger = Trigger()
+    # Only a drafter that is always right is sure to hit before the stream's buffer is full.
+    draft = target() if event[2] == "hit" else drafter()
+    async with runtime.open((target(), None), (draft, None), trace=trigger) as rt:
+        await way(rt, lambda act: trigger.at(event, act))
+        assert trigger.has_struck
+        await the_next_text_is_right(rt)
+        # Both let go there and then, not when the runtime is left, of what they had opened by then, if anything.
+        for actor in ("target", "draft"):
+            opened, closed = (trigger.spans(actor, kind, session=0) for kind in ("open", "close"))
+            assert len(opened) == len(closed) <= 1, actor
+        await trio.testing.wait_all_tasks_blocked()
+        assert rt.num_streams == 0
+        # Nowhere near its end.
+        assert rt.statistics().generated_tokens < 200
+    nothing_is_left(trigger)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("event", UNDRAFTED_EVENTS, ids=name_of)
+async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), trace=trigger) as rt:
+        await way(rt, lambda act: trigger.at(event, act))
+        assert trigger.has_struck
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+@pytest.mark.parametrize("event", [(Span, "target", "verify"), (Span, "draft", "draft")], ids=name_of)
+async def test_cancelling_after_each_of_the_first_rounds(event: Kind, nth: int) -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        await by_scope(rt, lambda act: trigger.at(event, act, nth=nth))
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+@pytest.mark.parametrize("event", LAST_EVENTS, ids=name_of)
+async def test_cancelling_when_the_text_is_over_already(event: Kind) -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        struck = trio.Event()
+        with trio.CancelScope() as scope:
+
+            def strike() -> None:
+                scope.cancel()
+                struck.set()
+
+            trigger.at(event, strike)
+            tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **CHUNKED)]
+            # What was given before is right; with the text over, nothing more can be cut off.
+            assert tokens == text(6)
+            await trio.sleep_forever()
+        assert struck.is_set()
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+async def test_cancelling_a_stream_that_is_being_cancelled() -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        with trio.CancelScope() as scope:
+            trigger.at((Instant, "target", "cancel"), scope.cancel)
+            async with rt.stream(PROMPT, max_tokens=400) as stream:
+                await anext(stream)
+                await stream.aclose()
+            await trio.sleep_forever()
+        assert scope.cancelled_caught
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+async def test_tokens_given_before_the_cancellation_are_right() -> None:
+    async with runtime.open((target(), None), (drafter(), None)) as rt:
+        for num_tokens in range(1, 12):
+            given: list[int] = []
+            async with rt.stream(PROMPT, max_tokens=400) as stream:
+                async for token in stream:
+                    given.append(token.id)
+                    if len(given) == num_tokens:
+                        break
+            assert given == text(12)[:num_tokens]
+            assert stream.statistics().generated_tokens == num_tokens
+            assert stream.finish_reason is None
+        await the_next_text_is_right(rt)
+
+
+@pytest.mark.parametrize("actor", ["target", "draft"])
+async def test_a_long_prefill_is_cut_short(actor: str) -> None:
+    trigger = Trigger()
+    long_prompt = prompt_of(401)
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        with trio.CancelScope() as scope:
+            trigger.at((Span, actor, "prefill"), scope.cancel, nth=3)
+            async for _ in rt.stream(long_prompt, prefill_step_size=2):
+                raise AssertionError("no token should come")
+        assert scope.cancelled_caught
+        await the_next_text_is_right(rt)
+    assert 3 <= len(trigger.spans(actor, "prefill", session=0)) < 200
+    assert trigger.spans("target", "verify", session=0) == []
+    nothing_is_left(trigger)
+
+
+async def test_one_of_several_streams_is_cancelled_and_the_others_are_not() -> None:
+    trigger = Trigger()
+    texts: dict[int, list[int]] = {}
+    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(3)]
+
+    async def consume(number: int) -> None:
+        texts[number] = [token.id async for token in rt.stream(prompts[number], max_tokens=24)]
+
+    async with (
+        runtime.open((target(), None), (drafter(), None), trace=trigger) as rt,
+        trio.open_nursery() as nursery,
+    ):
+        for number in range(3):
+            nursery.start_soon(consume, number)
+        await by_scope(rt, lambda act: trigger.at((Span, "target", "verify"), act, nth=10))
+    assert texts == {number: text(24, prompt) for number, prompt in enumerate(prompts)}
+    nothing_is_left(trigger)
+
+
+async def test_a_stream_closed_while_another_task_waits_for_its_next_token() -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        stream = rt.stream(prompt_of(401), prefill_step_size=2)
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def wait() -> None:
+                with pytest.raises(runtime.RuntimeClosedError):
+                    await anext(stream)
+
+            struck = trio.Event()
+            trigger.at((Span, "target", "prefill"), struck.set)
+            await struck.wait()
+            await stream.aclose()
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+async def test_a_stream_may_be_dropped_on_another_thread() -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        holder = [rt.stream(PROMPT, max_tokens=400)]
+        await anext(holder[0])
+        await trio.to_thread.run_sync(holder.clear)
+        await the_next_text_is_right(rt)
+        assert rt.num_streams == 0
+    nothing_is_left(trigger)
+
+
+# --- in the middle of a forward pass --------------------------------------------------------------
+
+
+class Held(Wrapped):
+    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._holds = threading.Event()
+        self._is_in = threading.Event()
+        self._may_go_on = threading.Event()
+
+    def hold(self) -> None:
+        """Stop the next forward pass."""
+        self._holds.set()
+
+    async def is_in(self) -> None:
+        """Wait until a forward pass has been stopped."""
+        await trio.to_thread.run_sync(self._is_in.wait)
+
+    def let_go_on(self) -> None:
+        self._may_go_on.set()
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if self._holds.is_set():
+            self._holds.clear()
+            self._is_in.set()
+            self._may_go_on.wait()
+        return super().__call__(inputs, cache)
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
+    held = Held(target() if who == "target" else drafter())
+    trigger = Trigger()
+    ours, theirs = (held, drafter()) if who == "target" else (target(), held)
+    async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
+        if when == "prefill":
+            held.hold()
+        else:
+            trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+        async with rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+            await held.is_in()
+        # Here the consumer is back, and the forward pass has not moved.
+        assert outrider_threads() != []
+        await trio.testing.wait_all_tasks_blocked()
+        assert trigger.spans(who, "close") == []
+        held.let_go_on()
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str) -> None:
+    held = Held(target() if who == "target" else drafter())
+    trigger = Trigger()
+    ours, theirs = (held, drafter()) if who == "target" else (target(), held)
+    left = trio.Event()
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def use() -> None:
+            with scope:
+                async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
+                    trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+                    async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+                        pass
+            left.set()
+
+        await held.is_in()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not left.is_set()
+        assert outrider_threads() != []
+        held.let_go_on()
+    assert scope.cancelled_caught
+    nothing_is_left(trigger)
+
+
+# --- leaving, and what is left --------------------------------------------------------------------
+
+
+def layer_classes(model: nn.Module) -> list[type]:
+    return [type(layer) for layer in model.layers]
+
+
+async def test_leaving_with_streams_half_read_ends_them_and_leaves_nothing() -> None:
+    trigger = Trigger()
+    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        streams = [rt.stream(PROMPT, max_tokens=400) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+    nothing_is_left(trigger)
+    for stream in streams:
+        with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed.*runtime\.open"):
+            async for _ in stream:
+                pass
+
+
+async def test_a_consumer_that_waits_when_the_runtime_is_left_is_told() -> None:
+    trigger = Trigger()
+    async with (
+        trio.open_nursery() as nursery,
+        runtime.open((target(), None), (drafter(), None), trace=trigger) as rt,
+    ):
+        struck = trio.Event()
+        trigger.at((Span, "target", "prefill"), struck.set)
+        stream = rt.stream(prompt_of(401), prefill_step_size=2)
+
+        @nursery.start_soon
+        async def wait() -> None:
+            with pytest.raises(runtime.RuntimeClosedError):
+                await anext(stream)
+
+        await struck.wait()
+    nothing_is_left(trigger)
+
+
+async def test_an_error_in_the_body_passes_as_it_is() -> None:
+    trigger = Trigger()
+    error = ValueError("the body's own")
+
+    async def body() -> None:
+        async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+            async for _ in rt.stream(PROMPT, max_tokens=400):
+                raise error
+
+    with pytest.raises(ValueError, match="the body's own") as raised:
+        await body()
+    assert raised.value is error
+    nothing_is_left(trigger)
+
+
+async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Event] = []
+
+    def trace(event: Event) -> None:
+        calls.append(event)
+        raise ValueError("a trace with a bug")
+
+    async with runtime.open((target(), None), (drafter(), None), trace=trace) as rt:
+        await the_next_text_is_right(rt)
+    assert len(calls) == 1
+    assert "the trace function failed" in caplog.text
+    assert outrider_threads() == []
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
+    target_classes, draft_classes = layer_classes(target()), layer_classes(drafter())
+    loads: list[Event] = []
+
+    with trio.CancelScope() as scope:
+
+        def trace(event: Event) -> None:
+            loads.append(event)
+            if len(loads) == nth:
+                scope.cancel()
+
+        async with runtime.open((target(), None), (drafter(), None), trace=trace) as rt:
+            await rt.generate(PROMPT, max_tokens=400)
+    assert scope.cancelled_caught
+    assert outrider_threads() == []
+    assert layer_classes(target()) == target_classes
+    assert layer_classes(drafter()) == draft_classes
+
+
+async def test_opening_that_was_cancelled_before_it_began() -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with runtime.open((target(), None), (drafter(), None)):
+            raise AssertionError("should not be reached")
+    assert scope.cancelled_caught
+    assert outrider_threads() == []
+
+
+async def test_the_users_models_are_as_they_were_after_leaving() -> None:
+    ours, theirs = llama(seed=1), llama(seed=2)
+    before = layer_classes(ours), layer_classes(theirs)
+    weights = [dict(model.parameters()) for model in (ours, theirs)]
+    async with runtime.open((ours, None), (theirs, None)) as rt:
+        await rt.generate(PROMPT, max_tokens=8)
+        # Otherwise there would be nothing to restore.
+        assert (layer_classes(ours), layer_classes(theirs)) != before
+    assert (layer_classes(ours), layer_classes(theirs)) == before
+    assert [dict(model.parameters()) for model in (ours, theirs)] == weights
+    assert ours(mx.array([[1, 2, 3]])).shape == (1, 3, 80)
+
+
+async def test_a_model_that_is_target_and_drafter_in_one_is_as_it_was_after_leaving() -> None:
+    model = llama(seed=1)
+    before = layer_classes(model)
+    for _ in range(5):
+        async with runtime.open((model, None), (model, None)) as rt:
+            completion = await rt.generate(PROMPT, max_tokens=8)
+            assert completion.statistics.acceptance_rate == 1
+        assert layer_classes(model) == before
+
+
+async def test_two_runtimes_over_one_model_nested() -> None:
+    model = llama(seed=1)
+    before = layer_classes(model)
+    right = greedy(model, PROMPT, 8)
+    async with runtime.open((model, None), (drafter(), None)) as outer:
+        async with runtime.open((drafter(), None), (model, None)) as inner:
+            assert runtime.stream([1])  # the inner one's
+            completion = await outer.generate(PROMPT, max_tokens=8)
+            assert [token.id for token in completion.tokens] == right
+            await inner.generate(PROMPT, max_tokens=8)
+        completion = await outer.generate(PROMPT, max_tokens=8)
+        assert [token.id for token in completion.tokens] == right
+    assert layer_classes(model) == before
+    assert outrider_threads() == []
+
+
+async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() -> None:
+    model = llama(seed=1)
+    before = layer_classes(model)
+    right = greedy(model, PROMPT, 8)
+    async with trio.open_nursery() as nursery:
+        first_scope, second_scope = trio.CancelScope(), trio.CancelScope()
+
+        async def serve(scope: trio.CancelScope, task_status: trio.TaskStatus[runtime.Runtime]) -> None:
+            with scope:
+                await runtime.serve((model, None), (model, None), task_status=task_status)
+
+        await nursery.start(lambda task_status: serve(first_scope, task_status))
+        second = await nursery.start(lambda task_status: serve(second_scope, task_status))
+        first_scope.cancel()
+        completion = await second.generate(PROMPT, max_tokens=8)
+        assert [token.id for token in completion.tokens] == right
+        second_scope.cancel()
+    assert layer_classes(model) == before
+    assert outrider_threads() == []
+
+
+class Broken(Wrapped):
+    """A model that cannot even be tried out."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+async def test_opening_that_fails_half_way_leaves_the_other_model_as_it_was(which: str) -> None:
+    model = llama(seed=1)
+    before = layer_classes(model)
+    broken = Broken(llama(seed=2))
+    pair = (broken, model) if which == "target" else (model, broken)
+    with pytest.raises(runtime.ModelError, match=f"cannot load {which} 'Broken': no such kernel") as raised:
+        async with runtime.open((pair[0], None), (pair[1], None)):
+            raise AssertionError("should not be reached")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert layer_classes(model) == before
+    assert outrider_threads() == []

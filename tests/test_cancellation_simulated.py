@@ -1,0 +1,517 @@
+"""However and whenever a generation is cancelled, its consumer is back at once and the models soon after.
+
+Each way of cancelling is tried at every event of a generation, and at a grid of times that is finer than what
+happens in it. Afterwards the consumer must be back at the same instant; of the session's jobs none may begin that
+was not running; the next stream must be right; and on leaving, `simulated` finds any task or line left over.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    priced,
+    read_into,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+
+from protocol.errors import RuntimeClosedError
+from protocol.trace import Event
+from runtime import TokenStream
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+SETTINGS: dict[str, Any] = {"max_tokens": 10, "prefill_step_size": 2}
+TEXT = continuation(PROMPT, 10)
+OTHER_PROMPT = [1, 2, 3]
+OTHER_TEXT = continuation(OTHER_PROMPT, 8)
+MODEL_WORK = ("prefill", "draft", "verify", "decode")
+
+DECISIONS = ("proposal", "verdict", "hit", "miss", "withdraw")
+
+OpenStream = Callable[[], TokenStream]
+
+
+# --- ways to cancel -------------------------------------------------------------------------------
+
+
+class ConsumerError(Exception):
+    pass
+
+
+async def by_scope(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
+    with scope:
+        async for _token in open_stream():
+            pass
+
+
+async def by_scope_around_a_stream_that_is_kept(
+    open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event
+) -> TokenStream:
+    stream = open_stream()
+    with scope:
+        async for _token in stream:
+            pass
+    return stream
+
+
+async def by_scope_inside_async_with(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
+    with scope:
+        async with open_stream() as stream:
+            async for _token in stream:
+                pass
+
+
+async def by_scope_around_other_work(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
+    with scope:
+        async for _token in open_stream():
+            await trio.sleep(3)
+
+
+async def by_aclose(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+    stream = open_stream()
+    await due.wait()
+    await stream.aclose()
+    await stream.aclose()
+
+
+async def by_aclose_in_a_cancelled_scope(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+    stream = open_stream()
+    await due.wait()
+    with trio.CancelScope() as cancelled:
+        cancelled.cancel()
+        await stream.aclose()
+    assert cancelled.cancelled_caught
+
+
+async def by_leaving_async_with(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+    async with open_stream():
+        await due.wait()
+
+
+async def by_an_error_inside_async_with(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+    async def consume() -> None:
+        async with open_stream():
+            await due.wait()
+            raise ConsumerError
+
+    with pytest.raises(ConsumerError):
+        await consume()
+
+
+async def by_dropping_the_last_reference(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+    stream = open_stream()
+    await due.wait()
+    del stream
+
+
+WAYS = [
+    by_scope,
+    by_scope_around_a_stream_that_is_kept,
+    by_scope_inside_async_with,
+    by_scope_around_other_work,
+    by_aclose,
+    by_aclose_in_a_cancelled_scope,
+    by_leaving_async_with,
+    by_an_error_inside_async_with,
+    by_dropping_the_last_reference,
+]
+
+
+def models(lookahead: Any) -> tuple[ScriptedModel, ScriptedModel | None]:
+    return ScriptedModel(truthful), None if lookahead is None else ScriptedModel(agreeing(0.6))
+
+
+def settings_of(lookahead: Any) -> dict[str, Any]:
+    return {**SETTINGS, "lookahead": 0 if lookahead is None else lookahead}
+
+
+def assert_ended(simulation: Simulation, at: float, *, session: int = 0) -> None:
+    """Nothing of a session began after an instant, at most one job an actor was still running, nothing was decided."""
+    for actor in ("target", "draft"):
+        jobs = simulation.spans(actor, *MODEL_WORK, session=session)
+        assert [job for job in jobs if job.began > at] == []
+        assert len([job for job in jobs if job.ended > at]) <= 1
+    decisions = [made for kind in DECISIONS for made in simulation.instants(kind) if made.session == session]
+    assert [made for made in decisions if made.at > at] == []
+
+
+def assert_free(simulation: Simulation, at: float, *, session: int = 0) -> None:
+    """The models were free of a session as soon as the jobs that were running were done."""
+    for actor in ("target", "draft"):
+        running = [job.ended for job in simulation.spans(actor, *MODEL_WORK, session=session) if job.ended > at]
+        for close in simulation.spans(actor, "close", session=session):
+            assert close.ended <= max([at, *running])
+
+
+async def count_events(way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, schedule: int) -> int:
+    """How many events a generation has, until its consumer is back or everything is at rest."""
+    is_over = False
+    num_events = 0
+
+    def count(_: Event) -> None:
+        nonlocal num_events
+        num_events += not is_over
+
+    async with simulated(*models(lookahead), listener=count, schedule=schedule) as simulation:
+        with trio.move_on_after(10_000):
+            open_stream = partial(simulation.runtime.stream, PROMPT, **settings_of(lookahead))
+            await way(open_stream, trio.CancelScope(), trio.Event())
+        is_over = True
+    return num_events
+
+
+async def cancel_at_event(
+    way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, n: int, *, schedule: int, goes_on_at_once: bool
+) -> str:
+    """Cancel a generation at its n-th event and check what comes of it; the kind of that event."""
+    scope, due = trio.CancelScope(), trio.Event()
+    events: list[Event] = []
+    struck_at = None
+
+    def strike(event: Event) -> None:
+        nonlocal struck_at
+        events.append(event)
+        if len(events) == n:
+            struck_at = trio.current_time()
+            scope.cancel()
+            due.set()
+
+    async with simulated(*models(lookahead), listener=strike, schedule=schedule) as simulation:
+        open_stream = partial(simulation.runtime.stream, PROMPT, **settings_of(lookahead))
+        kept = await way(open_stream, scope, due)
+        del open_stream
+        assert struck_at is not None
+        assert trio.current_time() == struck_at
+        if not goes_on_at_once:
+            await trio.testing.wait_all_tasks_blocked()
+            assert trio.current_time() == struck_at
+            assert simulation.runtime.num_streams == 0
+            await trio.sleep(100)
+            assert_free(simulation, struck_at)
+        settings = {**settings_of(lookahead), "max_tokens": len(OTHER_TEXT)}
+        assert await text_of(simulation, OTHER_PROMPT, **settings) == OTHER_TEXT
+        await trio.sleep(1000)
+        assert_ended(simulation, struck_at)
+        del kept
+    return f"{events[n - 1].actor} {events[n - 1].kind}"
+
+
+# --- at every event -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", [None, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) -> None:
+    kinds = set()
+    schedule = WAYS.index(way)
+    for n in range(1, run(count_events, way, lookahead, schedule) + 1):
+        cancel = partial(cancel_at_event, schedule=schedule, goes_on_at_once=bool((n + schedule) % 2))
+        kinds.add(run(cancel, way, lookahead, n))
+    wanted = {"target prefill", "target decode"}
+    if lookahead is not None:
+        wanted = {"target verify", "target verdict", "draft proposal", "draft draft", "draft hit", "draft miss"}
+        wanted |= {"target prefill", "draft prefill", "target open", "draft open"}
+    assert kinds >= wanted
+
+
+@pytest.mark.parametrize("lookahead", [None, 1, 2, 5, "auto"])
+async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
+    for last in range(len(TEXT) - 1):
+        async with simulated(*models(lookahead), schedule=last) as simulation:
+            got = []
+            async for token in simulation.runtime.stream(PROMPT, **settings_of(lookahead)):
+                got.append(token.id)
+                at = trio.current_time()
+                if token.index == last:
+                    break
+            assert trio.current_time() == at
+            assert got == TEXT[: last + 1]
+            await trio.testing.wait_all_tasks_blocked()
+            assert simulation.runtime.num_streams == 0
+            await trio.sleep(100)
+            assert_free(simulation, at)
+            assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
+            assert_ended(simulation, at)
+
+
+@pytest.mark.parametrize("lookahead", [None, 2])
+@pytest.mark.parametrize("way", ["stream", "generate", "slow consumer"])
+def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> None:
+    async def give_up_after(seconds: float) -> bool:
+        async with simulated(*models(lookahead), schedule=int(seconds * 4)) as simulation:
+            settings = settings_of(lookahead)
+            with trio.move_on_after(seconds) as scope:
+                if way == "generate":
+                    await simulation.runtime.generate(PROMPT, **settings)
+                else:
+                    async for _ in simulation.runtime.stream(PROMPT, **settings):
+                        await trio.sleep(2.5 if way == "slow consumer" else 0.0)
+            if not scope.cancelled_caught:
+                return False
+            assert trio.current_time() == seconds
+            await trio.testing.wait_all_tasks_blocked()
+            assert simulation.runtime.num_streams == 0
+            await trio.sleep(100)
+            assert_free(simulation, seconds)
+            assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
+            assert_ended(simulation, seconds)
+            return True
+
+    timeout = 0.0
+    while run(give_up_after, timeout):
+        timeout += 0.5 if way == "stream" else 0.75
+    # Two chunks of prefill before, and five rounds at least.
+    assert timeout > 3 * 4 + 5 * 8
+
+
+# --- what a cancelled stream is afterwards --------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [None, 2])
+def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(lookahead: Any) -> None:
+    async def close_after(delay: float) -> None:
+        async with simulated(*models(lookahead)) as simulation:
+            stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
+            await trio.sleep(delay)
+            await stream.aclose()
+            # At once, and also when the job that was running is done.
+            for wait in (0, 100):
+                await trio.sleep(wait)
+                with pytest.raises(RuntimeClosedError):
+                    await anext(stream)
+            assert stream.finish_reason is None
+
+    for i in range(60):
+        run(close_after, i + 0.125)
+
+
+@pytest.mark.parametrize("lookahead", [None, 2])
+def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that_task(lookahead: Any) -> None:
+    async def close_after(delay: float) -> None:
+        async with simulated(*models(lookahead)) as simulation, trio.open_nursery() as nursery:
+            stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
+
+            async def consume() -> None:
+                with pytest.raises(RuntimeClosedError):
+                    await collect(stream)
+                assert trio.current_time() == delay
+
+            nursery.start_soon(consume)
+            await trio.sleep(delay)
+            await stream.aclose()
+
+    for i in range(40):
+        run(close_after, i + 0.125)
+
+
+async def test_a_cancelled_stream_has_counted_the_tokens_it_gave(autojump_clock: Any) -> None:
+    async with simulated(*models(2)) as simulation:
+        stream = simulation.runtime.stream(PROMPT, **settings_of(2))
+        given = [await anext(stream) for _ in range(4)]
+        await stream.aclose()
+        statistics = stream.statistics()
+        await trio.sleep(100)
+        assert statistics.generated_tokens == 4
+        assert statistics.accepted == sum(token.from_draft for token in given)
+        assert stream.statistics() == statistics
+        assert simulation.runtime.statistics().generated_tokens == 4
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0, 9.0, 14.0, 21.0, 30.0, 1000.0])
+async def test_a_cancellation_is_announced_once_by_each_actor(delay: float, autojump_clock: Any) -> None:
+    async with simulated(*models(2)) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=200, prefill_step_size=2, lookahead=2)
+        await trio.sleep(delay)
+        await stream.aclose()
+        await trio.sleep(1000)
+        assert sorted(instant.actor for instant in simulation.instants("cancel")) == ["draft", "target"]
+        assert {instant.at for instant in simulation.instants("cancel")} == {delay}
+
+
+async def test_a_cancelled_generation_is_not_announced_as_finished(autojump_clock: Any) -> None:
+    for i in range(30):
+        async with simulated(*models(2)) as simulation:
+            stream = simulation.runtime.stream(PROMPT, max_tokens=200, prefill_step_size=2, lookahead=2)
+            await trio.sleep(i + 0.125)
+            await stream.aclose()
+            await trio.sleep(1000)
+            assert simulation.instants("finish") == []
+
+
+async def test_a_text_that_was_read_to_its_end_was_not_cancelled(autojump_clock: Any) -> None:
+    for lookahead in (None, 1, 2, 5):
+        for schedule in range(5):
+            async with simulated(*models(lookahead), schedule=schedule) as simulation:
+                assert await text_of(simulation, PROMPT, **settings_of(lookahead)) == TEXT
+                await trio.sleep(100)
+                assert simulation.instants("cancel") == []
+                assert len(simulation.instants("finish", "target")) == 1
+
+
+# --- at the edges ---------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autojump_clock: Any) -> None:
+    async with simulated(*models(2)) as simulation:
+        for _ in range(20):
+            simulation.runtime.stream(PROMPT, **settings_of(2))
+        assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
+        await trio.testing.wait_all_tasks_blocked()
+        assert simulation.runtime.num_streams == 0
+        # They were taken back before the models heard of them.
+        assert {span.session for span in simulation.spans("target", *MODEL_WORK)} == {20}
+
+
+async def test_a_stream_in_a_reference_cycle_ends_when_the_collector_finds_it(autojump_clock: Any) -> None:
+    async with simulated(*models(2)) as simulation:
+        cycle: list[Any] = [simulation.runtime.stream(PROMPT, max_tokens=None, lookahead=2)]
+        cycle.append(cycle)
+        await anext(cycle[0])
+        del cycle
+        gc.collect()
+        at = trio.current_time()
+        await trio.testing.wait_all_tasks_blocked()
+        assert simulation.runtime.num_streams == 0
+        await trio.sleep(1000)
+        assert_ended(simulation, at)
+
+
+def test_a_stream_may_outlive_its_event_loop() -> None:
+    async def leave_with_a_stream() -> TokenStream:
+        async with simulated(*models(2)) as simulation:
+            stream = simulation.runtime.stream(PROMPT, **settings_of(2))
+            await anext(stream)
+            return stream
+
+    stream = run(leave_with_a_stream)
+    assert stream.finish_reason is None
+    # What dropping it raised, if anything, pytest would show as an error.
+    del stream
+    gc.collect()
+
+
+async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_back(autojump_clock: Any) -> None:
+    price = priced(verify=8.0, draft=1.0, prefill=32.0)
+    async with simulated(*models(2), price=price) as simulation, trio.open_nursery() as nursery:
+        nursery.start_soon(text_of, simulation, list(range(40)))
+        await trio.sleep(1)
+        cancelled = simulation.runtime.stream(PROMPT, **settings_of(2))
+        await trio.sleep(1)
+        # Both models are at the other's prefill, and this one's jobs wait.
+        await cancelled.aclose()
+        await trio.sleep(200)
+        assert simulation.spans("target", *MODEL_WORK, session=1) == []
+        assert simulation.spans("draft", *MODEL_WORK, session=1) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim: int) -> None:
+    prompts = [PROMPT, OTHER_PROMPT, [9]]
+
+    async def cancel_after(delay: float) -> None:
+        async with simulated(*models(2), schedule=int(delay)) as simulation:
+            texts: dict[int, list[int]] = {}
+            scopes = [trio.CancelScope() for _ in prompts]
+
+            async def one(n: int) -> None:
+                with scopes[n]:
+                    texts[n] = await text_of(simulation, prompts[n], max_tokens=12, lookahead=2)
+
+            async with trio.open_nursery() as nursery:
+                for n in range(3):
+                    nursery.start_soon(one, n)
+                    await trio.lowlevel.checkpoint()
+                await trio.sleep(delay)
+                scopes[victim].cancel()
+            assert texts == {n: continuation(prompts[n], 12) for n in range(3) if n != victim}
+            await trio.sleep(100)
+            by_session = {prompts.index(list(line_prompt(simulation, id))): id for id in range(3)}
+            assert_ended(simulation, delay, session=by_session[victim])
+
+    for i in range(40):
+        run(cancel_after, i * 2.0 + 0.5)
+
+
+def line_prompt(simulation: Simulation, session: int) -> tuple[int, ...]:
+    """The prompt of a session."""
+    return simulation.target_worker.parts.ever[session].session.opened.prompt
+
+
+# --- leaving the runtime --------------------------------------------------------------------------
+
+
+def latest_end(simulation: Simulation, at: float) -> float:
+    """When the last of the jobs was done that were running at an instant."""
+    work = [*simulation.spans("target", *MODEL_WORK), *simulation.spans("draft", *MODEL_WORK)]
+    assert [span for span in work if span.began > at] == []
+    return max([at, *(span.ended for span in work)])
+
+
+@pytest.mark.parametrize("lookahead", [None, 2])
+def test_leaving_the_runtime_ends_its_streams_and_takes_as_long_as_the_jobs_that_are_running(lookahead: Any) -> None:
+    async def leave_after(delay: float) -> None:
+        left_at = None
+
+        async def consume(stream: TokenStream) -> None:
+            got: list[int] = []
+            with pytest.raises(RuntimeClosedError):
+                await read_into(got, stream)
+            assert trio.current_time() == delay
+            assert got == continuation(PROMPT, len(got))
+
+        async with trio.open_nursery() as nursery:
+            async with simulated(*models(lookahead), schedule=int(delay)) as simulation:
+                for _ in range(2):
+                    settings = {**settings_of(lookahead), "max_tokens": 30}
+                    nursery.start_soon(consume, simulation.runtime.stream(PROMPT, **settings))
+                await trio.sleep(delay)
+            left_at = trio.current_time()
+        assert left_at == latest_end(simulation, delay)
+        with pytest.raises(RuntimeClosedError):
+            simulation.runtime.stream(PROMPT)
+
+    for i in range(60):
+        run(leave_after, i * 1.5 + 0.25)
+
+
+@pytest.mark.parametrize("lookahead", [None, 2])
+def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_running(lookahead: Any) -> None:
+    async def cancel_after(delay: float) -> None:
+        num_tasks = trio.lowlevel.current_statistics().tasks_living
+        with trio.move_on_after(delay):
+            async with simulated(*models(lookahead), schedule=int(delay)) as simulation, trio.open_nursery() as nursery:
+                for n in range(2):
+                    nursery.start_soon(partial(text_of, simulation, [n], max_tokens=60))
+                await trio.sleep_forever()
+        assert trio.current_time() == latest_end(simulation, delay)
+        assert trio.lowlevel.current_statistics().tasks_living == num_tasks
+        simulation.assert_put_away()
+        assert simulation.runtime.num_streams == 0
+
+    for i in range(60):
+        run(cancel_after, i * 1.5 + 0.25)
+
+
+async def test_tokens_that_were_committed_before_the_runtime_was_left_can_still_be_read(autojump_clock: Any) -> None:
+    async with simulated(*models(2)) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
+        await trio.sleep(60)
+    got: list[int] = []
+    with pytest.raises(RuntimeClosedError):
+        await read_into(got, stream)
+    assert len(got) >= 5
+    assert got == continuation(PROMPT, len(got))

@@ -1,0 +1,327 @@
+"""What the design takes for granted about MLX and mlx-lm, and what mlx-lm's own speculative decoding gets wrong.
+
+Where one of these tests fails after an upgrade, a premise has changed: the code that rests on it is named
+in the test, and may now be simpler, or wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from models import (
+    Wrapped,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    greedy,
+    llama,
+    mamba,
+    near,
+    prompt_of,
+    qwen3,
+    sliding_llama,
+)
+
+import runtime
+from actors.mlx_model import MLXModel
+from protocol.errors import RewindError
+
+
+def on_another_thread(call: Callable[[], Any]) -> Any:
+    """What a function returns, or raises, on a thread of its own."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except RuntimeError as error:
+            outcome.append(error)
+        finally:
+            mx.synchronize()
+            mx.clear_streams()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    (result,) = outcome
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
+
+
+def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
+    """Keys and values for `length` tokens, told apart by their numbers."""
+    keys = (first + mx.arange(length, dtype=mx.float32)).reshape(1, 1, length, 1)
+    return keys, -keys
+
+
+# --- threads: why a model has one of its own, and what may cross (actors.worker) ------------------
+
+
+def test_a_stream_works_on_the_thread_that_made_it_and_on_no_other() -> None:
+    stream = mx.new_stream(mx.cpu)
+    assert mx.sum(mx.ones(3), stream=stream).item() == 3
+    with pytest.raises(RuntimeError, match="There is no Stream"):
+        on_another_thread(lambda: mx.sum(mx.ones(3), stream=stream).item())
+
+
+def test_an_evaluated_array_can_be_used_on_another_thread() -> None:
+    x = mx.arange(4) * 2
+    mx.eval(x)
+    assert on_another_thread(lambda: (x + 1).tolist()) == [1, 3, 5, 7]
+
+
+def test_a_lazy_array_can_not() -> None:
+    x = mx.arange(4) * 2
+    with pytest.raises(RuntimeError, match="There is no Stream"):
+        on_another_thread(lambda: (x + 1).tolist())
+
+
+def test_a_models_weights_are_lazy_until_somebody_evaluates_them() -> None:
+    """Why `open` evaluates a model that is handed to it before its thread sees it."""
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="There is no Stream"):
+        on_another_thread(lambda: layer(mx.ones((1, 4))).tolist())
+
+
+def test_the_random_state_belongs_to_a_thread() -> None:
+    """Why every draw has a key of its own (protocol.randomness)."""
+    mx.random.seed(3)
+    here = [mx.random.uniform().item() for _ in range(2)]
+    mx.random.seed(3)
+    assert mx.random.uniform().item() == here[0]
+    on_another_thread(lambda: mx.random.seed(3))
+    assert mx.random.uniform().item() == here[1]
+
+
+# --- randomness: why noise is made at one width for both models (protocol.acceptance) -------------
+
+
+def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
+    key = mx.random.key(5)
+    narrow, wide = mx.random.gumbel((16,), key=key), mx.random.gumbel((20,), key=key)
+    assert not mx.array_equal(narrow, wide[:16])
+
+
+# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx_model) ------------
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (llama, {KVCache}),
+        (qwen3, {KVCache}),
+        (gemma2, {KVCache}),
+        (deepseek_v3, {KVCache}),
+        (gemma3_text, {KVCache, RotatingKVCache}),
+        (sliding_llama, {KVCache, RotatingKVCache}),
+        (mamba, {ArraysCache}),
+    ],
+)
+def test_the_kinds_of_cache_that_families_use(build: Callable[[], nn.Module], kinds: set[type]) -> None:
+    assert {type(cache) for cache in make_prompt_cache(build())} == kinds
+
+
+def test_a_kv_cache_forgets_what_is_trimmed() -> None:
+    cache = KVCache()
+    cache.update_and_fetch(*entries(5))
+    assert cache.trim(2) == 2
+    keys, _ = cache.update_and_fetch(*entries(1, first=90))
+    assert keys.flatten().tolist() == [0, 1, 2, 90]
+
+
+def test_a_rotating_cache_cannot_be_trimmed_once_it_is_full() -> None:
+    cache = RotatingKVCache(max_size=4)
+    for i in range(3):
+        cache.update_and_fetch(*entries(1, first=i))
+    assert cache.is_trimmable()
+    cache.update_and_fetch(*entries(1, first=3))
+    assert not cache.is_trimmable()
+
+
+def test_a_rotating_cache_that_fills_in_mid_round_takes_the_trim_and_has_lost_what_it_overwrote() -> None:
+    cache = RotatingKVCache(max_size=4)
+    for i in range(3):
+        cache.update_and_fetch(*entries(1, first=i))
+    assert cache.is_trimmable(), "so says the cache before the round"
+    for i in range(3, 6):
+        cache.update_and_fetch(*entries(1, first=i))
+    assert cache.trim(3) == 3, "and afterwards it claims to have done it"
+    keys, _ = cache.update_and_fetch(*entries(1, first=90))
+    assert keys.flatten().tolist() != [0, 1, 2, 90]
+
+
+def test_a_concatenating_cache_that_is_trimmed_keeps_the_tokens() -> None:
+    cache = ConcatenateKVCache()
+    cache.update_and_fetch(*entries(5))
+    assert cache.is_trimmable()
+    assert cache.trim(2) == 2
+    keys, _ = cache.update_and_fetch(*entries(1, first=90))
+    assert keys.flatten().tolist() == [0, 1, 2, 3, 4, 90]
+
+
+class Concatenating(Wrapped):
+    def make_cache(self) -> list[Any]:
+        return [ConcatenateKVCache() for _ in self.layers]
+
+
+async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> None:
+    model = llama()
+    prompt = prompt_of(9)
+    async with runtime.open((Concatenating(model), None), (near(model, noise=0.05), None)) as rt:
+        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
+    assert [token.id for token in completion.tokens] == greedy(model, prompt, 24)
+    assert completion.statistics.n1_rounds == 23
+
+
+def test_ours_compares_a_cache_with_the_books_whatever_trim_returned() -> None:
+    model = MLXModel(llama())
+    try:
+        line = model.open_line(beside_another=False)
+        line.feed((1, 2, 3, 4, 5), 0)
+        line.check(5)
+        for cache in line._cache:
+            trim = cache.trim
+            cache.trim = lambda n, trim=trim: trim(n + 1) - 1
+        with pytest.raises(RewindError, match="should hold 4 tokens, it holds 3"):
+            line.rewind(4)
+    finally:
+        model.close()
+
+
+# --- mlx-lm's speculative decoding: each of these is right in ours --------------------------------
+
+
+def mlx_lm_speculative(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: int, **more: Any) -> Any:
+    steps = speculative_generate_step(
+        mx.array(prompt, dtype=mx.int32), target, draft, num_draft_tokens=3, max_tokens=num_tokens, **more
+    )
+    tokens, from_draft = [], []
+    for token, _, is_draft in steps:
+        tokens.append(token)
+        from_draft.append(is_draft)
+    return tokens, from_draft
+
+
+async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: int, **more: Any) -> Any:
+    async with runtime.open((target, None), (draft, None)) as rt:
+        return await rt.generate(prompt, max_tokens=num_tokens, **{"lookahead": 3} | more)
+
+
+@pytest.mark.parametrize("window", [8, 16, 32, 64])
+@pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
+async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], window: int) -> None:
+    """There the text leaves the greedy one without a word (mlx-lm #1423)."""
+    target = build(window=window)
+    draft = near(target, noise=0.05)
+    prompt = prompt_of(5)
+    right = greedy(target, prompt, 80)
+    theirs, _ = mlx_lm_speculative(target, draft, prompt, 80)
+    assert theirs != right
+    completion = await ours(target, draft, prompt, 80)
+    assert [token.id for token in completion.tokens] == right
+
+
+async def test_a_recurrent_target() -> None:
+    """There it is refused (mlx-lm #1446)."""
+    prompt = prompt_of(5)
+    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
+        mlx_lm_speculative(mamba(), llama(), prompt, 20)
+    completion = await ours(mamba(), llama(), prompt, 20)
+    assert [token.id for token in completion.tokens] == greedy(mamba(), prompt, 20)
+
+
+class Rereading(Wrapped):
+    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        # The tokens themselves are the keys.
+        tokens = inputs[:, None, :, None].astype(mx.float32)
+        seen, _ = cache[0].update_and_fetch(tokens, tokens)
+        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
+
+
+async def test_a_recurrent_drafter() -> None:
+    """There it is accepted and never rewound, so it goes on from text that was rejected."""
+    drafter = mamba()
+    target = Rereading(near(drafter, noise=0.02))
+    prompt = prompt_of(9)
+    right = greedy(target, prompt, 40)
+
+    # What the drafter says where it has seen the right text and nothing else.
+    says = mx.argmax(drafter(mx.array([prompt + right[:-1]]))[0, len(prompt) - 1 :], axis=-1).tolist()
+
+    def who_was_right(lookahead: int) -> list[bool]:
+        """Which tokens are from the drafter, if it proposes so many at a time and the target adds one."""
+        from_draft: list[bool] = []
+        while len(from_draft) < len(right):
+            begin = len(from_draft)
+            while len(from_draft) < begin + lookahead and says[len(from_draft) :][:1] == right[len(from_draft) :][:1]:
+                from_draft.append(True)
+            from_draft.append(False)
+        return from_draft
+
+    # At the very end fewer are proposed.
+    middle = slice(0, 36)
+    completion = await ours(target, drafter, prompt, 40)
+    assert [token.id for token in completion.tokens] == right
+    # It cannot be rewound, so it looks ahead by one token.
+    assert [token.from_draft for token in completion.tokens][middle] == who_was_right(1)[middle]
+
+    theirs, from_draft = mlx_lm_speculative(target, drafter, prompt, 40)
+    assert theirs == right
+    assert from_draft[middle] != who_was_right(3)[middle]
+    # With a drafter that is read anew as well, and so always in the right state, they are as expected.
+    _, from_draft = mlx_lm_speculative(target, Rereading(drafter), prompt, 40)
+    assert from_draft[middle] == who_was_right(3)[middle]
+
+
+async def test_sampling() -> None:
+    """There two independent samples have to be equal; so even a drafter that is the target is rejected."""
+    model = llama(seed=3)
+    prompt = prompt_of(9)
+    mx.random.seed(0)
+    _, from_draft = mlx_lm_speculative(model, model, prompt, 60, sampler=make_sampler(temp=1.0))
+    assert sum(from_draft) / 60 < 0.5
+    for acceptance in ("match", "rejection"):
+        completion = await ours(model, model, prompt, 60, temperature=1.0, seed=1, acceptance=acceptance)
+        assert completion.statistics.acceptance_rate > 0.95, acceptance
+
+
+async def test_a_prompt_without_a_token_and_a_text_without_a_bound() -> None:
+    """There these meet errors about shapes."""
+    model = llama()
+    with pytest.raises(ValueError, match="shape"):
+        mlx_lm_speculative(model, model, [], 5)
+    with pytest.raises(ValueError, match="concatenate"):
+        mlx_lm_speculative(model, model, [1], -1)
+    with pytest.raises(runtime.PromptError, match="at least one token"):
+        await ours(model, model, [], 5)
+    with pytest.raises(runtime.SettingsError, match=r"max_tokens must be .* at least 1, or None for no limit, got -1"):
+        await ours(model, model, [1], -1)
+
+
+async def test_what_a_text_that_ends_on_a_bonus_token_leaves_behind() -> None:
+    """There the caches hold a token less than the text that a second turn would go on from says."""
+    model = llama()
+    prompt = prompt_of(5)
+    caches = make_prompt_cache(model) + make_prompt_cache(model)
+    mlx_lm_speculative(model, model, prompt, 8, prompt_cache=caches)
+    assert {cache.offset for cache in caches} == {len(prompt) + 7, len(prompt) + 6}
+    # Ours starts each text from caches of its own, and so a second turn from the whole text.
+    async with runtime.open((model, None), (model, None)) as rt:
+        first = await rt.generate(prompt, max_tokens=8, lookahead=3)
+        longer = prompt + [token.id for token in first.tokens]
+        second = await rt.generate(longer, max_tokens=8, lookahead=3)
+    assert [token.id for token in second.tokens] == greedy(model, longer, 8)

@@ -1,0 +1,411 @@
+"""What fails, fails for whom it must: a drafter costs speed and no text, a target ends every stream with its error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from scripted import (
+    VOCAB_SIZE,
+    ScriptedFailure,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    ids,
+    priced,
+    read_into,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+
+import runtime
+from protocol.errors import (
+    NoRuntimeError,
+    ProtocolError,
+    RewindError,
+    RuntimeBrokenError,
+    RuntimeClosedError,
+    StreamBusyError,
+)
+from protocol.messages import Message, Proposal, Verdict
+
+PROMPT = [5, 6, 7, 8, 9]
+TEXT = continuation(PROMPT, 12)
+SETTINGS: dict[str, Any] = {"max_tokens": 12, "prefill_step_size": 2}
+# Verdicts come while the drafter rests; and while it drafts.
+PRICES = {"quick drafter": priced(draft=0.5, verify=8.0), "slow drafter": priced(draft=8.0, verify=3.0)}
+
+
+def drafter(**changes: Any) -> ScriptedModel:
+    return ScriptedModel(agreeing(0.6), **changes)
+
+
+async def num_feeds(actor: str, price: Any, lookahead: Any) -> int:
+    """How often a model is fed in a generation in which nothing fails."""
+    target, draft = ScriptedModel(truthful), drafter()
+    async with simulated(target, draft, price=price) as simulation:
+        assert await text_of(simulation, PROMPT, **SETTINGS, lookahead=lookahead) == TEXT
+        await trio.sleep(100)
+    return (draft if actor == "draft" else target).num_calls["feed"]
+
+
+# --- the drafter ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("lookahead", [1, 2, 5, "auto"])
+def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
+    async def fail_at(n: int) -> None:
+        draft = drafter(fails={"feed": {n}})
+        async with simulated(ScriptedModel(truthful), draft, price=PRICES[price], schedule=n) as simulation:
+            completion = await simulation.runtime.generate(PROMPT, **SETTINGS, lookahead=lookahead)
+            assert ids(completion.tokens) == TEXT
+            assert completion.finish_reason == "length"
+            assert completion.statistics.draft_failures == 1
+            assert len(simulation.instants("withdraw")) == 1
+            # For the next one there is a drafter again.
+            again = await simulation.runtime.generate([1, 2], max_tokens=12, lookahead=lookahead)
+            assert ids(again.tokens) == continuation([1, 2], 12)
+            assert again.statistics.draft_failures == 0
+            assert again.statistics.accepted > 0
+            assert simulation.runtime.statistics().draft_failures == 1
+
+    total = run(num_feeds, "draft", PRICES[price], lookahead)
+    assert total > 8
+    # The last drafts may still run when the text is over, and then their failure is nobody's.
+    for n in range(1, total - 3):
+        run(fail_at, n)
+
+
+@pytest.mark.parametrize("call", ["open", "check", "close"])
+async def test_a_drafter_that_fails_in_anything_else_costs_no_token(call: str, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter(fails={call: {1}})) as simulation:
+        for _ in range(3):
+            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+
+
+async def test_a_drafter_that_always_fails_costs_no_token(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter(fails={"feed": range(1, 1000)})) as simulation:
+        for _ in range(3):
+            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+        assert simulation.runtime.statistics().draft_failures == 3
+
+
+async def test_a_failing_drafter_is_warned_of_once_with_its_error(autojump_clock: Any, caplog: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter(fails={"feed": {4}})) as simulation:
+        assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "feed 4 failed" in record.getMessage()
+
+
+async def test_a_drafter_that_fails_for_one_session_goes_on_for_the_others(autojump_clock: Any) -> None:
+    for n in range(1, 40, 3):
+        async with simulated(ScriptedModel(truthful), drafter(fails={"feed": {n}})) as simulation:
+            failures = []
+
+            async def one(prompt: list[int], simulation: Simulation = simulation, failures: Any = failures) -> None:
+                completion = await simulation.runtime.generate(prompt, max_tokens=30, lookahead=2)
+                assert ids(completion.tokens) == continuation(prompt, 30)
+                failures.append(completion.statistics.draft_failures)
+
+            async with trio.open_nursery() as nursery:
+                for i in range(3):
+                    nursery.start_soon(one, [i, i, i])
+            assert sorted(failures) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])
+async def test_a_drafter_that_says_nothing_that_is_a_number_costs_no_token(settings: Any, autojump_clock: Any) -> None:
+    nonsense = ScriptedModel(lambda _: [float("nan")] * VOCAB_SIZE)
+    # At this temperature the true token has all of the probability.
+    target = ScriptedModel(lambda history: [100 * x for x in truthful(history)])
+    async with simulated(target, nonsense) as simulation:
+        assert await text_of(simulation, PROMPT, **SETTINGS, **settings, lookahead=2) == TEXT
+
+
+# --- the target -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_what_was_committed(
+    lookahead: Any, price: str
+) -> None:
+    async def fail_at(n: int) -> None:
+        target = ScriptedModel(truthful, fails={"feed": {n}})
+        with trio.fail_after(10_000):
+            async with simulated(target, drafter(), price=PRICES[price], schedule=n) as simulation:
+                stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
+                got: list[int] = []
+                with pytest.raises(RuntimeBrokenError, match=f"feed {n} failed") as broken:
+                    await read_into(got, stream)
+                assert isinstance(broken.value.__cause__, ScriptedFailure)
+                assert PROMPT + got == simulation.target_worker.parts.ever[0].books.committed
+                assert got == TEXT[: len(got)]
+                # It stays so, for this stream and for new ones.
+                for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
+                    with pytest.raises(RuntimeBrokenError) as again:
+                        await attempt()
+                    assert isinstance(again.value.__cause__, ScriptedFailure)
+
+    for n in range(1, run(num_feeds, "target", PRICES[price], lookahead) + 1):
+        run(fail_at, n)
+
+
+@pytest.mark.parametrize("with_drafter", [True, False])
+def test_a_target_that_fails_ends_every_stream_with_its_error(with_drafter: bool) -> None:
+    async def fail_at(n: int) -> None:
+        target = ScriptedModel(truthful, fails={"feed": {n}})
+        with trio.fail_after(10_000):
+            async with (
+                simulated(target, drafter() if with_drafter else None, schedule=n) as simulation,
+                trio.open_nursery() as nursery,
+            ):
+
+                async def one(session: int, prompt: list[int], is_slow: bool) -> None:
+                    got: list[int] = []
+                    stream = simulation.runtime.stream(prompt, max_tokens=60, lookahead=2)
+                    with pytest.raises(RuntimeBrokenError) as broken:
+                        await read_into(got, stream, pause=100.0 if is_slow else 0.0)
+                    assert isinstance(broken.value.__cause__, ScriptedFailure)
+                    assert prompt + got == simulation.target_worker.parts.ever[session].books.committed
+                    assert got == continuation(prompt, len(got))
+
+                for i in range(3):
+                    nursery.start_soon(one, i, [i, i, i], i == 2)
+                    await trio.testing.wait_all_tasks_blocked()
+
+    for n in range(1, 30):
+        run(fail_at, n)
+
+
+async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_when_the_target_fails(
+    autojump_clock: Any,
+) -> None:
+    # Another session's feed fails, when this one's buffer is full and a round waits to enter it.
+    target = ScriptedModel(truthful, fails={"feed": {60}})
+    async with simulated(target, drafter()) as simulation:
+        unread = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=2)
+        await trio.sleep(1000)
+        with pytest.raises(RuntimeBrokenError):
+            await text_of(simulation, [1], max_tokens=200, lookahead=2)
+        got: list[int] = []
+        with pytest.raises(RuntimeBrokenError):
+            await read_into(got, unread)
+        assert PROMPT + got == simulation.target_worker.parts.ever[0].books.committed
+
+
+@pytest.mark.parametrize("call", ["open", "close"])
+async def test_a_target_that_fails_in_anything_else_breaks_the_runtime(call: str, autojump_clock: Any) -> None:
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful, fails={call: {1}}), drafter()) as simulation:
+            other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
+            first = simulation.runtime.stream(PROMPT, **SETTINGS)
+            await trio.sleep(20)
+            await first.aclose()
+            with pytest.raises(RuntimeBrokenError) as broken:
+                await collect(other)
+            assert isinstance(broken.value.__cause__, ScriptedFailure)
+
+
+async def test_a_target_whose_cache_lost_count_ends_that_session_and_no_other(autojump_clock: Any) -> None:
+    for lookahead in (0, 2):
+        async with simulated(ScriptedModel(truthful, fails={"check": {3}}), drafter()) as simulation:
+            stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
+            got: list[int] = []
+            with pytest.raises(RewindError, match="check 3 failed"):
+                await read_into(got, stream)
+            assert got == TEXT[: len(got)]
+            assert len(got) >= 2
+            with pytest.raises(RewindError):
+                await anext(stream)
+            assert await text_of(simulation, [1, 2], max_tokens=12) == continuation([1, 2], 12)
+
+
+# --- messages that have no place ------------------------------------------------------------------
+
+
+class Forging:
+    """The sending end of a mailbox, which puts a forged message behind the n-th."""
+
+    def __init__(self, mailbox: Any, n: int, forged: Message) -> None:
+        self._mailbox = mailbox
+        self._left = n
+        self._forged = forged
+
+    def send_nowait(self, message: Message) -> None:
+        self._mailbox.send_nowait(message)
+        self._left -= 1
+        if self._left == 0:
+            self._mailbox.send_nowait(self._forged)
+
+
+FORGED: Sequence[Message] = [
+    Verdict(0, 50, 60, 0, 1),
+    Verdict(0, 1, 60, 0, 1),
+    Proposal(0, 50, 60, (1, 2)),
+    Proposal(0, 1, 60, (1, 2)),
+]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=repr)
+@pytest.mark.parametrize("to", ["target", "draft"])
+async def test_a_message_that_has_no_place_ends_its_session_and_no_other(
+    to: str, forged: Message, autojump_clock: Any
+) -> None:
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+            target, draft = simulation.runtime._target, simulation.runtime._draft
+            if to == "target":
+                draft._target = Forging(target.mailbox, 1, forged)
+            else:
+                target.drafter = Forging(draft.mailbox, 1, forged)
+            stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=2)
+            other = simulation.runtime.stream([1, 2], max_tokens=30, lookahead=2)
+            got: list[int] = []
+            with pytest.raises(ProtocolError):
+                await read_into(got, stream)
+            assert got == continuation(PROMPT, len(got))
+            assert await collect(other) == continuation([1, 2], 30)
+            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+async def test_a_second_consumer_is_turned_away_and_the_first_goes_on(lookahead: int, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation, trio.open_nursery() as nursery:
+        stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
+
+        async def consume() -> None:
+            assert await collect(stream) == TEXT
+
+        nursery.start_soon(consume)
+        for _ in range(10):
+            await trio.sleep(2.125)
+            with pytest.raises(StreamBusyError):
+                await anext(stream)
+
+
+async def test_two_consumers_may_take_turns(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+        stream = simulation.runtime.stream(PROMPT, **SETTINGS)
+        got: list[int] = []
+
+        async def take_one() -> None:
+            got.append((await anext(stream)).id)
+
+        for _ in TEXT:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(take_one)
+        assert got == TEXT
+        for _ in range(2):
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+
+async def test_after_its_end_there_are_no_streams(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+        pass
+    with pytest.raises(RuntimeClosedError):
+        simulation.runtime.stream(PROMPT)
+    with pytest.raises(RuntimeClosedError):
+        await simulation.runtime.generate(PROMPT)
+    with pytest.raises(NoRuntimeError):
+        runtime.stream(PROMPT)
+
+
+async def test_the_runtime_of_a_task_is_the_innermost_that_is_open(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as outer:
+        assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
+        async with simulated(ScriptedModel(truthful)) as inner:
+            assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
+        assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
+    assert len(outer.target.lines) == 2
+    assert len(inner.target.lines) == 1
+
+
+# --- the user's own errors ------------------------------------------------------------------------
+
+
+class BodyError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [BodyError, KeyboardInterrupt, SystemExit, GeneratorExit])
+async def test_an_error_in_the_body_comes_out_as_itself(kind: type[BaseException], autojump_clock: Any) -> None:
+    target, draft = ScriptedModel(truthful), drafter()
+    streams = []
+
+    async def body() -> None:
+        async with simulated(target, draft) as simulation:
+            streams.append(simulation.runtime.stream(PROMPT, max_tokens=100))
+            await anext(streams[0])
+            raise kind("in the body")
+
+    with pytest.raises(kind) as raised:
+        await body()
+    assert type(raised.value) is kind
+    assert_closed(target, draft)
+    with pytest.raises(RuntimeClosedError):
+        await collect(streams[0])
+
+
+async def test_a_group_of_errors_in_the_body_comes_out_as_it_is(autojump_clock: Any) -> None:
+    target, draft = ScriptedModel(truthful), drafter()
+
+    async def body() -> None:
+        async with simulated(target, draft) as simulation, trio.open_nursery() as nursery:
+            nursery.start_soon(partial(text_of, simulation, PROMPT, max_tokens=100))
+            await trio.sleep(20)
+            raise BodyError
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await body()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, BodyError)
+    assert_closed(target, draft)
+
+
+@pytest.mark.parametrize("delay", [0.0, 3.0, 30.0])
+async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lost(
+    delay: float, autojump_clock: Any
+) -> None:
+    target, draft = ScriptedModel(truthful), drafter()
+
+    async def body() -> None:
+        async with simulated(target, draft) as simulation:
+            stream = simulation.runtime.stream(PROMPT, max_tokens=100)
+            try:
+                await trio.sleep_forever()
+            finally:
+                await stream.aclose()
+
+    async def failing_body() -> None:
+        async with simulated(target, draft) as simulation, simulation.runtime.stream(PROMPT, max_tokens=100):
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise BodyError
+
+    with trio.move_on_after(delay) as scope:
+        await body()
+    assert scope.cancelled_caught
+    # As it is, or in a group as trio's nurseries make them: but it must come out.
+    with pytest.raises((BodyError, ExceptionGroup)), trio.move_on_after(delay):
+        await failing_body()
+    assert_closed(target, draft)
+
+
+def assert_closed(*models: ScriptedModel) -> None:
+    for model in models:
+        assert model.lines != []
+        assert all(line.is_closed for line in model.lines)

@@ -1,0 +1,460 @@
+"""The greedy text is mlx-lm's plain greedy text, token for token: whoever drafts, and however far ahead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import KVCache
+from models import (
+    VOCAB_SIZE,
+    Padded,
+    Shifted,
+    Wrapped,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    greedy,
+    llama,
+    mamba,
+    near,
+    prompt_of,
+    qwen3,
+    sliding_llama,
+)
+
+import runtime
+from protocol.trace import Event, Instant, Span
+
+LOOKAHEADS = [0, 1, 2, 3, 5, 8, "auto"]
+PREFILL_STEP_SIZE = 7
+FAMILIES = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "deepseek_v3": deepseek_v3}
+
+DRAFTERS: dict[str, Callable[[nn.Module, Callable[..., nn.Module]], nn.Module]] = {
+    "right": lambda target, build: target,
+    "wrong": lambda target, build: Shifted(target),
+    "near": lambda target, build: near(target, noise=0.05),
+    "random": lambda target, build: build(seed=77, hidden_size=16, num_hidden_layers=1),
+}
+
+
+@functools.cache
+def family(name: str) -> nn.Module:
+    return FAMILIES[name]()
+
+
+@functools.cache
+def family_text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return greedy(family(name), prompt, num_tokens)
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+async def complete(
+    target: nn.Module, draft: nn.Module | None, prompt: Sequence[int], *, rewind: str = "auto", **settings: Any
+) -> runtime.Completion:
+    async with runtime.open((target, None), None if draft is None else (draft, None), rewind=rewind) as rt:
+        return await rt.generate(prompt, **settings)
+
+
+# --- families, drafters, lookaheads ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) -> None:
+    target = family(name)
+    draft = DRAFTERS[drafter](target, FAMILIES[name])
+    async with runtime.open((target, None), (draft, None)) as rt:
+        for lookahead in LOOKAHEADS:
+            for length in (1, 2, 3 * PREFILL_STEP_SIZE + 2):
+                prompt = prompt_of(length)
+                completion = await rt.generate(
+                    prompt, max_tokens=20, lookahead=lookahead, prefill_step_size=PREFILL_STEP_SIZE
+                )
+                assert ids(completion) == family_text(name, tuple(prompt), 20), f"lookahead {lookahead}, {length} ids"
+                statistics = completion.statistics
+                assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
+                assert statistics.n1_rounds == 0
+                if lookahead == 0:
+                    assert statistics.proposed == 0
+                elif drafter == "right":
+                    assert statistics.accepted == statistics.proposed > 0
+                elif drafter == "wrong":
+                    assert statistics.accepted == 0 < statistics.proposed
+        if drafter == "near":
+            # Otherwise the mixture of acceptances and rejections that it is there for did not happen.
+            assert 0.2 < rt.statistics().acceptance_rate < 0.9
+
+
+@pytest.mark.parametrize("length", [1, 2, PREFILL_STEP_SIZE, PREFILL_STEP_SIZE + 1, 2 * PREFILL_STEP_SIZE + 1, 50])
+async def test_prompts_that_just_fit_a_prefill_chunk_and_those_that_do_not(length: int) -> None:
+    prompt = prompt_of(length, seed=length)
+    completion = await complete(
+        family("llama"), near(family("llama"), noise=0.05), prompt, max_tokens=16, prefill_step_size=PREFILL_STEP_SIZE
+    )
+    assert ids(completion) == family_text("llama", tuple(prompt), 16)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+async def test_the_text_is_cut_at_max_tokens_wherever_that_falls_in_a_round(max_tokens: int) -> None:
+    prompt = prompt_of(5)
+    completion = await complete(family("qwen3"), family("qwen3"), prompt, max_tokens=max_tokens, lookahead=3)
+    assert ids(completion) == family_text("qwen3", tuple(prompt), 20)[:max_tokens]
+    assert completion.finish_reason == "length"
+
+
+async def test_the_text_ends_at_a_stop_token_wherever_that_falls_in_a_proposal() -> None:
+    prompt = prompt_of(9)
+    text = family_text("llama", tuple(prompt), 20)
+    async with runtime.open((family("llama"), None), (family("llama"), None)) as rt:
+        for stop in dict.fromkeys(text):
+            completion = await rt.generate(prompt, max_tokens=20, lookahead=5, stop_tokens=[stop])
+            assert ids(completion) == text[: text.index(stop) + 1]
+            assert completion.finish_reason == "stop"
+
+
+async def test_the_text_ends_where_the_context_does() -> None:
+    target = llama(max_position_embeddings=24)
+    prompt = prompt_of(10)
+    completion = await complete(target, near(target, noise=0.05), prompt, max_tokens=None, lookahead=4)
+    assert ids(completion) == greedy(target, prompt, 14)
+    assert completion.finish_reason == "length"
+
+
+async def test_a_target_without_a_drafter_gives_its_own_text() -> None:
+    prompt = prompt_of(9)
+    completion = await complete(family("gemma2"), None, prompt, max_tokens=20)
+    assert ids(completion) == family_text("gemma2", tuple(prompt), 20)
+    assert completion.statistics.proposed == 0
+
+
+async def test_a_model_with_scaled_rotary_embeddings_works_on_threads_other_than_the_one_that_built_it() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    target, draft = llama(rope_scaling=scaling), llama(seed=5, rope_scaling=scaling)
+    prompt = prompt_of(9)
+    completion = await complete(target, draft, prompt, max_tokens=20)
+    assert ids(completion) == greedy(target, prompt, 20)
+
+
+# --- vocabularies of other widths -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_a_target_with_padding_rows_that_the_drafter_lacks(lookahead: Any) -> None:
+    prompt = prompt_of(9)
+    target, draft = Padded(family("llama"), 16), near(family("llama"), noise=0.05)
+    completion = await complete(target, draft, prompt, max_tokens=20, lookahead=lookahead)
+    assert ids(completion) == family_text("llama", tuple(prompt), 20)
+    assert completion.statistics.accepted > 0
+
+
+class Tempting(Padded):
+    """A padded model whose padding rows always win."""
+
+    PAD_LOGIT = 1e9
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_padding_rows_of_the_drafter_are_not_drafted_however_likely(lookahead: Any) -> None:
+    prompt = prompt_of(9)
+    draft = Tempting(family("llama"), 16)
+    completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=lookahead)
+    assert ids(completion) == family_text("llama", tuple(prompt), 20)
+    # Without its padding it is the target itself.
+    assert completion.statistics.acceptance_rate == 1
+
+
+class OnlyItsOwnIds(Wrapped):
+    """Notes ids that its embedding has no row for: reading there is reading whatever lies behind it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._strangers: list[int] = []
+
+    @property
+    def strangers(self) -> list[int]:
+        return self._strangers
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self._strangers += [i for i in inputs.flatten().tolist() if i >= self.args.vocab_size]
+        return super().__call__(mx.minimum(inputs, self.args.vocab_size - 1), cache)
+
+
+async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_it() -> None:
+    draft = OnlyItsOwnIds(llama(seed=4, vocab_size=VOCAB_SIZE // 2))
+    prompt = prompt_of(9)
+    text = family_text("llama", tuple(prompt), 20)
+    assert max(prompt) >= VOCAB_SIZE // 2, "the prompt should have such an id"
+    assert max(text) >= VOCAB_SIZE // 2, "the text should have such an id"
+    completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=3)
+    assert ids(completion) == text
+    assert draft.strangers == []
+
+
+# --- caches that cannot always be rewound ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
+@pytest.mark.parametrize(("window", "lookahead"), [(8, 1), (8, 5), (16, 3), (32, 8), (32, "auto")])
+@pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
+async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
+    build: Callable[..., nn.Module], window: int, lookahead: Any, drafter: str
+) -> None:
+    target = build(window=window)
+    prompt = prompt_of(5)
+    completion = await complete(target, DRAFTERS[drafter](target, build), prompt, max_tokens=64, lookahead=lookahead)
+    assert ids(completion) == greedy(target, prompt, 64)
+    statistics = completion.statistics
+    # Rewound while that was possible, and then one token at a time.
+    assert 0 < statistics.n1_rounds < statistics.rounds
+    if drafter == "right":
+        assert statistics.acceptance_rate == 1
+
+
+async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -> None:
+    target = gemma3_text(window=8)
+    prompt = prompt_of(40)
+    completion = await complete(
+        target, near(target, noise=0.05), prompt, max_tokens=40, lookahead=3, prefill_step_size=PREFILL_STEP_SIZE
+    )
+    assert ids(completion) == greedy(target, prompt, 40)
+    # The last token cannot be followed by a verdict's own, so nothing is proposed for it.
+    assert completion.statistics.n1_rounds == completion.statistics.rounds - 1 == 39
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_the_window(lookahead: Any) -> None:
+    target = sliding_llama(window=16)
+    # The same weights, seen by the target through full attention: both are right up to the window.
+    full = llama()
+    prompt = prompt_of(5)
+    completion = await complete(full, target, prompt, max_tokens=72, lookahead=lookahead)
+    assert ids(completion) == greedy(full, prompt, 72)
+    assert completion.statistics.n1_rounds == 0
+    assert completion.statistics.draft_failures == 0
+    assert completion.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
+async def test_a_recurrent_target_is_fed_committed_tokens_alone(drafter: str) -> None:
+    target = mamba()
+    prompt = prompt_of(9)
+    draft = near(target, noise=0.02) if drafter == "near" else DRAFTERS[drafter](target, mamba)
+    async with runtime.open((target, None), (draft, None)) as rt:
+        for lookahead in (1, 3, "auto"):
+            completion = await rt.generate(prompt, max_tokens=40, lookahead=lookahead)
+            assert ids(completion) == greedy(target, prompt, 40)
+            statistics = completion.statistics
+            assert statistics.n1_rounds == statistics.proposed == statistics.rounds - 1 == 39
+            assert statistics.draft_failures == 0
+            if drafter == "right":
+                assert statistics.acceptance_rate == 1
+            elif drafter == "near":
+                assert 0 < statistics.acceptance_rate < 1
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> None:
+    prompt = prompt_of(9)
+    draft = mamba()
+    # The drafter's text is the target's, so every guess that is made in the right state is right.
+    target = Echo(draft)
+    completion = await complete(target, draft, prompt, max_tokens=40, lookahead=lookahead)
+    assert ids(completion) == greedy(draft, prompt, 40)
+    assert completion.statistics.draft_failures == 0
+    assert completion.statistics.acceptance_rate == 1
+
+
+class Echo(Wrapped):
+    """A recurrent model made to look rewindable: it reads its whole text anew at every step."""
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        # The tokens themselves are the keys.
+        tokens = inputs[:, None, :, None].astype(mx.float32)
+        seen, _ = cache[0].update_and_fetch(tokens, tokens)
+        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
+
+
+# --- rewind ---------------------------------------------------------------------------------------
+
+
+class Watched(Wrapped):
+    """Notes how many tokens its caches are asked to give up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._given_up: list[int] = []
+        self._caches: list[Any] = []
+
+    @property
+    def given_up(self) -> list[int]:
+        return self._given_up
+
+    @property
+    def caches(self) -> list[Any]:
+        """The latest."""
+        return self._caches
+
+    def make_cache(self) -> list[Any]:
+        caches = self._caches = super().make_cache()
+        for cache in caches:
+            cache.trim = self._watch(cache.trim)
+        return caches
+
+    def _watch(self, trim: Callable[[int], int]) -> Callable[[int], int]:
+        def watched(num_tokens: int) -> int:
+            self._given_up.append(num_tokens)
+            return trim(num_tokens)
+
+        return watched
+
+
+@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(lookahead: Any, drafter: str) -> None:
+    prompt = prompt_of(9)
+    target = Watched(family("llama"))
+    draft = Watched(DRAFTERS[drafter](family("llama"), llama))
+    completion = await complete(target, draft, prompt, max_tokens=24, lookahead=lookahead, rewind="none")
+    assert ids(completion) == family_text("llama", tuple(prompt), 24)
+    assert completion.statistics.n1_rounds == 23
+    assert target.given_up == draft.given_up == []
+
+
+async def test_rewind_auto_does_rewind_both() -> None:
+    """Shows that the watch above would have seen it."""
+    target, draft = Watched(family("llama")), Watched(near(family("llama"), noise=0.05))
+    completion = await complete(target, draft, prompt_of(9), max_tokens=24, lookahead=3)
+    assert completion.statistics.n1_rounds == 0
+    assert sum(target.given_up) > 0
+    assert sum(draft.given_up) > 0
+
+
+@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
+async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_token(drafter: str) -> None:
+    prompt = prompt_of(9)
+    target = Watched(family("llama"))
+    held: list[set[int]] = []
+    right: list[int] = []
+    num_tokens = len(prompt)
+
+    def look(event: Event) -> None:
+        nonlocal num_tokens
+        # The target's thread has nothing to do at that moment.
+        if isinstance(event, Instant) and event.kind == "verdict":
+            num_tokens += event.num_tokens + 1
+            right.append(num_tokens - 1)
+            held.append({cache.offset for cache in target.caches})
+
+    draft = DRAFTERS[drafter](family("llama"), llama)
+    async with runtime.open((target, None), (draft, None), trace=look) as rt:
+        await rt.generate(prompt, max_tokens=24, lookahead=3)
+    assert len(held) >= 24 / 4
+    assert held == [{length} for length in right]
+
+
+class Stubborn(KVCache):
+    """A cache that gives nothing up."""
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def trim(self, n: int) -> int:
+        raise AssertionError(f"asked to give up {n} tokens")
+
+
+class StubbornModel(Wrapped):
+    def make_cache(self) -> list[Any]:
+        return [Stubborn() for _ in self.layers]
+
+
+@pytest.mark.parametrize("who", ["target", "draft", "both"])
+async def test_caches_that_refuse_everything_give_the_greedy_text(who: str) -> None:
+    prompt = prompt_of(9)
+    target, draft = family("llama"), near(family("llama"), noise=0.05)
+    completion = await complete(
+        target if who == "draft" else StubbornModel(target),
+        draft if who == "target" else StubbornModel(draft),
+        prompt,
+        max_tokens=24,
+        lookahead=3,
+    )
+    assert ids(completion) == family_text("llama", tuple(prompt), 24)
+    assert completion.statistics.n1_rounds == (0 if who == "draft" else 23)
+    assert completion.statistics.accepted > 0
+    assert completion.statistics.draft_failures == 0
+
+
+async def test_rewind_trim_is_refused_where_a_cache_cannot_be_trimmed() -> None:
+    for target, draft in [(mamba(), None), (llama(), mamba())]:
+        with pytest.raises(runtime.ModelError, match=r'rewind="trim".*ArraysCache.*"auto"'):
+            await complete(target, draft, [1], rewind="trim")
+
+
+async def test_rewind_trim_is_as_good_as_auto_where_it_can() -> None:
+    prompt = prompt_of(9)
+    completion = await complete(
+        family("llama"), near(family("llama"), noise=0.05), prompt, rewind="trim", max_tokens=24, lookahead=3
+    )
+    assert ids(completion) == family_text("llama", tuple(prompt), 24)
+
+
+# --- the demo pair --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """In float32, where the width of a pass cannot flip an argmax."""
+    pair = mlx_lm.load(str(runtime.DEMO_TARGET)), mlx_lm.load(str(runtime.DEMO_DRAFT))
+    for model, _ in pair:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return pair
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, lookahead: Any) -> None:
+    (target, tokenizer), _ = demo_pair
+    prompt = "def quicksort(items):"
+    text = greedy(target, tokenizer.encode(prompt), 24)
+    # The target may well end the text before.
+    text = text[: next((i + 1 for i, token in enumerate(text) if token in tokenizer.eos_token_ids), len(text))]
+    async with runtime.open(*demo_pair) as rt:
+        completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
+    assert ids(completion) == text
+    assert completion.text == tokenizer.decode(text if completion.finish_reason == "length" else text[:-1])
+
+
+async def test_the_demo_pairs_drafter_drafts_while_the_target_verifies() -> None:
+    """As it comes, in bfloat16."""
+    events: list[Event] = []
+    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT, trace=events.append) as rt:
+        await rt.generate("def quicksort(items):", max_tokens=24, ignore_eos=True)
+    spans = [event for event in events if isinstance(event, Span)]
+    verifies = [span for span in spans if span.kind == "verify"]
+    drafts = [span for span in spans if span.kind == "draft"]
+    assert verifies
+    assert [
+        draft
+        for draft in drafts
+        if any(verify.began <= draft.began and draft.ended <= verify.ended for verify in verifies)
+    ]

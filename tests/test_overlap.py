@@ -1,0 +1,234 @@
+"""The drafter works while the target verifies: a text takes the time of its verify passes alone.
+
+All times are simulated, and made of powers of two, so they are compared with ==.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import trio
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    never,
+    priced,
+    simulated,
+    text_of,
+    truthful,
+)
+
+from runtime.engine import BUFFERED_ROUNDS
+
+PROMPT = [5, 6, 7, 8, 9]
+VERIFY = 32.0
+PREFILL = 4.0
+SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7), "auto": (2, 4)}
+"""For each lookahead, the size of the first proposal and of the others, where every guess is right."""
+
+
+def free_draft(largest: int) -> float:
+    """A price at which the drafter goes as far ahead as it may, within one verify pass: a power of two."""
+    price = VERIFY
+    while price * (2 * largest + 1) > VERIFY:
+        price /= 2
+    return price
+
+
+def sizes_of(lookahead: Any, max_tokens: int) -> list[int]:
+    """How many tokens each proposal has, where every guess is right and drafting is never waited for."""
+    first, others = SIZES[lookahead]
+    sizes, left = [], max_tokens
+    while left > 0:
+        sizes.append(min(others if sizes else first, left - 1))
+        left -= sizes[-1] + 1
+    return sizes
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 24, 25, 40])
+@pytest.mark.parametrize("lookahead", SIZES)
+async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alone(
+    lookahead: Any, max_tokens: int, autojump_clock: Any
+) -> None:
+    draft_price = free_draft(SIZES[lookahead][1])
+    sizes = sizes_of(lookahead, max_tokens)
+    price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=max_tokens, lookahead=lookahead)
+        took = trio.current_time()
+
+    assert took == PREFILL + sizes[0] * draft_price + len(sizes) * VERIFY
+    assert [instant.num_tokens for instant in simulation.instants("proposal")] == sizes
+    verifies = simulation.spans("target", "verify")
+    assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
+    # A verdict's text was drafted for already in each round but the last, after which there is none.
+    assert completion.statistics.lookahead_hits == len(sizes) - 1
+    assert completion.statistics.lookahead_misses == 0
+    assert completion.statistics.bonus == sum(size > 0 for size in sizes)
+
+
+@pytest.mark.parametrize("lookahead", SIZES)
+async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
+    lookahead: Any, autojump_clock: Any
+) -> None:
+    price = priced(draft=free_draft(SIZES[lookahead][1]), verify=VERIFY)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=40, lookahead=lookahead)
+    verdicts, proposals = simulation.instants("verdict"), simulation.instants("proposal")
+    assert len(verdicts) > 3
+    assert [verdict.at for verdict in verdicts[:-1]] == [proposal.at for proposal in proposals[1:]]
+
+
+@pytest.mark.parametrize("lookahead", SIZES)
+async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -> None:
+    price = priced(draft=free_draft(SIZES[lookahead][1]), verify=VERIFY)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=80, lookahead=lookahead)
+    drafts, verifies = simulation.spans("draft", "draft"), simulation.spans("target", "verify")
+    inside = [d for d in drafts if any(v.began <= d.began and d.ended <= v.ended for v in verifies)]
+    # All but those of the first proposal.
+    assert len(inside) == len(drafts) - SIZES[lookahead][0]
+    # Each verify sees as many drafts as the verdict before it has used up: what it accepted, and the bonus.
+    assert {sum(v.began <= d.began < v.ended for d in drafts) for v in verifies[2:-3]} == {SIZES[lookahead][1] + 1}
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
+async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: Any, autojump_clock: Any) -> None:
+    price = priced(draft=1.0, verify=1024.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=lookahead)
+        await trio.sleep(1000)
+        horizon = 2 * (4 if lookahead == "auto" else lookahead) + 1
+        assert len(simulation.spans("draft", "draft")) == horizon
+        await stream.aclose()
+
+
+async def test_a_drafter_that_is_always_wrong_costs_one_draft_a_round(autojump_clock: Any) -> None:
+    # The verdict finds the drafter resting, so what is waited for is what the next proposal needs, and no more.
+    price = priced(prefill=PREFILL, draft=1.0, verify=VERIFY)
+    for lookahead in (1, 2, 3):
+        draft = ScriptedModel(agreeing(0.0))
+        async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
+            began = trio.current_time()
+            assert await text_of(simulation, PROMPT, max_tokens=20, lookahead=lookahead) == continuation(PROMPT, 20)
+            # The last rounds have room for fewer.
+            waits = sum(min(lookahead, 19 - round) for round in range(20))
+            assert trio.current_time() - began == PREFILL + 20 * VERIFY + waits
+
+
+async def test_with_drafting_dearer_than_verifying_the_target_waits_for_drafts_and_for_nothing_else(
+    autojump_clock: Any,
+) -> None:
+    price = priced(prefill=PREFILL, draft=8.0, verify=1.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=20, lookahead=1)
+        drafts = simulation.spans("draft", "draft")
+        # Two tokens a round, and the drafter drafts all of them, one after the other, without a pause.
+        assert all(before.ended == after.began for before, after in itertools.pairwise(drafts))
+        assert trio.current_time() == PREFILL + 19 * 8.0 + 1.0
+
+
+async def test_a_draft_that_is_running_when_the_verdict_comes_is_of_use_where_the_text_goes_its_way(
+    autojump_clock: Any,
+) -> None:
+    # Drafts end at 3, 6, 9; the first is proposed at 3, and its verdict comes at 7: it commits what the second
+    # one said, and the third goes on from there.
+    price = priced(prefill=0.0, draft=3.0, verify=4.0)
+    draft = ScriptedModel(truthful)
+    async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=1) == continuation(PROMPT, 30)
+        drafts = simulation.spans("draft", "draft")
+        assert any(d.began < hit.at < d.ended for d in drafts for hit in simulation.instants("hit"))
+        assert [instant.at for instant in simulation.instants("proposal")][:3] == [3.0, 9.0, 15.0]
+        # Nothing was ever drafted twice.
+        assert all(d.num_tokens == 1 for d in drafts)
+        assert draft.lines[0].rewinds == []
+
+
+async def test_a_draft_that_is_running_when_the_verdict_goes_another_way_is_thrown_away(autojump_clock: Any) -> None:
+    price = priced(prefill=0.0, draft=3.0, verify=4.0)
+    draft = ScriptedModel(agreeing(0.0))
+    async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=10, lookahead=1) == continuation(PROMPT, 10)
+        # The first is proposed at 3; the third is running at 7, and the one after it, from 9, is the next proposal.
+        assert [instant.at for instant in simulation.instants("proposal")][:2] == [3.0, 12.0]
+        assert draft.lines[0].rewinds != []
+
+
+@pytest.mark.parametrize("cannot", ["target", "draft"])
+async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, undo=never) if cannot == "target" else ScriptedModel(truthful)
+    draft = ScriptedModel(truthful, undo=never) if cannot == "draft" else ScriptedModel(truthful)
+    price = priced(prefill=PREFILL, draft=1.0, verify=VERIFY)
+    async with simulated(target, draft, price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=20, lookahead=3)
+        took = trio.current_time()
+    if cannot == "target":
+        # The first proposal is waited for; every other one is there already.
+        assert took == PREFILL + 3 * 1.0 + 20 * VERIFY
+    else:
+        # A guess at one token beyond what is committed needs the verdict first: it is waited for. And finding
+        # out that more than one cannot be guessed takes a job, once.
+        assert took == PREFILL + 1.0 + 10 * (1.0 + VERIFY)
+
+
+# --- a slow consumer ------------------------------------------------------------------------------
+
+
+async def until_it_rests(simulation: Simulation) -> tuple[int, int]:
+    """Let the models work until they rest; how many verifies and drafts there have been."""
+    await trio.sleep(50_000)
+    before = len(simulation.events)
+    await trio.sleep(50_000)
+    assert len(simulation.events) == before
+    return len(simulation.spans("target", "verify", "decode")), len(simulation.spans("draft", "draft"))
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, "auto"])
+async def test_the_models_wait_for_a_consumer_that_does_not_read(lookahead: Any, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=150, lookahead=lookahead)
+        num_verifies, num_drafts = await until_it_rests(simulation)
+        # The buffer, and the round that waits to enter it.
+        assert num_verifies == BUFFERED_ROUNDS + 1
+        tokens = []
+        for num_rounds in range(1, 4):
+            before = stream.statistics().rounds
+            while stream.statistics().rounds == before:
+                tokens.append((await anext(stream)).id)
+            # One round was taken out, so one more goes in.
+            assert (await until_it_rests(simulation))[0] == BUFFERED_ROUNDS + 1 + num_rounds
+        assert num_drafts < (await until_it_rests(simulation))[1]
+        assert tokens + await collect(stream) == continuation(PROMPT, 150)
+
+
+async def test_plain_decoding_waits_for_a_consumer_that_does_not_read(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=100)
+        assert (await until_it_rests(simulation))[0] == BUFFERED_ROUNDS + 1
+        assert await collect(stream) == continuation(PROMPT, 100)
+
+
+async def test_a_consumer_that_does_not_read_holds_up_nobody_else(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful)) as simulation:
+        unread = simulation.runtime.stream(PROMPT, max_tokens=150, lookahead=2)
+        await until_it_rests(simulation)
+        began = trio.current_time()
+        assert await text_of(simulation, [1, 2], max_tokens=30, lookahead=2) == continuation([1, 2], 30)
+        # As if it were alone: a prefill of one token, two drafts, ten verifies.
+        assert trio.current_time() - began == 4.0 + 2 * 0.5 + 10 * 8.0
+        assert await collect(unread) == continuation(PROMPT, 150)
+
+
+async def test_a_consumer_that_takes_its_time_over_each_token_gets_the_same_text(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.5))) as simulation:
+        tokens = []
+        async for token in simulation.runtime.stream(PROMPT, max_tokens=100, lookahead=3):
+            await trio.sleep(50)
+            tokens.append(token.id)
+    assert tokens == continuation(PROMPT, 100)

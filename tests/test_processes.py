@@ -1,0 +1,393 @@
+"""Processes that stream and leave, in every way there is to leave: the right exit status, and nothing odd said.
+
+A process whose threads ran models may abort as it exits, or say something about what it left behind; neither
+shows from inside. Parent and child keep step by lines: the child says where it is, and a forward pass in it
+that is to be interrupted waits for a line from the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+
+# For a child that hangs, which would be a failure of its own; nothing waits for it otherwise.
+PATIENCE_SECONDS = 300
+
+CHILD = '''
+import sys
+import threading
+
+import mlx.core as mx
+import trio
+from models import Wrapped, llama, near, prompt_of
+
+import runtime
+
+
+def say(line):
+    print(line, flush=True)
+
+
+class Held(Wrapped):
+    """Says when its nth forward pass begins, and goes on with it when it is told to."""
+
+    def __init__(self, model, nth):
+        super().__init__(model)
+        self._left = nth
+        self._is_in = threading.Event()
+
+    async def is_in(self):
+        await trio.to_thread.run_sync(self._is_in.wait)
+
+    def __call__(self, inputs, cache=None):
+        self._left -= 1
+        if self._left == 0:
+            say("in a forward pass")
+            self._is_in.set()
+            sys.stdin.readline()
+        return super().__call__(inputs, cache)
+
+
+def pair(held=None, nth=0):
+    target, draft = llama(), near(llama(), noise=0.05)
+    # Once in a process, when it first compiles something, MLX asks for the version of the compiler, by
+    # system(3), which has the whole process ignore SIGINT until it returns. Not while we interrupt it.
+    mx.eval(target(mx.array([[1]])))
+    if held == "target":
+        target = Held(target, nth)
+    if held == "draft":
+        draft = Held(draft, nth)
+    return (target, None), (draft, None)
+
+
+PROMPT = prompt_of(33)
+LONG = {"max_tokens": 400, "prefill_step_size": 8}
+# Forward passes of a model: one as it is opened, four of prefill, and then those that decode.
+OPENING, IN_PREFILL, IN_DECODE = 1, 3, 9
+
+
+async def stream_to_the_end():
+    async with runtime.open(*pair()) as rt:
+        say(len([token async for token in rt.stream(PROMPT, max_tokens=24)]))
+
+
+async def break_off():
+    async with runtime.open(*pair()) as rt:
+        async for _ in rt.stream(PROMPT, **LONG):
+            break
+
+
+async def time_out():
+    async with runtime.open(*pair()) as rt:
+        with trio.move_on_after(0):
+            await rt.generate(PROMPT, **LONG)
+
+
+async def leave_a_stream_half_read():
+    async with runtime.open(*pair()) as rt:
+        stream = rt.stream(PROMPT, **LONG)
+        await anext(stream)
+        await anext(stream)
+    # It outlives its runtime, and its event loop.
+    globals()["stream"] = stream
+
+
+async def raise_in_the_body():
+    async with runtime.open(*pair()) as rt:
+        async for _ in rt.stream(PROMPT, **LONG):
+            raise ValueError("the body's own")
+
+
+async def exit_in_the_body():
+    async with runtime.open(*pair()) as rt:
+        async for _ in rt.stream(PROMPT, **LONG):
+            sys.exit(3)
+
+
+async def be_interrupted(who, nth):
+    target, draft = pair(who, nth)
+    before = layer_classes(target, draft)
+    try:
+        async with runtime.open(target, draft) as rt:
+            try:
+                async for _ in rt.stream(PROMPT, **LONG):
+                    pass
+            except KeyboardInterrupt:
+                say("interrupted")
+                raise
+    finally:
+        say("left" if layer_classes(target, draft) == before else "left with models that are not as they were")
+
+
+def layer_classes(*pair):
+    return [type(layer) for model, _ in pair for layer in model.layers]
+
+
+async def be_interrupted_while_leaving():
+    target, draft = pair("target", IN_DECODE)
+    async with runtime.open(target, draft) as rt:
+        stream = rt.stream(PROMPT, **LONG)
+        await target[0].is_in()
+        await stream.aclose()
+        say("leaving")
+
+
+async def the_demo_pair():
+    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
+        say(len([token async for token in rt.stream("import os", max_tokens=8, ignore_eos=True)]))
+
+
+class Failing(Wrapped):
+    def __call__(self, inputs, cache=None):
+        if inputs.shape[1] > 1:
+            raise RuntimeError("no such kernel")
+        return super().__call__(inputs, cache)
+
+
+async def a_target_that_fails():
+    target, draft = pair()
+    async with runtime.open((Failing(target[0]), None), draft) as rt:
+        await rt.generate(PROMPT, **LONG)
+
+
+def sync_twice():
+    for _ in range(2):
+        target, draft = pair()
+        say(len(runtime.generate_sync(PROMPT, target=target, draft=draft, max_tokens=24).tokens))
+
+
+def sync_interrupted():
+    target, draft = pair("target", IN_DECODE)
+    runtime.generate_sync(PROMPT, target=target, draft=draft, **LONG)
+
+
+WAYS = {
+    "interrupted while opening the target": lambda: trio.run(be_interrupted, "target", OPENING),
+    "interrupted while opening the drafter": lambda: trio.run(be_interrupted, "draft", OPENING),
+    "interrupted in the target's prefill": lambda: trio.run(be_interrupted, "target", IN_PREFILL),
+    "interrupted in the drafter's prefill": lambda: trio.run(be_interrupted, "draft", IN_PREFILL),
+    "interrupted in the target's forward pass": lambda: trio.run(be_interrupted, "target", IN_DECODE),
+    "interrupted in the drafter's forward pass": lambda: trio.run(be_interrupted, "draft", IN_DECODE),
+    "interrupted while leaving": lambda: trio.run(be_interrupted_while_leaving),
+    "sync_twice": sync_twice,
+    "sync_interrupted": sync_interrupted,
+}
+
+way = sys.argv[1]
+WAYS[way]() if way in WAYS else trio.run(globals()[way])
+'''
+
+
+@attrs.frozen
+class Ended:
+    """How a child ended."""
+
+    status: int
+    said: list[str]
+    errors: str
+
+
+class Child:
+    """A process that runs the script above."""
+
+    def __init__(self, way: str, directory: Path) -> None:
+        script = directory / "child.py"
+        script.write_text(CHILD)
+        self._errors = directory / "stderr"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "dev", "-W", "error", str(script), way],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=directory,
+                env=environment,
+            )
+
+    def hears(self) -> str:
+        """The next line that it says."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
+    def go_on(self) -> None:
+        """Let the forward pass that waits for it go on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go on\n")
+        self._process.stdin.flush()
+
+    def interrupt(self) -> None:
+        """As Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> Ended:
+        """Wait for its end."""
+        said, _ = self._process.communicate()
+        return Ended(self._process.returncode, said.splitlines(), self._errors.read_text())
+
+    def kill(self) -> None:
+        """End it for good, where it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+
+@contextmanager
+def child(way: str, directory: Path) -> Iterator[Child]:
+    process = Child(way, directory)
+    watchdog = threading.Timer(PATIENCE_SECONDS, process.kill)
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        process.kill()
+
+
+def is_one_traceback_of(error: str, errors: str) -> bool:
+    """Whether a child said nothing on stderr but one uncaught exception, by itself and not in a group."""
+    lines = errors.splitlines()
+    odd = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
+    return (
+        lines[0] == "Traceback (most recent call last):"
+        and lines[-1] == error
+        and not any(word in errors for word in odd)
+    )
+
+
+@pytest.mark.parametrize("time", [1, 2, 3])
+@pytest.mark.parametrize("way", ["stream_to_the_end", "break_off"])
+def test_processes_in_a_row_that_end_well_say_nothing_odd(way: str, time: int, tmp_path: Path) -> None:
+    with child(way, tmp_path) as process:
+        ended = process.end()
+    assert ended == Ended(0, ["24"] if way == "stream_to_the_end" else [], "")
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [("time_out", []), ("leave_a_stream_half_read", []), ("sync_twice", ["24", "24"]), ("the_demo_pair", ["8"])],
+)
+def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
+    with child(way, tmp_path) as process:
+        ended = process.end()
+    assert ended == Ended(0, said, "")
+
+
+def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path: Path) -> None:
+    with child("exit_in_the_body", tmp_path) as process:
+        ended = process.end()
+    assert ended == Ended(3, [], "")
+
+
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [
+        ("raise_in_the_body", "ValueError: the body's own"),
+        (
+            "a_target_that_fails",
+            "protocol.errors.RuntimeBrokenError: the target model failed, and the runtime with it: no such kernel",
+        ),
+    ],
+)
+def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(way: str, error: str, tmp_path: Path) -> None:
+    with child(way, tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 1
+    assert is_one_traceback_of(error, ended.errors), ended.errors
+
+
+def interrupted_status() -> int:
+    """A process that dies of Ctrl-C says so to its parent, and a shell's loop stops with it."""
+    return -signal.SIGINT
+
+
+@pytest.mark.parametrize("time", [1, 2])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "in the target's prefill",
+        "in the drafter's prefill",
+        "in the target's forward pass",
+        "in the drafter's forward pass",
+    ],
+)
+def test_a_process_that_is_interrupted_in_a_forward_pass_finishes_it_and_dies_of_the_interrupt(
+    where: str, time: int, tmp_path: Path
+) -> None:
+    with child(f"interrupted {where}", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        # The consumer is told at once; the runtime waits for the forward pass.
+        assert process.hears() == "interrupted"
+        process.go_on()
+        ended = process.end()
+    assert ended.said == ["left"]
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+@pytest.mark.parametrize("who", ["target", "drafter"])
+def test_a_process_that_is_interrupted_while_it_opens_its_models_dies_of_the_interrupt(
+    who: str, tmp_path: Path
+) -> None:
+    with child(f"interrupted while opening the {who}", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        process.go_on()
+        ended = process.end()
+    assert ended.said == ["left"]
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_a_process_that_is_interrupted_again_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
+    with child("interrupted in the target's forward pass", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        assert process.hears() == "interrupted"
+        process.interrupt()
+        process.go_on()
+        ended = process.end()
+    assert ended.said == ["left"]
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_a_process_that_is_interrupted_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
+    with child("interrupted while leaving", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        assert process.hears() == "leaving"
+        process.interrupt()
+        process.go_on()
+        ended = process.end()
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
+    with child("sync_interrupted", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        process.go_on()
+        ended = process.end()
+    assert ended.said == []
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors

@@ -1,0 +1,308 @@
+"""Sampled text has the target's distribution, whoever drafts, however far ahead, and whatever takes how long.
+
+The models are Markov chains over four tokens, so the distribution of what comes out is known; it goes through the
+real actors, with the drafter working ahead and jobs that take random times. Every session has a seed, so a test
+that passes once passes always: what is compared with the theory is one fixed outcome.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import trio
+from scipy.stats import chi2
+from scripted import (
+    Price,
+    ScriptedModel,
+    always,
+    hashed,
+    ids,
+    markov,
+    never,
+    run,
+    simulated,
+    within,
+)
+
+from runtime import Token
+
+# Rows: after which token. The target never puts 2 after 0, where the drafter likes it best; and what the target
+# likes best after 3, the drafter never says.
+TARGET = ((0.45, 0.35, 0.00, 0.20), (0.10, 0.20, 0.30, 0.40), (0.25, 0.25, 0.25, 0.25), (0.05, 0.70, 0.20, 0.05))
+DRAFT = ((0.20, 0.20, 0.50, 0.10), (0.30, 0.20, 0.10, 0.40), (0.10, 0.40, 0.20, 0.30), (0.40, 0.00, 0.30, 0.30))
+NARROW_DRAFT = tuple((0.5, 0.2, 0.3) for _ in range(4))
+WIDE_DRAFT = tuple((0.2, 0.1, 0.1, 0.2, 0.1, 0.3) for _ in range(4))
+PROMPT = [1]
+
+# A true null hypothesis is rejected once in ten thousand outcomes.
+SIGNIFICANCE = 1e-4
+NUM_SESSIONS = 200
+
+
+def random_price(seed: int) -> Price:
+    """Jobs that take random times, of either actor, so that verdicts come in all stages of drafting."""
+    dice = random.Random(seed)
+    return lambda job: dice.choice([0.0, 0.5, 1.0, 2.0, 3.0, 7.0, 11.0])
+
+
+def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
+    """Pearson's test; outcomes that are expected fewer than five times are taken together.
+
+    What has no probability must not have come at all.
+    """
+    impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
+    assert impossible == []
+    return pooled_p_value([(counts, probs)])
+
+
+def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]]) -> float:
+    """Pearson's test over several independent samples."""
+    statistic, degrees = 0.0, 0
+    for counts, probs in samples:
+        num_draws = sum(counts.values())
+        cells = [(counts.get(outcome, 0), num_draws * p) for outcome, p in probs.items() if p > 0]
+        few = [cell for cell in cells if cell[1] < 5]
+        cells = [cell for cell in cells if cell[1] >= 5]
+        if sum(expected for _, expected in few) > 0:
+            cells.append((sum(seen for seen, _ in few), sum(expected for _, expected in few)))
+        statistic += sum((seen - expected) ** 2 / expected for seen, expected in cells)
+        degrees += len(cells) - 1
+    return float(chi2.sf(statistic, degrees))
+
+
+def outcomes(table: Sequence[Sequence[float]], length: int, stop: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens, or of fewer where it stops, after `PROMPT`."""
+    open_ends, probs = {(): 1.0}, {}
+    for _ in range(length):
+        longer = {}
+        for text, p in open_ends.items():
+            for token, q in enumerate(table[(PROMPT + list(text))[-1]]):
+                (probs if token in stop else longer)[(*text, token)] = p * q
+        open_ends = longer
+    return {**probs, **open_ends}
+
+
+def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list[list[float]]:
+    powers = [[p ** (1 / temperature) for p in row] for row in table]
+    return [[p / sum(row) for p in row] for row in powers]
+
+
+def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+    """For each two tokens in a row, what came after them, and what should: the second alone decides."""
+    after: dict[tuple[int, int], Counter[int]] = {}
+    for text in texts:
+        for x, y, z in zip(text, text[1:], text[2:], strict=False):
+            after.setdefault((x, y), Counter())[z] += 1
+    return [(counts, dict(enumerate(TARGET[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+
+
+async def sample(
+    num_sessions: int, target: ScriptedModel, draft: ScriptedModel | None, *, price_seed: int = 0, **settings: Any
+) -> list[tuple[Token, ...]]:
+    """Texts of sessions with the seeds 0, 1, …; three at a time, on one runtime."""
+    settings = {"temperature": 1.0, "acceptance": "rejection", **settings}
+    texts: dict[int, tuple[Token, ...]] = {}
+    seeds = iter(range(num_sessions))
+    price, draft_price = random_price(price_seed), random_price(price_seed + 1)
+    async with simulated(target, draft, price=price, draft_price=draft_price) as simulation:
+
+        async def work() -> None:
+            for seed in seeds:
+                texts[seed] = (await simulation.runtime.generate(PROMPT, seed=seed, **settings)).tokens
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(work)
+    return [texts[seed] for seed in range(num_sessions)]
+
+
+def target(**changes: Any) -> ScriptedModel:
+    return ScriptedModel(markov(TARGET), vocab_size=4, **changes)
+
+
+def drafter(table: Sequence[Sequence[float]] = DRAFT, **changes: Any) -> ScriptedModel:
+    return ScriptedModel(markov(table), vocab_size=len(table[0]), **changes)
+
+
+# --- the rejection rule ---------------------------------------------------------------------------
+
+SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "lookahead 1": ({}, {}, {"lookahead": 1}),
+    "lookahead 2": ({}, {}, {"lookahead": 2}),
+    "lookahead 4": ({}, {}, {"lookahead": 4}),
+    "lookahead auto": ({}, {}, {"lookahead": "auto"}),
+    "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
+    "a drafter that cannot rewind": ({}, {"undo": never}, {"lookahead": 2}),
+    "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),
+    "a drafter that fails": ({}, {"fails": {"feed": range(5, 10**9, 11)}}, {"lookahead": 2}),
+    "a drafter with fewer tokens": ({}, {"table": NARROW_DRAFT}, {"lookahead": 2}),
+    "a drafter with more tokens": ({}, {"table": WIDE_DRAFT}, {"lookahead": 2}),
+    "a drafter that is the target": ({}, {"table": TARGET}, {"lookahead": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> None:
+    of_target, of_draft, settings = SITUATIONS[situation]
+    models = target(**of_target), drafter(**of_draft)
+    # The common case is looked at more closely.
+    num_sessions = 4 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
+    tokens = run(lambda: sample(num_sessions, *models, max_tokens=6, **settings))
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+    assert share > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+@pytest.mark.parametrize("stop", [(), (1,), (0, 3)])
+def test_under_rejection_texts_that_end_have_the_targets_distribution(max_tokens: int, stop: tuple[int, ...]) -> None:
+    tokens = run(
+        lambda: sample(NUM_SESSIONS, target(), drafter(), max_tokens=max_tokens, stop_tokens=stop, lookahead=2)
+    )
+    counts = Counter(tuple(ids(text)) for text in tokens)
+    assert p_value(counts, outcomes(TARGET, max_tokens, stop)) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it() -> None:
+    # Half of all drafts contain the stop token somewhere, and are shorter for it.
+    tokens = run(lambda: sample(300, target(), drafter(), max_tokens=12, stop_tokens=(2,), lookahead=4))
+    texts = [tuple(ids(text)) for text in tokens]
+    assert p_value(Counter(text[:2] for text in texts), outcomes(TARGET, 2, (2,))) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + list(text) for text in texts])) > SIGNIFICANCE
+    stopped = dict.fromkeys(range(6), 0.0)
+    for text, p in outcomes(TARGET, 5, (2,)).items():
+        stopped[len(text) if text[-1] == 2 else 0] += p
+    assert (
+        p_value(Counter(len(text) if len(text) <= 5 and text[-1] == 2 else 0 for text in texts), stopped) > SIGNIFICANCE
+    )
+
+
+@pytest.mark.slow
+def test_under_rejection_a_temperature_sharpens_target_and_draft_alike() -> None:
+    tokens = run(lambda: sample(300, target(), drafter(), max_tokens=4, lookahead=2, temperature=0.5))
+    counts = Counter(tuple(ids(text)[:2]) for text in tokens)
+    assert p_value(counts, outcomes(at_temperature(TARGET, 0.5), 2)) > SIGNIFICANCE
+
+
+def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
+    """At lookahead 1, the tokens for which there was a guess, each with the token before it."""
+    pairs, last, is_bonus = [], PROMPT[0], False
+    # At the last position nothing is proposed.
+    for token in tokens[:-1]:
+        if not is_bonus:
+            pairs.append((last, token))
+        # What follows an accepted guess is the target's own.
+        is_bonus = token.from_draft
+        last = token.id
+    return pairs
+
+
+@pytest.mark.slow
+def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap() -> None:
+    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
+    pairs = judged(tokens)
+    overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
+    accepted = sum(token.from_draft for _, token in pairs)
+    variance = sum(overlap * (1 - overlap) for overlap in overlaps)
+    assert variance > 100
+    assert abs(accepted - sum(overlaps)) < 4 * math.sqrt(variance)
+    assert pooled_p_value(triples([ids(tokens)])) > SIGNIFICANCE
+
+
+@pytest.mark.slow
+def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted() -> None:
+    # Tables for which it would show, were the two drawn with the same noise: one row, turned by its context.
+    def turned(row: Sequence[float]) -> list[list[float]]:
+        return [[row[(token - last) % 4] for token in range(4)] for last in range(4)]
+
+    target_row, draft_row = (0.14, 0.00, 0.18, 0.68), (0.02, 0.49, 0.00, 0.49)
+    models = (ScriptedModel(markov(turned(row)), vocab_size=4) for row in (target_row, draft_row))
+    (tokens,) = run(lambda: sample(1, *models, max_tokens=2000, lookahead=1))
+    counts = Counter((token.id - last) % 4 for last, token in judged(tokens))
+    assert counts.total() > 1000
+    assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
+
+
+def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:
+    biased = [[0.8 * p + 0.2 * q for p, q in zip(*rows, strict=True)] for rows in zip(TARGET, DRAFT, strict=True)]
+    biased[0] = list(TARGET[0])
+    tokens = run(lambda: sample(NUM_SESSIONS, ScriptedModel(markov(biased), vocab_size=4), None, max_tokens=6))
+    assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
+
+
+# --- the coupled match rule -----------------------------------------------------------------------
+
+HASHED_TARGET = hashed("target", 6.0)
+MATCH: dict[str, Any] = {"temperature": 0.8, "acceptance": "match", "max_tokens": 30}
+DRAFTERS = {
+    "the target": HASHED_TARGET,
+    "a near one": hashed("draft", 3.0, near=HASHED_TARGET),
+    "a stranger": hashed("stranger", 6.0),
+}
+
+
+async def matched(
+    draft: ScriptedModel | None, price_seed: int = 0, undo: Any = always, **settings: Any
+) -> list[list[int]]:
+    target = ScriptedModel(HASHED_TARGET, undo=undo)
+    return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **MATCH, **settings)]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("lookahead", [1, 2, 4, "auto"])
+def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_or_timing(
+    kind: str, lookahead: Any
+) -> None:
+    alone = run(lambda: matched(None))
+    assert len({tuple(text) for text in alone}) == 4
+    for price_seed in range(2):
+        assert run(lambda seed=price_seed: matched(ScriptedModel(DRAFTERS[kind]), seed, lookahead=lookahead)) == alone
+
+
+@pytest.mark.parametrize(("of_target", "of_draft"), [(never, always), (always, never), (within(9), within(14))])
+def test_under_match_a_seeds_text_does_not_hang_on_what_caches_can_undo(of_target: Any, of_draft: Any) -> None:
+    alone = run(lambda: matched(None))
+    draft = ScriptedModel(DRAFTERS["a near one"], undo=of_draft)
+    assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == alone
+
+
+def test_under_match_a_seeds_text_survives_its_drafter() -> None:
+    alone = run(lambda: matched(None))
+    for n in range(1, 120, 17):
+        draft = ScriptedModel(DRAFTERS["a near one"], fails={"feed": {n, n + 30}})
+        assert run(lambda draft=draft: matched(draft, lookahead=3)) == alone
+
+
+def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
+    tokens = run(lambda: sample(4, ScriptedModel(HASHED_TARGET), ScriptedModel(HASHED_TARGET), **MATCH, lookahead=3))
+    # With guesses that are all right, a token is the target's own only as the bonus or the last.
+    for text in tokens:
+        flags = [token.from_draft for token in text]
+        assert not any(not before and not after for before, after in itertools.pairwise(flags[:-1]))
+
+
+@pytest.mark.slow
+def test_under_match_texts_have_the_targets_distribution() -> None:
+    settings = {"acceptance": "match", "max_tokens": 6, "lookahead": 2}
+    tokens = run(lambda: sample(NUM_SESSIONS, target(), drafter(), **settings))
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+
+
+def test_with_a_seed_and_nothing_said_the_rule_is_match() -> None:
+    alone = run(lambda: matched(None))
+    draft = ScriptedModel(DRAFTERS["a near one"])
+    settings = {**MATCH, "acceptance": "auto"}
+    assert [ids(text) for text in run(lambda: sample(4, ScriptedModel(HASHED_TARGET), draft, **settings))] == alone

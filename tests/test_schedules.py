@@ -1,0 +1,357 @@
+"""Schedules don't matter: whatever takes how long, and whichever message comes twice or late, the text is the same.
+
+The two actors work in simulated time on scripted models. Every job's price is drawn, and so is what becomes of
+every message: it may be late, though never later than one that was sent after it, and copies of it may follow, at
+once, later, or when its session is long over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from scripted import (
+    Handed,
+    Price,
+    ScriptedModel,
+    Simulation,
+    Undo,
+    WatchedParts,
+    agreeing,
+    always,
+    collect,
+    continuation,
+    hashed,
+    never,
+    priced,
+    right_where,
+    run,
+    simulated,
+    text_of,
+    truthful,
+    within,
+)
+
+from protocol.books import State
+from protocol.messages import Message, Proposal, Verdict
+
+# Zero among them: then everything happens at once, in an order that trio's dice decide.
+COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
+
+
+@attrs.frozen
+class Fate:
+    """What becomes of a message.
+
+    Attributes:
+        late: seconds by which it is held up, and with it those behind it.
+        echoes: for each copy of an old message that follows it: how old, in messages, and after how many seconds.
+    """
+
+    late: float = 0.0
+    echoes: tuple[tuple[int, float], ...] = ()
+
+
+class Tampered:
+    """The sending end of a mailbox whose messages have a fate."""
+
+    def __init__(self, mailbox: trio.MemorySendChannel[Message], fates: Sequence[Fate], nursery: trio.Nursery) -> None:
+        self._mailbox = mailbox
+        self._fates = itertools.cycle(fates)
+        self._nursery = nursery
+        self._sent: list[Message] = []
+        self._send, receive = trio.open_memory_channel[Message](1000)
+        nursery.start_soon(self._deliver, receive)
+
+    def send_nowait(self, message: Message) -> None:
+        self._send.send_nowait(message)
+
+    async def _deliver(self, messages: trio.MemoryReceiveChannel[Message]) -> None:
+        async for message in messages:
+            fate = next(self._fates)
+            await trio.sleep(fate.late)
+            self._sent.append(message)
+            self._mailbox.send_nowait(message)
+            for age, after in fate.echoes:
+                self._nursery.start_soon(self._echo, self._sent[-1 - age % len(self._sent)], after)
+
+    async def _echo(self, message: Message, after: float) -> None:
+        await trio.sleep(after)
+        self._mailbox.send_nowait(message)
+
+
+@attrs.frozen
+class Scenario:
+    lookahead: int | str
+    right: tuple[bool, ...]
+    max_tokens: int
+    stop_at: int | None
+    num_sessions: int
+    prefill_step_size: int
+    target_costs: tuple[float, ...]
+    draft_costs: tuple[float, ...]
+    target_undo: Undo
+    draft_undo: Undo
+    draft_fails_at: int | None
+    to_target: tuple[Fate, ...]
+    to_draft: tuple[Fate, ...]
+    schedule: int
+
+
+def tuples(elements: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(elements, min_size=1, max_size=most).map(tuple)
+
+
+ECHOES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([*COSTS, 1000.0])), max_size=3).map(tuple)
+FATES = tuples(st.builds(Fate, late=st.sampled_from([0.0, 0.0, 0.5, 5.0]), echoes=ECHOES), 6)
+UNDO = st.sampled_from([always, always, never, within(6), within(12)])
+SCENARIOS = st.builds(
+    Scenario,
+    lookahead=st.sampled_from([1, 2, 3, 5, 8, "auto"]),
+    right=tuples(st.booleans(), 8),
+    max_tokens=st.integers(1, 24),
+    stop_at=st.none() | st.integers(0, 20),
+    num_sessions=st.integers(1, 3),
+    prefill_step_size=st.integers(1, 5),
+    target_costs=tuples(st.sampled_from(COSTS), 6),
+    draft_costs=tuples(st.sampled_from(COSTS), 6),
+    target_undo=UNDO,
+    draft_undo=UNDO,
+    draft_fails_at=st.none() | st.integers(1, 30),
+    to_target=FATES,
+    to_draft=FATES,
+    schedule=st.integers(0, 2**32),
+)
+
+
+def by_turns(costs: Sequence[float]) -> Price:
+    """A price that is drawn from a list, whatever the job."""
+    following: Iterator[float] = itertools.cycle(costs)
+    return lambda job: next(following)
+
+
+def num_received(parts: WatchedParts, session: int, kind: type[Proposal] | type[Verdict]) -> tuple[int, int]:
+    """How many messages of a kind a part was handed, and of how many rounds, which follow each other from 0."""
+    received = [message for message in parts.received[session] if isinstance(message, kind)]
+    rounds = {message.round for message in received}
+    assert rounds == set(range(len(rounds)))
+    return len(received), len(rounds)
+
+
+def tamper(simulation: Simulation, to_target: Sequence[Fate], to_draft: Sequence[Fate], nursery: trio.Nursery) -> None:
+    """Put fates between the two actors."""
+    ours, theirs = simulation.runtime._target, simulation.runtime._draft
+    ours.drafter = Tampered(theirs.mailbox, to_draft, nursery)
+    theirs._target = Tampered(ours.mailbox, to_target, nursery)
+
+
+async def play(scenario: Scenario) -> int:
+    """Play a scenario and compare everything with what it should be; how many copies were dropped."""
+    prompts = [[n, *range(n + 3)] for n in range(scenario.num_sessions)]
+    draft = ScriptedModel(
+        right_where(scenario.right),
+        undo=scenario.draft_undo,
+        fails=None if scenario.draft_fails_at is None else {"feed": {scenario.draft_fails_at}},
+    )
+    num_stale = 0
+    async with (
+        trio.open_nursery() as nursery,
+        simulated(
+            ScriptedModel(truthful, undo=scenario.target_undo),
+            draft,
+            price=by_turns(scenario.target_costs),
+            draft_price=by_turns(scenario.draft_costs),
+            schedule=scenario.schedule,
+        ) as simulation,
+    ):
+        tamper(simulation, scenario.to_target, scenario.to_draft, nursery)
+
+        async def one(prompt: list[int]) -> None:
+            nonlocal num_stale
+            text = continuation(prompt, scenario.max_tokens)
+            stop = [] if scenario.stop_at is None else continuation(prompt, scenario.stop_at + 1)[-1:]
+            stream = simulation.runtime.stream(
+                prompt,
+                max_tokens=scenario.max_tokens,
+                stop_tokens=stop,
+                lookahead=scenario.lookahead,
+                prefill_step_size=scenario.prefill_step_size,
+            )
+            session = stream._session.opened.session
+            assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
+            # Until the latest copies have come, and found nobody.
+            await trio.sleep(10_000)
+            ours, theirs = (w.parts.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
+            assert ours.books.committed == prompt + text[: ours.books.num_generated]
+            assert ours.books.state is State.CLOSED
+            assert theirs.books.committed == ours.books.committed[: len(theirs.books.committed)]
+            num_proposals, num_rounds = num_received(simulation.target_worker.parts, session, Proposal)
+            num_verdicts, _ = num_received(simulation.draft_worker.parts, session, Verdict)
+            # The last verdict may come when the consumer, who had the text by then, has hung up.
+            assert theirs.books.round <= num_rounds <= theirs.books.round + 1
+            dropped = num_proposals - num_rounds + num_verdicts - theirs.books.round
+            assert stream.statistics().stale_proposals == dropped
+            num_stale += dropped
+
+        async with trio.open_nursery() as consumers:
+            for prompt in prompts:
+                consumers.start_soon(one, prompt)
+        assert simulation.runtime.num_streams == 0
+        nursery.cancel_scope.cancel()
+    return num_stale
+
+
+@pytest.mark.slow
+@given(SCENARIOS)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_the_text_is_the_same_whatever_takes_how_long_and_whatever_comes_twice_or_late(scenario: Scenario) -> None:
+    num_stale = run(play, scenario)
+    event(f"stale messages: {min(num_stale, 10)}")
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, autojump_clock: Any) -> None:
+    # Each message comes three times, and the one before it once more; the last ones after the session is over.
+    fates = [Fate(echoes=((0, 0.0), (0, 1.0), (1, 2.0)))]
+    async with trio.open_nursery() as nursery, simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as sim:
+        tamper(sim, fates, fates, nursery)
+        stream = sim.runtime.stream([1, 2, 3], max_tokens=30, lookahead=lookahead)
+        assert await collect(stream) == continuation([1, 2, 3], 30)
+        await trio.sleep(100)
+        statistics = stream.statistics()
+        # Three copies of each proposal and each verdict, but for those that came when nobody listened any more.
+        assert 6 * (statistics.rounds - 1) <= statistics.stale_proposals <= 6 * statistics.rounds
+        books = [w.parts.ever[0].books for w in (sim.target_worker, sim.draft_worker)]
+        assert statistics.stale_proposals == sum(each.num_stale for each in books)
+        # Dropped is dropped: no round was verified twice.
+        assert len(sim.spans("target", "verify")) == statistics.rounds
+        nursery.cancel_scope.cancel()
+
+
+async def test_messages_of_a_session_that_is_over_reach_nobody(autojump_clock: Any) -> None:
+    # Copies come when the next session, and the one after it, are under way.
+    fates = [Fate(echoes=((0, 60.0), (2, 130.0)))]
+    async with trio.open_nursery() as nursery, simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as sim:
+        tamper(sim, fates, fates, nursery)
+        for n in range(6):
+            assert await text_of(sim, [n, n, n], max_tokens=12, lookahead=2) == continuation([n, n, n], 12)
+        await trio.sleep(1000)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("schedule", range(10))
+async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: int, autojump_clock: Any) -> None:
+    price = priced(prefill=0.0, draft=0.0, verify=0.0, decode=0.0)
+    target, draft = ScriptedModel(truthful), ScriptedModel(agreeing(0.7))
+    async with simulated(target, draft, price=price, schedule=schedule) as simulation:
+        assert await text_of(simulation, [4, 4], max_tokens=60, lookahead=3) == continuation([4, 4], 60)
+        assert trio.current_time() == 0
+
+
+# --- several sessions at once ---------------------------------------------------------------------
+
+
+async def gather(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What async functions return, run at the same time."""
+    results: list[Any] = [None] * len(functions)
+
+    async def one(i: int) -> None:
+        results[i] = await functions[i]()
+
+    async with trio.open_nursery() as nursery:
+        for i in range(len(functions)):
+            nursery.start_soon(one, i)
+    return results
+
+
+@pytest.mark.parametrize("num_sessions", [2, 3, 5, 8])
+async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessions: int, autojump_clock: Any) -> None:
+    kinds = [
+        {"lookahead": 3},
+        {"lookahead": 0},
+        {"lookahead": "auto", "temperature": 1.0, "seed": 5},
+        {"lookahead": 1, "prefill_step_size": 1},
+        {"lookahead": 5, "temperature": 0.7, "seed": 6},
+    ]
+    requests = [{"max_tokens": 10 + 5 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
+    target, draft = hashed("target", 8.0), hashed("draft", 3.0, near=hashed("target", 8.0))
+    async with simulated(ScriptedModel(target), ScriptedModel(draft)) as simulation:
+        alone = [await text_of(simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
+        together = await gather(
+            [partial(text_of, simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
+        )
+    assert together == alone
+    assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
+
+
+def verifies_in_between(handed: Sequence[Handed], waiting: Handed) -> dict[int | None, int]:
+    """How many verifies of each other session were done while one was waiting for its own."""
+    assert waiting.done_at is not None
+    counts: dict[int | None, int] = {}
+    for other in handed:
+        if other.job.kind == "verify" and other.job.session != waiting.job.session and other.done_at is not None:
+            counts[other.job.session] = counts.get(other.job.session, 0) + (
+                waiting.at < other.done_at < waiting.done_at
+            )
+    return counts
+
+
+@pytest.mark.parametrize("num_sessions", [2, 3, 5])
+@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
+async def test_no_session_gets_two_verifies_while_another_waits_for_one(
+    num_sessions: int, agreement: float, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+        await gather(
+            [partial(text_of, simulation, [n, n + 1], max_tokens=30, lookahead=2) for n in range(num_sessions)]
+        )
+        handed = simulation.target_worker.handed
+    verifies = [each for each in handed if each.job.kind == "verify"]
+    assert len(verifies) >= 10 * num_sessions
+    for waiting in verifies:
+        assert max(verifies_in_between(handed, waiting).values()) <= 1
+    # Some did wait for others.
+    assert sum(sum(verifies_in_between(handed, waiting).values()) for waiting in verifies) > 5 * num_sessions
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 4])
+async def test_sessions_that_are_alike_share_the_target_evenly_and_leave_it_no_pause(
+    num_sessions: int, autojump_clock: Any
+) -> None:
+    ended: list[float] = []
+    price = priced(prefill=0.0, draft=0.125, verify=8.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+
+        async def one(n: int) -> None:
+            await text_of(simulation, [n], max_tokens=30, lookahead=2)
+            ended.append(trio.current_time())
+
+        await gather([partial(one, n) for n in range(num_sessions)])
+    # Ten rounds each; the drafter needs less than a verify for two tokens of each, so only the first are waited for.
+    verifies = simulation.spans("target", "verify")
+    assert len(verifies) == 10 * num_sessions
+    assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
+    assert ended[-1] - ended[0] == 8.0 * (num_sessions - 1)
+
+
+async def test_a_long_prompt_holds_up_another_session_by_one_chunk_at_a_time(autojump_clock: Any) -> None:
+    target, draft = ScriptedModel(truthful), ScriptedModel(truthful)
+    price, draft_price = priced(prefill=16.0, verify=8.0), priced(prefill=0.0, draft=0.25)
+    async with simulated(target, draft, price=price, draft_price=draft_price) as simulation:
+        short = simulation.runtime.stream([1], max_tokens=60, lookahead=2)
+        await anext(short)
+        long = simulation.runtime.stream(list(range(40)), max_tokens=1, lookahead=2, prefill_step_size=2)
+        assert await collect(long) == continuation(list(range(40)), 1)
+        assert await collect(short) == continuation([1], 60)[1:]
+        spans = simulation.spans("target", "prefill", "verify")
+        # A chunk and a verify by turns, from the first chunk to the last.
+        first = next(i for i, span in enumerate(spans) if span.kind == "prefill")
+        kinds = [span.kind for span in spans[first : first + 30]]
+        assert kinds == ["prefill", "verify"] * 15

@@ -1,0 +1,233 @@
+"""Settings are checked in full before anything is done with them."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import OutriderError, SettingsError
+from protocol.settings import Settings, settings_from
+
+NOT_A_NUMBER_OF_TOKENS = [True, False, 1.0, 2.5, "3", "", b"1", [], (1,), {}, math.nan, math.inf, 1j, Fraction(2)]
+
+
+def test_the_defaults_are_those_that_are_documented():
+    assert attrs.asdict(Settings()) == {
+        "max_tokens": 256,
+        "temperature": 0.0,
+        "seed": None,
+        "stop_tokens": (),
+        "ignore_eos": False,
+        "prefill_step_size": 2048,
+        "acceptance": "auto",
+        "lookahead": "auto",
+    }
+
+
+def test_every_setting_is_in_the_docstring():
+    for field in attrs.fields(Settings):
+        assert f"\n        {field.name}: " in (Settings.__doc__ or "")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        Settings().seed = 3  # type: ignore[misc]
+
+
+def test_a_settings_error_is_the_projects_own_and_a_value_error():
+    assert issubclass(SettingsError, OutriderError)
+    assert issubclass(SettingsError, ValueError)
+
+
+# --- whole numbers --------------------------------------------------------------------------------
+
+WHOLE_NUMBERS = {
+    "max_tokens": (1, None),
+    "seed": (0, 2**64 - 1),
+    "prefill_step_size": (1, None),
+    "lookahead": (0, 64),
+}
+
+
+@pytest.mark.parametrize(("name", "bounds"), WHOLE_NUMBERS.items())
+def test_whole_numbers_are_taken_up_to_their_bounds(name, bounds):
+    low, high = bounds
+    for value in (low, low + 1, high if high is not None else 10**30):
+        assert getattr(settings_from({name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "bounds"), WHOLE_NUMBERS.items())
+def test_whole_numbers_beyond_their_bounds_are_refused_with_value_and_bound(name, bounds):
+    low, high = bounds
+    for value in (low - 1, -(10**30), *([high + 1, 10**30] if high is not None else [])):
+        allowed = f"of at least {low}" if high is None else rf"in \[{low}, {high}\]"
+        with pytest.raises(SettingsError, match=rf"^{name} must be a whole number {allowed}.*, got {value}$"):
+            settings_from({name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", NOT_A_NUMBER_OF_TOKENS, ids=repr)
+def test_nothing_but_an_int_is_a_whole_number(name, value):
+    with pytest.raises(SettingsError, match=f"^{name} must be a whole number"):
+        settings_from({name: value})
+
+
+@pytest.mark.parametrize(("name", "meaning"), [("max_tokens", "no limit"), ("seed", "a fresh seed")])
+def test_none_is_taken_where_it_means_something_and_the_error_says_what(name, meaning):
+    assert getattr(settings_from({name: None}), name) is None
+    with pytest.raises(SettingsError, match=f"or None for {meaning}"):
+        settings_from({name: -1})
+
+
+@pytest.mark.parametrize("name", ["prefill_step_size", "lookahead", "temperature", "ignore_eos", "acceptance"])
+def test_none_is_refused_elsewhere(name):
+    with pytest.raises(SettingsError, match=rf"^{name} must be .* got None"):
+        settings_from({name: None})
+
+
+def test_only_lookahead_may_be_auto_among_the_numbers():
+    assert Settings(lookahead="auto").lookahead == "auto"
+    for name in ("max_tokens", "seed", "prefill_step_size", "temperature"):
+        with pytest.raises(SettingsError, match=rf"^{name} must be .*got 'auto'"):
+            settings_from({name: "auto"})
+    with pytest.raises(SettingsError, match="or \"auto\", got 'Auto'"):
+        settings_from({"lookahead": "Auto"})
+
+
+# --- temperature ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, 0.7, 1e-3, 100.0])
+def test_a_temperature_is_any_finite_number_from_zero(value):
+    assert Settings(temperature=value).temperature == value
+
+
+@pytest.mark.parametrize(
+    "value", [-1, -1e-9, -5e-324, math.nan, math.inf, -math.inf, True, False, "0.5", None, 1j, [0.5]], ids=repr
+)
+def test_any_other_temperature_is_refused(value):
+    with pytest.raises(SettingsError, match=r"^temperature must be a finite number of at least 0, got .*; use 0 for"):
+        Settings(temperature=value)
+
+
+def test_a_temperature_too_large_for_a_float_is_refused():
+    with pytest.raises(SettingsError, match=r"^temperature must be a finite number"):
+        Settings(temperature=10**400)
+
+
+# --- stop tokens, flags, rules --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [(), (0,), [1, 2], {3}, range(3), (i for i in (4, 5))], ids=repr)
+def test_stop_tokens_are_any_ids_in_a_row(value):
+    taken = Settings(stop_tokens=value).stop_tokens
+    assert isinstance(taken, tuple)
+    assert all(type(i) is int for i in taken)
+
+
+def test_stop_tokens_keep_their_ids():
+    assert Settings(stop_tokens=[5, 3, 5]).stop_tokens == (5, 3, 5)
+
+
+@pytest.mark.parametrize("value", [3, None, "12", b"12", 1.5, True])
+def test_stop_tokens_that_are_no_sequence_are_refused(value):
+    with pytest.raises(SettingsError, match=r"^stop_tokens must be a sequence of token ids, got"):
+        Settings(stop_tokens=value)
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "7", None, math.nan])
+def test_stop_tokens_that_are_no_ids_are_refused_one_by_one(value):
+    with pytest.raises(SettingsError, match=r"^stop_tokens must be token ids of at least 0, got .* among them"):
+        Settings(stop_tokens=[4, value, 5])
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", None, [], 1.0])
+def test_a_flag_is_true_or_false(value):
+    with pytest.raises(SettingsError, match=r"^ignore_eos must be True or False, got"):
+        Settings(ignore_eos=value)
+
+
+@pytest.mark.parametrize("value", ["", "Match", "greedy", None, True, 0, ["match"]])
+def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
+    with pytest.raises(SettingsError, match=r'^acceptance must be "auto", "match" or "rejection", got'):
+        Settings(acceptance=value)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "temperature", "seed", "rule"),
+    [
+        ("auto", 0.0, None, "match"),
+        ("auto", 0.0, 1, "match"),
+        ("auto", 0.8, None, "rejection"),
+        ("auto", 0.8, 0, "match"),
+        ("auto", 0.8, 1, "match"),
+        ("match", 0.0, None, "match"),
+        ("match", 0.0, 1, "match"),
+        ("match", 0.8, None, "match"),
+        ("match", 0.8, 1, "match"),
+        # Greedy text is greedy text, whatever the rule.
+        ("rejection", 0.0, None, "match"),
+        ("rejection", 0.0, 1, "match"),
+        ("rejection", 0.8, None, "rejection"),
+        ("rejection", 0.8, 1, "rejection"),
+    ],
+)
+def test_the_rule_in_force(acceptance, temperature, seed, rule):
+    assert Settings(acceptance=acceptance, temperature=temperature, seed=seed).rule == rule
+
+
+# --- by keyword -----------------------------------------------------------------------------------
+
+
+def test_settings_from_keywords_are_settings():
+    assert settings_from({}) == Settings()
+    assert settings_from({"seed": 4, "lookahead": 2}) == Settings(seed=4, lookahead=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("stop_token", "stop_tokens"), ("sed", "seed")],
+)
+def test_a_misspelled_setting_is_refused_with_what_was_meant(name, meant):
+    with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):
+        settings_from({name: 1})
+
+
+def test_an_unknown_setting_is_refused_with_those_there_are():
+    with pytest.raises(SettingsError, match="there is no setting 'zzz'; the settings are max_tokens, temperature, "):
+        settings_from({"zzz": 1})
+
+
+def test_an_unknown_setting_is_named_even_beside_a_bad_value():
+    with pytest.raises(SettingsError, match="there is no setting 'zzz'"):
+        settings_from({"seed": -1, "zzz": 1})
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=2),
+    st.lists(st.integers(-2, 5), max_size=3), st.complex_numbers(), st.sampled_from(["auto", "match", "rejection"]),
+)  # fmt: skip
+
+
+def taken_or_refused(keywords) -> Settings | SettingsError:
+    try:
+        return settings_from(keywords)
+    except SettingsError as error:
+        return error
+
+
+@given(keywords=st.dictionaries(st.sampled_from([f.name for f in attrs.fields(Settings)]), anything, max_size=4))
+@settings(deadline=None, derandomize=True, max_examples=500)
+def test_whatever_is_asked_for_is_taken_as_it_is_or_refused_by_name(keywords):
+    outcome = taken_or_refused(keywords)
+    if isinstance(outcome, SettingsError):
+        assert any(str(outcome).startswith(f"{name} must be ") for name in keywords)
+        return
+    for name, value in keywords.items():
+        assert getattr(outcome, name) == (tuple(value) if name == "stop_tokens" else value)
+    assert outcome.rule in ("match", "rejection")

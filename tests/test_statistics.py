@@ -1,0 +1,173 @@
+"""Counts go by what the consumer was given, and every rate is defined from the first moment on."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.books import Commit
+from protocol.statistics import Counts, Statistics
+
+
+def commit(*tokens: int, num_from_draft: int = 0, num_rejected: int = 0, **more) -> Commit:
+    return Commit(1, 0, 3, tokens, num_from_draft=num_from_draft, num_rejected=num_rejected, **more)
+
+
+def given_all(*commits: Commit) -> Counts:
+    counts = Counts()
+    for each in commits:
+        for index in range(len(each.tokens)):
+            counts.give(each, index)
+    return counts
+
+
+def snapshot(counts: Counts, **changes) -> Statistics:
+    times = {"elapsed": 4.0, "generation_seconds": 2.0, "time_to_first_token": 0.5, "peak_memory": 1000}
+    return counts.snapshot(**times | changes)
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_a_rejection_counts_what_stood_and_what_fell():
+    counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3))
+    assert counts == Counts(generated_tokens=3, accepted=2, rejected=3, rounds=1)
+
+
+def test_a_full_acceptance_counts_a_bonus():
+    counts = given_all(commit(4, 5, 9, num_from_draft=2, bonus=True))
+    assert counts == Counts(generated_tokens=3, accepted=2, bonus=1, rounds=1)
+
+
+def test_plain_decoding_counts_no_proposals():
+    assert given_all(commit(4), commit(5)) == Counts(generated_tokens=2, rounds=2)
+
+
+def test_a_single_step_round_is_counted_among_the_rounds_too():
+    counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
+    assert counts == Counts(generated_tokens=2, accepted=1, rejected=1, rounds=2, n1_rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("num_given", "expected"),
+    [
+        (0, Counts()),
+        (1, Counts(generated_tokens=1, accepted=1, rounds=1)),
+        (2, Counts(generated_tokens=2, accepted=2, rounds=1)),
+        (3, Counts(generated_tokens=3, accepted=2, rejected=4, rounds=1)),
+    ],
+)
+def test_what_the_consumer_was_not_given_is_not_counted(num_given, expected):
+    counts = Counts()
+    for index in range(num_given):
+        counts.give(commit(4, 5, 9, num_from_draft=2, num_rejected=4), index)
+    assert counts == expected
+
+
+commits = st.builds(
+    lambda num_from_draft, own, num_rejected, single_step: commit(
+        *range(num_from_draft + own),
+        num_from_draft=num_from_draft,
+        num_rejected=num_rejected if own else 0,
+        bonus=bool(own and num_from_draft and not num_rejected),
+        single_step=single_step,
+    ),
+    st.integers(0, 4),
+    st.booleans(),
+    st.integers(0, 3),
+    st.booleans(),
+).filter(lambda each: each.tokens)
+
+
+@given(each=st.lists(commits, max_size=8))
+@settings(deadline=None, derandomize=True)
+def test_the_counts_of_a_whole_text_are_the_sums_over_its_commits(each):
+    counts = given_all(*each)
+    assert counts.generated_tokens == sum(len(c.tokens) for c in each)
+    assert counts.accepted == sum(c.num_from_draft for c in each)
+    assert counts.rejected == sum(c.num_rejected for c in each)
+    assert counts.bonus == sum(c.bonus for c in each)
+    assert counts.rounds == len(each)
+    assert counts.n1_rounds == sum(c.single_step for c in each)
+
+
+@given(one=st.lists(commits, max_size=4), other=st.lists(commits, max_size=4))
+@settings(deadline=None, derandomize=True)
+def test_counts_add_up_over_streams(one, other):
+    counts = given_all(*one)
+    counts.add(given_all(*other))
+    assert counts == given_all(*one, *other)
+
+
+def test_every_count_is_added():
+    fields = [field.name for field in attrs.fields(Counts)]
+    counts = Counts(**{name: i + 1 for i, name in enumerate(fields)})
+    counts.add(Counts(**{name: 100 * (i + 1) for i, name in enumerate(fields)}))
+    assert attrs.asdict(counts) == {name: 101 * (i + 1) for i, name in enumerate(fields)}
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_carries_every_count_and_its_times():
+    numbers = {field.name: i + 1 for i, field in enumerate(attrs.fields(Counts)) if not field.name.endswith("_seconds")}
+    taken = snapshot(Counts(**numbers))
+    assert {name: getattr(taken, name) for name in numbers} == numbers
+    assert (taken.elapsed, taken.time_to_first_token, taken.peak_memory) == (4.0, 0.5, 1000)
+
+
+def test_a_snapshot_is_frozen_and_stays_as_it_was():
+    counts = given_all(commit(4))
+    taken = snapshot(counts)
+    counts.give(commit(5), 0)
+    assert taken.generated_tokens == 1
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        taken.generated_tokens = 2  # type: ignore[misc]
+
+
+def test_rates_are_the_quotients_that_their_names_say():
+    counts = Counts(
+        prompt_tokens=30,
+        generated_tokens=21,
+        accepted=12,
+        rejected=4,
+        bonus=3,
+        rounds=6,
+        prefill_seconds=0.5,
+        target_seconds=3.0,
+        draft_seconds=1.0,
+    )
+    taken = snapshot(counts, elapsed=4.0, generation_seconds=2.0)
+    assert taken.proposed == 16
+    assert taken.acceptance_rate == 0.75
+    assert taken.tokens_per_round == 3.5
+    assert taken.prompt_tps == 60.0
+    assert taken.generation_tps == 10.0  # the first token began the two seconds
+    assert taken.target_busy == 0.75
+    assert taken.draft_busy == 0.25
+
+
+def test_a_worker_is_never_busier_than_the_clock():
+    # A job that spans the moment of the snapshot is counted whole.
+    taken = snapshot(Counts(target_seconds=4.001, draft_seconds=9.0), elapsed=4.0)
+    assert (taken.target_busy, taken.draft_busy) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("elapsed", [0.0, 4.0])
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_rates_are_zero_before_there_is_anything_to_divide(elapsed, num_tokens):
+    counts = given_all(*[commit(4)] * num_tokens)
+    taken = snapshot(counts, elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None)
+    assert taken.generation_tps == 0
+    assert (taken.proposed, taken.acceptance_rate, taken.prompt_tps) == (0, 0.0, 0.0)
+    assert taken.tokens_per_round == num_tokens
+    assert (taken.target_busy, taken.draft_busy) == (0.0, 0.0)
+    assert taken.time_to_first_token is None
+
+
+def test_every_figure_is_in_the_docstring():
+    documented = (Statistics.__doc__ or "").split("Attributes:")[1]
+    names = {name.strip() for line in documented.splitlines() if ": " in line for name in line.split(":")[0].split(",")}
+    assert {field.name for field in attrs.fields(Statistics)} <= names

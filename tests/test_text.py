@@ -1,0 +1,230 @@
+"""Text comes in pieces that add up to what the tokenizer says of the whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx_lm.tokenizer_utils
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from runtime.text import Detokenizer, encode_prompt
+
+SCRIPTS = [
+    "plain text, and then some",
+    " a space in front",
+    "   three of them, and some behind   ",
+    "\n\n    def f(x):\n\treturn x\n",
+    "Grüße, naïveté, Ĳsselmeer",
+    "Ελληνικά и русский",
+    "中文和日本語、한국어",
+    "שלום ועולם مرحبا بالعالم",
+    "नमस्ते दुनिया",
+    "e\u0301 is not \u00e9",
+    "🙂",
+    "a 👩‍👩‍👧‍👦 family and a flag 🇳🇿!",
+    "🙂🙂🙂 three in a row",
+    "x\u200by \ufeff \u2028",
+    "\ufffd is a character of its own",
+    "ends in one: \ufffd",
+]
+
+
+@functools.cache
+def demo() -> TokenizerWrapper:
+    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
+
+
+class Slow:
+    """A tokenizer that can only decode: what the detokenizer has to make do with where there is no fast one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
+EMOJI_BYTES = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
+
+
+@functools.cache
+def byte_fallback() -> TokenizerWrapper:
+    """As sentencepiece writes them: spaces in front of words, but for the first, and bytes for what has no token."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", *WORDS, *EMOJI_BYTES])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+def byte_fallback_ids(*tokens: str) -> list[int]:
+    vocabulary = byte_fallback().get_vocab()
+    return [vocabulary[token] for token in tokens]
+
+
+TOKENIZERS = {"fast": demo, "slow": lambda: Slow(demo())}
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The piece that comes with each token, and the one at the end."""
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
+
+
+# --- the pieces add up ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_pieces_of_any_script_add_up(kind: str, text: str) -> None:
+    ids = demo().encode(text, add_special_tokens=False)
+    assert "".join(pieces(TOKENIZERS[kind](), ids)) == demo().decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_pieces_of_any_tokens_add_up(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+
+    @settings(deadline=None, max_examples=150)
+    @given(st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24))
+    def add_up(ids: list[int]) -> None:
+        assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
+
+    add_up()
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_pieces_of_any_bytes_add_up(kind: str) -> None:
+    """Tokens of one byte each make every kind of broken text that there is."""
+    tokenizer = TOKENIZERS[kind]()
+    single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
+    assert len(single_bytes) == 256
+
+    @settings(deadline=None, max_examples=150)
+    @given(st.lists(st.sampled_from(single_bytes), max_size=16))
+    def add_up(ids: list[int]) -> None:
+        assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
+
+    add_up()
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(max_size=30))
+def test_the_pieces_of_any_text_add_up(text: str) -> None:
+    ids = demo().encode(text, add_special_tokens=False)
+    assert "".join(pieces(demo(), ids)) == demo().decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow"])
+def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
+    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
+
+    @settings(deadline=None, max_examples=100)
+    @given(st.lists(st.sampled_from(characters), max_size=8))
+    def add_up(parts: list[list[int]]) -> None:
+        ids = [token for part in parts for token in part]
+        assert "".join(pieces(tokenizer, ids)) == byte_fallback().decode(ids)
+
+    add_up()
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow"])
+def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
+    """With it the tokenizer reads the whole run of bytes as broken; what was given cannot be taken back."""
+    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
+    assert "\ufffd" in byte_fallback().decode(ids)
+    text = "".join(pieces(tokenizer, ids))
+    assert text.startswith("🙂")
+    assert text.endswith(" the cat")
+    assert text.count("the") == text.count("cat") == 1
+
+
+# --- what comes when ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -> None:
+    ids = demo().encode("a🙂b", add_special_tokens=False)
+    given_pieces = pieces(TOKENIZERS[kind](), ids)
+    assert len(ids) > 3, "the emoji should be more than one token"
+    shown = [piece for piece in given_pieces if piece]
+    assert shown == ["a", "🙂", "b"]
+    assert given_pieces[1:-3] == [""] * (len(ids) - 3)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_each_word_comes_with_its_token_and_not_later(kind: str) -> None:
+    ids = demo().encode("return self.items", add_special_tokens=False)
+    assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_space_in_front_is_kept(kind: str) -> None:
+    ids = demo().encode(" self", add_special_tokens=False)
+    assert pieces(TOKENIZERS[kind](), ids)[0].startswith(" ")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_character_that_was_never_completed_comes_at_the_end(kind: str) -> None:
+    ids = demo().encode("a🙂", add_special_tokens=False)[:-1]
+    *before, last = pieces(TOKENIZERS[kind](), ids)
+    assert "".join(before) == "a"
+    assert set(last) == {"\ufffd"}
+
+
+def test_finishing_twice_adds_nothing() -> None:
+    detokenizer = Detokenizer(demo())
+    for token in demo().encode("a🙂", add_special_tokens=False)[:-1]:
+        detokenizer.add(token)
+    assert detokenizer.finish() != ""
+    assert detokenizer.finish() == ""
+
+
+def test_a_text_without_a_token_is_empty() -> None:
+    assert Detokenizer(demo()).finish() == ""
+
+
+def test_without_a_tokenizer_every_piece_is_empty() -> None:
+    assert pieces(None, [1, 2, 3]) == [""] * 4
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_a_prompt_that_is_text_is_encoded_as_the_tokenizer_does(text: str) -> None:
+    assert list(encode_prompt(text, demo(), 4096)) == demo().encode(text)
+
+
+def with_begin_of_text() -> TokenizerWrapper:
+    """A tokenizer that puts a token in front of every text."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "hello": 2, "<unk>": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"))
+
+
+def test_a_prompt_gets_one_begin_of_text_token_whether_it_spells_it_out_or_not() -> None:
+    tokenizer = with_begin_of_text()
+    assert encode_prompt("hello", tokenizer, 4) == (0, 2)
+    assert encode_prompt("<s>hello", tokenizer, 4) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, 6, 7], (5, 6, 7), range(5, 8), iter([5, 6, 7])], ids=["list", "tuple", "range", "iterator"]
+)
+def test_a_prompt_may_be_any_sequence_of_ids(ids: Any) -> None:
+    assert encode_prompt(ids, None, 10) == (5, 6, 7)

@@ -1,0 +1,311 @@
+"""The worker's thread: jobs in order, results and errors back, nothing abandoned, nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+import trio
+import trio.testing
+
+from actors.worker import Job, JobError, ThreadWorker
+from protocol.trace import Event, Span
+
+
+class Gate:
+    """A job that begins, says so, and goes on when it is let."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+        self._begun = threading.Event()
+        self._may_go_on = threading.Event()
+        self.is_done = False
+
+    def __call__(self) -> Any:
+        self._begun.set()
+        self._may_go_on.wait()
+        self.is_done = True
+        return self._result
+
+    async def begun(self) -> None:
+        await trio.to_thread.run_sync(self._begun.wait)
+
+    def let_go_on(self) -> None:
+        self._may_go_on.set()
+
+
+def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
+    return Job("verify", call, **more)
+
+
+def worker_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+# --- doing jobs -----------------------------------------------------------------------------------
+
+
+async def test_jobs_are_done_on_one_thread_that_is_not_the_callers() -> None:
+    async with ThreadWorker("target") as worker:
+        threads = {await worker.run(job(threading.current_thread)) for _ in range(3)}
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    assert thread.name == "outrider-target"
+    assert not thread.daemon
+
+
+async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in() -> None:
+    done: list[int] = []
+    first = Gate()
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, job(first))
+        await first.begun()
+        for number in range(20):
+            nursery.start_soon(worker.run, job(lambda number=number: done.append(number)))
+            # Until it is in the queue: tasks of a nursery start in any order.
+            await trio.testing.wait_all_tasks_blocked()
+        first.let_go_on()
+    assert done == list(range(20))
+
+
+async def test_each_caller_gets_the_result_of_its_own_job() -> None:
+    results: dict[int, int] = {}
+
+    async def ask(number: int) -> None:
+        results[number] = await worker.run(job(lambda: number * number))
+
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(ask, number)
+    assert results == {number: number * number for number in range(20)}
+
+
+async def test_the_event_loop_goes_on_while_a_job_runs() -> None:
+    gate = Gate("done")
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def wait() -> None:
+            assert await worker.run(job(gate)) == "done"
+
+        await gate.begun()
+        for _ in range(3):
+            await trio.lowlevel.checkpoint()
+        assert not gate.is_done
+        gate.let_go_on()
+
+
+async def test_an_error_comes_back_wrapped_with_itself_as_the_cause() -> None:
+    error = ZeroDivisionError("no")
+
+    def fail() -> None:
+        raise error
+
+    async with ThreadWorker("target") as worker:
+        with pytest.raises(JobError, match="verify failed: ZeroDivisionError: no") as raised:
+            await worker.run(job(fail))
+        assert raised.value.__cause__ is error
+        assert await worker.run(job(lambda: "the next job")) == "the next job"
+
+
+async def test_a_job_may_even_raise_system_exit() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    async with ThreadWorker("target") as worker:
+        with pytest.raises(JobError) as raised:
+            await worker.run(job(leave))
+        assert isinstance(raised.value.__cause__, SystemExit)
+        assert await worker.run(job(lambda: "the next job")) == "the next job"
+
+
+async def test_a_finished_job_is_announced_with_its_time_in_trios_thread() -> None:
+    events: list[tuple[Event, threading.Thread]] = []
+    async with ThreadWorker(
+        "draft", on_event=lambda event: events.append((event, threading.current_thread()))
+    ) as worker:
+        before = worker.clock()
+        await worker.run(Job("prefill", lambda: None, session=7, num_tokens=5))
+        after = worker.clock()
+        with pytest.raises(JobError):
+            await worker.run(Job("draft", lambda: 1 // 0, session=7))
+        busy_seconds = worker.busy_seconds
+    (span, thread), (failed, _) = events
+    assert thread is threading.current_thread()
+    assert isinstance(span, Span)
+    assert isinstance(failed, Span)
+    assert attrs.evolve(span, began=0, ended=0) == Span("draft", "prefill", 7, 0, 0, 5)
+    assert before <= span.began <= span.ended <= after
+    assert failed.kind == "draft"
+    assert busy_seconds == pytest.approx(span.ended - span.began + failed.ended - failed.began)
+
+
+async def test_arrays_that_are_evaluated_come_back() -> None:
+    def compute() -> mx.array:
+        x = mx.arange(4) * 2
+        mx.eval(x)
+        return x
+
+    async with ThreadWorker("target") as worker:
+        x = await worker.run(job(compute))
+    assert (x + 1).tolist() == [1, 3, 5, 7]
+
+
+async def test_jobs_compute_on_the_device_that_was_asked_for() -> None:
+    device = mx.Device(mx.cpu)
+    async with ThreadWorker("target", device) as worker:
+        assert await worker.run(job(mx.default_device)) == device
+        assert await worker.run(job(lambda: mx.default_stream(device))) != mx.default_stream(device)
+
+
+async def test_a_result_is_not_held_until_the_next_job() -> None:
+    class Result:
+        pass
+
+    async with ThreadWorker("target") as worker:
+        result = weakref.ref(await worker.run(job(Result)))
+        # The thread lets go of it before it takes the next job.
+        assert await worker.run(job(result)) is None
+
+
+# --- cancellation ---------------------------------------------------------------------------------
+
+
+async def test_a_job_that_waits_is_taken_back_and_never_runs() -> None:
+    gate = Gate()
+    ran: list[str] = []
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, job(gate))
+        await gate.begun()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await worker.run(job(lambda: ran.append("cancelled before it was handed in")))
+        assert scope.cancelled_caught
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(worker.run, job(lambda: ran.append("cancelled while it waited")))
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        # Back at once, with the first job still running.
+        assert scope.cancelled_caught
+        assert not gate.is_done
+        gate.let_go_on()
+        await worker.run(job(lambda: ran.append("a later one")))
+    assert ran == ["a later one"]
+
+
+async def test_a_job_that_runs_is_not_abandoned_and_its_result_arrives() -> None:
+    gate = Gate("result")
+    results: list[str] = []
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def wait() -> None:
+            with scope:
+                results.append(await worker.run(job(gate)))
+                await trio.lowlevel.checkpoint()
+                results.append("went on")
+
+        await gate.begun()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert results == []
+        gate.let_go_on()
+    assert gate.is_done
+    assert results == ["result"]
+    assert scope.cancelled_caught
+
+
+async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -> None:
+    gate = Gate()
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        def fail() -> None:
+            gate()
+            raise ValueError("after all")
+
+        @nursery.start_soon
+        async def wait() -> None:
+            with scope, pytest.raises(JobError, match="after all"):
+                await worker.run(job(fail))
+
+        await gate.begun()
+        scope.cancel()
+        gate.let_go_on()
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+async def test_the_thread_is_gone_after_leaving() -> None:
+    async with ThreadWorker("target"), ThreadWorker("draft"):
+        assert sorted(worker_threads()) == ["outrider-draft", "outrider-target"]
+    assert worker_threads() == []
+
+
+@pytest.mark.parametrize("error", [ValueError("the body's"), KeyboardInterrupt(), SystemExit(1)])
+async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseException) -> None:
+    async def body() -> None:
+        async with ThreadWorker("target") as worker:
+            await worker.run(job(lambda: None))
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        await body()
+    assert raised.value is error
+    assert worker_threads() == []
+
+
+async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
+    gate = Gate()
+    left = trio.Event()
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def body() -> None:
+            with scope:
+                async with ThreadWorker("target") as worker:
+                    await worker.run(job(gate))
+            left.set()
+
+        await gate.begun()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not left.is_set()
+        assert worker_threads() == ["outrider-target"]
+        gate.let_go_on()
+    assert left.is_set()
+    assert gate.is_done
+    assert worker_threads() == []
+
+
+async def test_leaving_takes_back_the_jobs_that_wait() -> None:
+    gate = Gate()
+    ran: list[str] = []
+    with trio.CancelScope() as scope:
+        async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+            nursery.start_soon(worker.run, job(gate))
+            await gate.begun()
+            nursery.start_soon(worker.run, job(lambda: ran.append("waited")))
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+            gate.let_go_on()
+    assert scope.cancelled_caught
+    assert ran == []
+    assert worker_threads() == []
+
+
+async def test_many_workers_in_a_row_leave_no_thread() -> None:
+    before = threading.active_count()
+    for number in range(50):
+        async with ThreadWorker("target") as worker:
+            assert await worker.run(job(lambda number=number: (mx.ones(2) * number).tolist())) == [number, number]
+        assert threading.active_count() == before
