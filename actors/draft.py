@@ -57,6 +57,11 @@ class DraftPart(Part):
         self.wake()
 
     @property
+    def is_past_context(self) -> bool:
+        """Whether the text has outgrown the drafter: the token at position n is drafted by feeding n tokens."""
+        return self.context_length is not None and self.books.next_position > self.context_length
+
+    @property
     def useful_depth(self) -> int:
         """How many tokens beyond the committed text are worth a thought."""
         if not self.can_look_ahead:
@@ -65,7 +70,6 @@ class DraftPart(Part):
         if self.books.remaining is not None:
             most = min(most, self.books.remaining)
         if self.context_length is not None:
-            # The token at position n is drafted by feeding n tokens.
             most = min(most, self.context_length - self.books.next_position + 1)
         return max(0, most)
 
@@ -127,6 +131,9 @@ class DraftActor(Actor[DraftPart]):
 
     async def _take_part(self, part: DraftPart) -> None:
         opened = part.session.opened
+        if part.is_past_context:
+            self._withdraw(part)
+            return
         try:
             line = await self.worker.run(Job("open", partial(self.model.open_line, beside_another=True), part.id))
             try:
@@ -140,13 +147,20 @@ class DraftActor(Actor[DraftPart]):
             # It costs speed, never text: the target goes on by itself.
             logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)
             part.session.counts.draft_failures += 1
-            self._note(part, "withdraw")
-            part.books.withdraw(Withdraw(part.id))
-            self._target.send_nowait(Withdraw(part.id))
+            self._withdraw(part)
+
+    def _withdraw(self, part: DraftPart) -> None:
+        """Leave the session to the target, which is faster alone than with empty proposals."""
+        self._note(part, "withdraw")
+        part.books.withdraw(Withdraw(part.id))
+        self._target.send_nowait(Withdraw(part.id))
 
     async def _draft_on(self, part: DraftPart, line: Line) -> None:
         """Draft, and send proposals, until the session is over."""
         while part.books.state is not State.CLOSED:
+            if part.is_past_context:
+                self._withdraw(part)
+                return
             self._propose(part)
             node = part.next_expansion()
             if node is None:
@@ -169,7 +183,7 @@ class DraftActor(Actor[DraftPart]):
                     draft,
                     line,
                     plan,
-                    len(part.books.committed) if beyond else None,
+                    len(part.books.committed),
                     part.session.opened,
                     self._target_vocab_size,
                 ),
@@ -178,9 +192,10 @@ class DraftActor(Actor[DraftPart]):
             )
         )
         match drafted:
-            case Guess():
+            case Drafted():
+                part.can_look_ahead = drafted.can_look_ahead
                 part.held.follow(plan)
-                return drafted
+                return drafted.guess
             case FellBack():
                 # Ask again for the same node, with more to feed.
                 part.session.counts.draft_replayed_tokens += plan.keep - drafted.length
@@ -204,7 +219,6 @@ class DraftActor(Actor[DraftPart]):
             return
         if commit.finish_reason is not None:
             return
-        part.can_look_ahead = True  # it may be over a boundary by now; the next attempt will tell
         if part.tree.advance(commit.tokens):
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))
@@ -215,6 +229,14 @@ class DraftActor(Actor[DraftPart]):
 
 
 # --- on the drafter's thread ----------------------------------------------------------------------
+
+
+@attrs.frozen
+class Drafted:
+    """A drafted token, and whether the cache could now take one that is not committed and lose it again."""
+
+    guess: Guess
+    can_look_ahead: bool
 
 
 @attrs.frozen
@@ -229,28 +251,28 @@ class Refused:
     """The cache could not lose the text again if it came to that; nothing was fed."""
 
 
-def draft(line: Line, plan: Plan, settled: int | None, opened: Open, vocab_size: int) -> Guess | FellBack | Refused:
+def draft(line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int) -> Drafted | FellBack | Refused:
     """Draft one token.
 
     Args:
         line: the draft model's cache of this session.
         plan: how to bring it in line with the text that the token comes after.
-        settled: length of the committed text, where the text goes beyond it; else None.
+        settled: length of the committed text; the text to draft after may go beyond it.
         opened: of the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
 
-    Returns: the token, its confidence, and under the rejection rule the distribution that it was drawn
-        from; or what stood against it.
+    Returns: the token, its confidence, and under the rejection rule the distribution that it was drawn from; or
+        what stood against it.
     """
     if (length := line.rewind(plan.keep)) < plan.keep:
         return FellBack(length)
-    if settled is not None and line.prepare(len(plan.feed), settled) is Rung.SINGLE:
+    position = plan.keep + len(plan.feed)
+    if position > settled and line.prepare(len(plan.feed), settled) is Rung.SINGLE:
         return Refused()
     rows = line.feed(plan.feed, 1)
     assert rows is not None
     logits = rows[:, :vocab_size]
-    position = plan.keep + len(plan.feed)
     settings, seed = opened.settings, opened.seed
     # Confidence at temperature 0 is the model's own at 1: an argmax says nothing of how sure it is.
     probs = distribution(logits[0], settings.temperature or 1.0)
@@ -258,12 +280,14 @@ def draft(line: Line, plan: Plan, settled: int | None, opened: Open, vocab_size:
         token = choices(logits, settings.temperature, seed, position, vocab_size)[0]
         confidence = probs[token]
         mx.eval(token, confidence)
-        line.check(position)
-        return Guess(cast(int, token.item()), cast(float, confidence.item()))
-    token = draw(probs, key_for(seed, Purpose.DRAFT, position))
-    # What a draw from this q may expect, not what this draw may: a decision to propose a token must
-    # not depend on the token (see protocol.lookahead).
-    confidence = (probs * probs).sum()
-    mx.eval(token, confidence, probs)
+        sent_with_it = None
+    else:
+        token = draw(probs, key_for(seed, Purpose.DRAFT, position))
+        # What a draw from this q may expect, not what this draw may: a decision to propose a token must
+        # not depend on the token (see protocol.lookahead).
+        confidence = (probs * probs).sum()
+        mx.eval(token, confidence, probs)
+        sent_with_it = probs
     line.check(position)
-    return Guess(cast(int, token.item()), cast(float, confidence.item()), probs)
+    guess = Guess(cast(int, token.item()), cast(float, confidence.item()), sent_with_it)
+    return Drafted(guess, line.prepare(1, settled) is not Rung.SINGLE)

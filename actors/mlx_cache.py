@@ -27,15 +27,28 @@ from mlx_lm.models.cache import (
 Restore = Callable[[], None]
 
 
-def can_trim_after(layer: Any, num_tokens: int) -> bool:
-    """Whether a layer's cache could take `num_tokens` more now and lose any number of them again."""
+def can_trim_after(layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
+    """Whether a layer's cache could take `num_tokens` more now, and then drop its tail.
+
+    Args:
+        layer: the cache.
+        num_tokens: that would be fed, >= 0.
+        back_to: the shortest length to which it should be possible to go back; None for the present one.
+    """
     match layer:
         case CacheList():
-            return all(can_trim_after(part, num_tokens) for part in layer.caches)
+            return all(can_trim_after(part, num_tokens, back_to) for part in layer.caches)
         case RotatingKVCache() if type(layer) is RotatingKVCache:
             return bool(layer.offset + num_tokens < layer.max_size)
+        case ChunkedKVCache() if type(layer) is ChunkedKVCache:
+            # A token attends to its chunk, from the chunk's beginning on, and each feed first drops what lies
+            # more than a chunk behind it: after a few feeds over a chunk's end, the way back leads to a token
+            # whose chunk is no longer whole.
+            first_held = max(layer.start_position, layer.offset - layer.chunk_size if num_tokens else 0)
+            length = layer.offset if back_to is None else back_to
+            return bool(length // layer.chunk_size * layer.chunk_size >= first_held)
         case _:
-            return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache, ChunkedKVCache)
+            return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
 def can_checkpoint(layer: Any) -> bool:

@@ -6,7 +6,7 @@ import contextvars
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -38,7 +38,12 @@ logger = logging.getLogger("outrider")
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
 
-_warned_of: set[str] = set()  # cache classes, once a process
+_warned_of: set[str] = set()  # cache classes and families, once a process
+
+# Families in which a pass over several tokens gives other logits than a pass for each: what one verify pass
+# says of a proposal is then not what plain decoding would say. phi3small adds its mask of yes and no to the scores
+# instead of masking them, so tokens see those after them; in plamo3 a window is one token wider in such a pass.
+_ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 
 
 def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
@@ -58,8 +63,7 @@ def tokenizer_wrapper(tokenizer: Any) -> TokenizerWrapper:
 class MLXModel:
     """An mlx-lm model on its own thread.
 
-    While it is open, its layers evaluate what they compute when asked to; see `_evaluating_layers`.
-    Close it to have the model back as it was.
+    Made on that thread.
     """
 
     def __init__(self, model: Module, options: CacheOptions) -> None:
@@ -72,16 +76,19 @@ class MLXModel:
         Raises: ModelError: the options insist on a way to rewind that some layer's cache does not have.
         """
         self._model = model
-        self._options = options
+        one_by_one = any(type(part).__module__ in _ONE_BY_ONE for part in model.modules())
+        self._options = attrs.evolve(options, one_by_one=one_by_one)
         # One forward pass of one token, since no attribute names the width of the logits in all
         # architectures.
         self._vocab_size: int = model(mx.array([[0]]), cache=options.make_cache(model)).shape[-1]
         self._check_ladder(options.make_cache(model))
-        self._restore_layers = _evaluating_layers(model)
 
-    def close(self) -> None:
-        """Undo what opening did to the model."""
-        self._restore_layers()
+    def evaluating_layers(self) -> AbstractContextManager[None]:
+        """While in force, the model's layers evaluate what they compute where a line asks for that.
+
+        Not for two threads at a time: a model may be target and drafter in one.
+        """
+        return _evaluating_layers(self._model)
 
     @property
     def vocab_size(self) -> int:
@@ -98,12 +105,12 @@ class MLXModel:
         # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid
         # is one of MLX's CPU scheduler.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return MLXLine(self._model, self._options, in_slices=beside_another and on_cpu)
+        return MLXLine(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
 
     def anatomy(self) -> Anatomy:
         """What the model is made of, and how its caches can be rewound; feeds a few tokens to see."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
-        line = MLXLine(self._model, self._options, in_slices=False)
+        line = MLXLine(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
         line.feed((0,) * 8, 0)
         windows = [size for layer in line.cache if (size := window(layer)) is not None]
         limit = min(windows, default=None)
@@ -122,6 +129,14 @@ class MLXModel:
     def _check_ladder(self, cache: list[Any]) -> None:
         """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""
         wanted = self._options.rewind
+        if self._options.one_by_one:
+            family = type(self._model).__module__.rpartition(".")[2]
+            why = f"mlx-lm's {family} reads several tokens at once otherwise than one by one"
+            if wanted in ("trim", "checkpoint"):
+                raise ModelError(f'rewind="{wanted}" is of no use here: {why}; use "auto" or "none"')
+            if wanted == "auto" and family not in _warned_of:
+                _warned_of.add(family)
+                logger.warning("%s: the model is fed one token at a time", why)
         if wanted == "trim" and (fixed := _names(layer for layer in cache if not can_trim_after(layer, 1))):
             raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
         unknown = _names(layer for layer in cache if not can_checkpoint(layer))
@@ -162,16 +177,18 @@ class Anatomy:
 class MLXLine:
     """One text in the caches of an mlx-lm model."""
 
-    def __init__(self, model: Module, options: CacheOptions, *, in_slices: bool) -> None:
+    def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int, in_slices: bool) -> None:
         """An empty line; its caches are in `cache`, a layer each, or less or more as the model has it.
 
         Args:
             model: whose caches to make.
             options: of the caches, and how they may be rewound.
+            vocab_size: ids below it are known to the model.
             in_slices: whether to evaluate layer by layer.
         """
         self._model = model
         self._options = options
+        self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
         self._in_slices = in_slices
         self._length = 0
@@ -184,8 +201,7 @@ class MLXLine:
             mx.eval([layer.state for layer in self.cache])
             mx.clear_cache()
             return None
-        cut = self._options.cut(self._length, len(tokens))
-        parts = [self._forward(part) for part in (tokens[:cut], tokens[cut:]) if part]
+        parts = [self._forward(part) for part in self._options.passes(self._length, tokens)]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return logits[-num_logits:]
 
@@ -197,14 +213,17 @@ class MLXLine:
 
     def _forward(self, tokens: tuple[int, ...]) -> mx.array:
         """(len(tokens), V) logits, lazy."""
+        # A drafter may be narrower than its target. What it has no embedding for it reads as its last id: its
+        # guess will be poor there, where an index out of bounds would read somebody else's memory.
+        known = [min(token, self._vocab_size - 1) for token in tokens]
         with _evaluate_in_slices(self._in_slices):
-            logits: mx.array = self._model(mx.array([tokens]), cache=self.cache)
+            logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> Rung:
         """See `Line.prepare`."""
-        rung = self._options.rung(self.cache, self._length, num_tokens)
+        rung = self._options.rung(self.cache, self._length, num_tokens, settled)
         if rung is Rung.CHECKPOINT and (not self._checkpoints or self._checkpoints[-1].length < self._length):
             self._checkpoints.append(Checkpoint(self._length, [snapshot(layer) for layer in self.cache]))
         self._forget_below(settled)
@@ -215,7 +234,7 @@ class MLXLine:
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
         if length < self._length:
-            if self._options.can_trim(self.cache, 0):
+            if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
             else:
                 self._restore(length)
@@ -248,7 +267,7 @@ class MLXLine:
                 restore()
             self._length = found[0].length
         if self._length > length:
-            if not self._options.can_trim(self.cache, 0):
+            if not self._options.can_trim(self.cache, 0, length):
                 raise RewindError(
                     f"asked to rewind to {length} tokens a cache that holds {self._length}, which cannot be trimmed "
                     f"and has checkpoints at {[checkpoint.length for checkpoint in self._checkpoints]}"
@@ -294,6 +313,7 @@ class CacheOptions:
         kv_bits: quantise key-value caches to so many bits, or None.
         kv_group_size: quantisation group.
         quantized_kv_start: quantise once a cache holds so many tokens.
+        one_by_one: whether a model's passes over several tokens are not to be trusted; see `_ONE_BY_ONE`.
     """
 
     rewind: Rewind = "auto"
@@ -301,35 +321,42 @@ class CacheOptions:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
+    one_by_one: bool = False
 
     def make_cache(self, model: Module) -> list[Any]:
         """Empty caches for one text."""
         caches: list[Any] = make_prompt_cache(model, max_kv_size=self.max_kv_size)
         return caches
 
-    def can_trim(self, cache: list[Any], num_tokens: int) -> bool:
-        """Whether every layer could take so many tokens more and lose them again."""
-        return self.rewind in ("auto", "trim") and all(can_trim_after(layer, num_tokens) for layer in cache)
+    def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
+        """Whether every layer could take so many tokens more and drop its tail; see `can_trim_after`."""
+        return self.rewind in ("auto", "trim") and all(can_trim_after(layer, num_tokens, back_to) for layer in cache)
 
     def can_checkpoint(self, cache: list[Any]) -> bool:
         """Whether every layer's state can be kept and restored."""
         return self.rewind in ("auto", "checkpoint") and all(can_checkpoint(layer) for layer in cache)
 
-    def rung(self, cache: list[Any], length: int, num_tokens: int) -> Rung:
-        """How a feed of so many tokens, from a length, could be undone."""
+    def rung(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> Rung:
+        """How a feed of so many tokens, from a length, could be undone; see `can_trim_after`."""
         # Quantising cannot be undone. Only committed tokens may bring it about, and then at the same place as
         # in plain decoding.
         if self.kv_bits is not None and length < self.quantized_kv_start <= length + num_tokens:
             return Rung.SINGLE
-        if self.can_trim(cache, num_tokens):
+        if self.one_by_one and num_tokens > 1:
+            return Rung.SINGLE
+        if self.can_trim(cache, num_tokens, back_to):
             return Rung.TRIM
         return Rung.CHECKPOINT if self.can_checkpoint(cache) else Rung.SINGLE
 
-    def cut(self, length: int, num_tokens: int) -> int:
-        """How many tokens of a feed to put into a pass of their own, so that the rest reads quantised keys."""
-        if self.kv_bits is not None and length < self.quantized_kv_start < length + num_tokens:
-            return self.quantized_kv_start - length
-        return num_tokens
+    def passes(self, length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """How to divide a feed, from a length, into passes, so that each gives what plain decoding would give."""
+        if self.one_by_one:
+            return [(token,) for token in tokens]
+        if self.kv_bits is not None and length < self.quantized_kv_start < length + len(tokens):
+            # The rest reads quantised keys.
+            cut = self.quantized_kv_start - length
+            return [tokens[:cut], tokens[cut:]]
+        return [tokens]
 
     def quantize(self, cache: list[Any], length: int) -> bool:
         """Quantise what is due after a feed; returns whether something was."""
@@ -355,7 +382,8 @@ def _evaluate_in_slices(wanted: bool) -> Iterator[None]:
         _in_slices.reset(reset)
 
 
-def _evaluating_layers(model: Module) -> Any:
+@contextmanager
+def _evaluating_layers(model: Module) -> Iterator[None]:
     """Make the model's layers evaluate what they return, while `_in_slices` says so.
 
     MLX's scheduler counts the active tasks of the whole process and stalls every evaluating thread above
@@ -363,8 +391,6 @@ def _evaluating_layers(model: Module) -> Any:
     three times slower. Evaluated layer by layer, it leaves room and is itself no slower.
 
     A layer gets a class of its own, made from its class; its attributes and parameters stay in place.
-
-    Returns: a function that gives the layers their classes back.
     """
     layers = [
         layer
@@ -376,12 +402,11 @@ def _evaluating_layers(model: Module) -> Any:
     sliced: dict[type, type] = {}
     for layer in layers:
         layer.__class__ = sliced.setdefault(type(layer), _evaluating_class(type(layer)))
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         for layer, own_class in zip(layers, before, strict=True):
             layer.__class__ = own_class
-
-    return restore
 
 
 _SLICED = "Sliced"

@@ -22,12 +22,14 @@ class Session:
         commits: where the target puts what is committed. Bounded, so that a slow consumer slows the
             models and not the memory; closed when nothing more comes.
         counts: what the actors count; the consumer's side counts tokens.
+        unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
     """
 
     opened: Open
     commits: trio.MemorySendChannel[Commit]
     counts: Counts = attrs.field(factory=Counts)
+    unsent: Commit | None = None
     error: OutriderError | None = None
 
     def end(self, error: OutriderError | None = None) -> None:

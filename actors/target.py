@@ -91,8 +91,11 @@ class TargetActor(Actor[TargetPart]):
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:
                     commit = await self._round(part, line)
+                    session.unsent = commit
                     await session.commits.send(commit)
-                self._note(part, "finish")
+                    session.unsent = None
+                if part.books.finish_reason is not None:
+                    self._note(part, "finish")
             finally:
                 with trio.CancelScope(shield=True):
                     await self.worker.run(Job("close", line.close, part.id))
@@ -105,7 +108,7 @@ class TargetActor(Actor[TargetPart]):
         except OutriderError as error:
             session.end(error)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._note(part, "cancel")  # the consumer has gone
+            pass  # the consumer has gone, or the runtime has ended the session
         finally:
             session.end()
 

@@ -86,8 +86,9 @@ class _Waiting:
 class ThreadWorker:
     """A worker with a thread of its own.
 
-    Use as an async context manager. Leaving it waits for the job that is running, takes back those that
-    wait, releases the thread's MLX streams and joins the thread, also under cancellation.
+    Use as an async context manager, and leave it when nobody waits for a job any more. Leaving it waits for the
+    job that is running, releases the thread's MLX streams and joins the thread, also under cancellation and
+    when interrupted.
     """
 
     def __init__(self, actor: Actor, device: mx.Device | None = None, on_event: Callable[[Event], None] | None = None):
@@ -112,12 +113,21 @@ class ThreadWorker:
         self._thread.start()
         return self
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(self, *_: object) -> None:
         self._jobs.put(None)
+        interrupt: KeyboardInterrupt | None = None
         with trio.CancelScope(shield=True):
-            await self._stopped.wait()
+            # A Ctrl-C has to wait too: a thread that outlives the event loop aborts the process.
+            while not self._stopped.is_set():
+                try:
+                    await self._stopped.wait()
+                except KeyboardInterrupt as error:
+                    interrupt = error
         # All that is left of the thread by now is its return.
         self._thread.join()
+        if interrupt is not None:
+            raise interrupt
 
     @property
     def busy_seconds(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
-from attrs.validators import ge, optional
+from attrs.validators import ge, lt, optional
 
 from protocol.settings import Settings
 
@@ -46,7 +46,7 @@ class Open:
     session: int = attrs.field(validator=ge(0))
     prompt: tuple[int, ...] = attrs.field(validator=_tokens)
     settings: Settings
-    seed: int = attrs.field(validator=ge(0))
+    seed: int = attrs.field(validator=[ge(0), lt(2**64)])
     stop_tokens: frozenset[int]
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
@@ -102,13 +102,18 @@ class Verdict:
     start: int = attrs.field(validator=ge(1))
     num_accepted: int = attrs.field(validator=ge(0))
     token: int | None = attrs.field(validator=optional(ge(0)))
-    single_step: bool = False
+    single_step: bool = attrs.field(default=False)
     settles: bool = False
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:
         if value is None and self.num_accepted == 0:
             raise ValueError("a verdict commits at least one token")
+
+    @single_step.validator
+    def _compares_one(self, _: Any, value: bool) -> None:
+        if value and self.num_accepted > 1:
+            raise ValueError(f"a single step compares one drafted token, and cannot accept {self.num_accepted}")
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from typing import Any, Literal, get_args
 
 import attrs
@@ -37,7 +37,8 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
 
 
 def _temperature(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+    # Compared and not asked with isfinite, which a whole number too large for a float would break.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise SettingsError(
             f"temperature must be a finite number of at least 0, got {value!r}; use 0 for greedy decoding"
         )

@@ -124,7 +124,7 @@ class Counts:
             acceptance_rate=_ratio(self.accepted, proposed),
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
             prompt_tps=_ratio(self.prompt_tokens, self.prefill_seconds),
-            generation_tps=_ratio(self.generated_tokens - 1, generation_seconds),
+            generation_tps=_ratio(max(0, self.generated_tokens - 1), generation_seconds),
             time_to_first_token=time_to_first_token,
             target_busy=min(1.0, _ratio(self.target_seconds, elapsed)),
             draft_busy=min(1.0, _ratio(self.draft_seconds, elapsed)),

@@ -83,7 +83,10 @@ class LookaheadTree:
 
         Returns: True for a hit: the new root was in the tree, with whatever hangs below it.
             False for a miss: the tree is its new root alone.
+        Raises: ProtocolError: there are no tokens.
         """
+        if not tokens:
+            raise ProtocolError("a verdict moves the root by one token at least")
         node: Node | None = self.root
         for token in tokens:
             node = node.children.get(token) if node else None

@@ -93,7 +93,6 @@ async def examine(
             worker = await stack.enter_async_context(ThreadWorker(role))
             on_progress(f"loading the {role}")
             loaded[role] = await load_onto(worker, role, source, CacheOptions())
-            stack.callback(loaded[role].model.close)
             on_progress(f"timing the {role}")
             examined[role] = await worker.run(Job("load", partial(_examine, loaded[role].model)))
         same, note = await _compare(worker, loaded)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
@@ -265,14 +265,34 @@ class _BackgroundNursery:
         self._nursery = await self._manager.__aenter__()
         return self._nursery
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._nursery.cancel_scope.cancel()
-        await self._manager.__aexit__(None, None, None)
+        with _interrupts_unwrapped():
+            try:
+                await self._manager.__aexit__(None, None, None)
+            except BaseExceptionGroup as group:
+                is_cancellation = group.split(trio.Cancelled)[1] is None
+                # An error of the body's own must not be lost under it; the cancellation strikes again further out.
+                if not is_cancellation or error is None or isinstance(error, trio.Cancelled):
+                    raise
+
+
+@contextmanager
+def _interrupts_unwrapped() -> Iterator[None]:
+    """Let a Ctrl-C out of a nursery as itself; a group would end the process with another status."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if group.split(KeyboardInterrupt)[1] is not None:
+            raise
+        raise KeyboardInterrupt from None
 
 
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def running(
     target: tuple[Model, Worker],
     draft: tuple[Model, Worker] | None,
@@ -318,6 +338,7 @@ async def running(
 
 
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def open(
     target: Source,
     draft: Source | None = None,
@@ -383,14 +404,15 @@ async def open(
         async def load(role: Actor) -> None:
             loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], options)
 
-        async with trio.open_nursery() as nursery:
-            for role in sources:
-                nursery.start_soon(load, role)
-        for result in loaded.values():
-            if isinstance(result, outcome.Value):
-                stack.callback(result.value.model.close)
+        with _interrupts_unwrapped():
+            async with trio.open_nursery() as nursery:
+                for role in sources:
+                    nursery.start_soon(load, role)
         ours = loaded["target"].unwrap()
         theirs = loaded["draft"].unwrap() if draft is not None else None
+        stack.enter_context(ours.model.evaluating_layers())
+        if theirs is not None:
+            stack.enter_context(theirs.model.evaluating_layers())
         if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
         async with running(

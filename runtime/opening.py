@@ -110,7 +110,8 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     if isinstance(source, tuple):
         built, tokenizer = source
         # On the caller's thread, since a lazy array can only be evaluated where it was made.
-        mx.eval(built.parameters())
+        # The whole of it: what is no parameter (the frequencies of a scaled rotary embedding) may be lazy too.
+        mx.eval(built)
     try:
         if not isinstance(source, tuple):
             built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))

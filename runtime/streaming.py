@@ -15,6 +15,8 @@ from protocol.errors import RuntimeClosedError, StreamBusyError
 from protocol.statistics import Statistics
 from runtime.text import Detokenizer
 
+_CLOSED = "this stream was closed; begin another with stream()"
+
 
 @attrs.frozen
 class Token:
@@ -170,7 +172,7 @@ class TokenStream:
             await trio.lowlevel.checkpoint()
             raise StopAsyncIteration
         if self._is_closed:
-            raise self._session.error or RuntimeClosedError("this stream was closed; begin another with stream()")
+            raise self._session.error or RuntimeClosedError(_CLOSED)
         if self._commit is not None:
             # A checkpoint a token, also where several came at once.
             await trio.lowlevel.checkpoint()
@@ -178,9 +180,16 @@ class TokenStream:
         try:
             self._commit = await self._commits.receive()
         except trio.EndOfChannel:
-            self._close()
+            # Nothing more comes, but what was committed already is the consumer's.
+            self._commit, self._session.unsent = self._session.unsent, None
+            if self._commit is None:
+                self._close()
+            if self._session.error is None:
+                self._session.error = RuntimeClosedError("the runtime was closed before the text was over")
+        except trio.ClosedResourceError:
+            pass  # closed by another task, while this one was waiting
         if self._commit is None:
-            raise self._session.error or RuntimeClosedError("the runtime was closed before the text was over")
+            raise self._session.error or RuntimeClosedError(_CLOSED)
         self._next_in_commit = 0
         return self._commit
 

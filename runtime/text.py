@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers.decoders import DecodeStream
 
 from protocol.errors import PromptError, VocabularyMismatchError
 
@@ -27,12 +28,20 @@ def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size
     ids = _encode(prompt, tokenizer)
     if not ids:
         raise PromptError("the prompt is empty; it must have at least one token")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise PromptError(f"a prompt of token ids must hold whole numbers, got {token!r} among them")
-        if not 0 <= token < vocab_size:
-            raise PromptError(f"prompt token {token} is outside the target's vocabulary of {vocab_size} ids")
-    return ids
+    return tuple(_checked_id(token, vocab_size) for token in ids)
+
+
+def _checked_id(token: Any, vocab_size: int) -> int:
+    try:
+        # Whatever can index a list is a whole number, numpy's included; bool can too, and was never meant.
+        id = None if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        id = None
+    if id is None:
+        raise PromptError(f"a prompt of token ids must hold whole numbers, got {token!r} among them")
+    if not 0 <= id < vocab_size:
+        raise PromptError(f"prompt token {id} is outside the target's vocabulary of {vocab_size} ids")
+    return id
 
 
 def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ...]:
@@ -49,53 +58,60 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         return tuple(tokenizer.encode(prompt, add_special_tokens=not spelled_out, verbose=False))
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
-    items = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    if not items or not isinstance(items[0], Mapping):
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not hasattr(listed, "__iter__"):
+        raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__} of no length")
+    items = tuple(listed)
+    if not any(isinstance(item, Mapping) for item in items):
         return items
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise PromptError(f"chat messages are mappings with a role and a content, got {item!r} among them")
     if tokenizer is None:
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
-    return tuple(cast(Any, tokenizer).apply_chat_template(list(items), add_generation_prompt=True))
+    try:
+        return tuple(cast(Any, tokenizer).apply_chat_template(list(items), add_generation_prompt=True))
+    except jinja2.TemplateError as error:
+        raise PromptError(f"the chat template does not take these messages: {error}") from error
 
 
 class Detokenizer:
     """The text of a growing list of tokens, piece by piece.
 
-    The pieces add up to `tokenizer.decode(all the ids)`, whatever the script: a character whose bytes
-    are spread over tokens comes with the last of them. (mlx-lm's own detokenizers drop a space at the
+    The pieces add up to `tokenizer.decode(all the ids)`, whatever the script: a character whose bytes are spread
+    over tokens comes with the last of them. Only where a model emits bytes that are no character may the two
+    differ, in how many replacement characters stand for them. (mlx-lm's own detokenizers drop a space at the
     start of the text, which a continuation needs.)
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
         """For one text; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
-        self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
-        self._given = 0
+        # The text of ids[_before:_read] is given already. What comes after it is decoded together with it, since
+        # tokenizers decide by the neighbours where a space goes.
+        self._before = self._read = 0
 
     def add(self, token: int) -> str:
         """The text that a token makes readable; maybe empty."""
-        if self._tokenizer is None:
-            return ""
         self._ids.append(token)
-        if self._fast is None:
-            whole: str = self._tokenizer.decode(self._ids)
-            piece = whole[self._given :] if not whole.endswith("\ufffd") else ""
-        else:
-            piece = self._stream.step(self._fast, token) or ""
-        self._given += len(piece)
-        return piece
+        return self._advance(is_last=False)
 
     def finish(self) -> str:
         """What is left: a character that was never completed."""
-        if self._tokenizer is None or not self._ids:
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> str:
+        if self._tokenizer is None:
             return ""
-        whole: str = self._tokenizer.decode(self._ids)
-        piece = whole[self._given :]
-        self._given += len(piece)
-        return piece
+        given: str = self._tokenizer.decode(self._ids[self._before : self._read])
+        whole: str = self._tokenizer.decode(self._ids[self._before :])
+        if len(whole) <= len(given) or (whole.endswith("\ufffd") and not is_last):
+            return ""
+        self._before, self._read = self._read, len(self._ids)
+        return whole[len(given) :]
 
 
 def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

@@ -226,7 +226,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": _of(KV, seed=1),
     "phi3small": _of(
         KV,
-        seed=1, embedding=0.5,
+        seed=1,
+        embedding=0.5,
         is_stepwise=True,
         mup_width_multiplier=0.5,
         dense_attention_every_n_layers=2,
@@ -613,6 +614,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+# What can be built and not run without Metal.
+FOR_METAL: dict[str, Architecture] = {
+    "bitnet": _of(KV),
+    "muse_spark": _of(
+        KV,
+        ROTATING,
+        text_config=_text(
+            post_norm_eps=1e-5,
+            rope_parameters={"rope_theta": 10_000.0},
+            layer_rope_theta=[10_000.0, 0],
+            layer_types=_SLIDING_AND_FULL,
+            final_logit_softcapping=20.0,
+            output_multiplier=1.0,
+            moe_hidden_size=16,
+            num_shared_experts=0,
+        ),
+    ),
+}
+
 # Parts that models are made of, without one of their own.
 _PARTS = (
     "activations",
@@ -628,23 +648,24 @@ _PARTS = (
 )
 
 NO_MODEL = "has no Model: a part of others"
-NO_IMPORT = "cannot be imported without a package that mlx-lm does not depend on"
-METAL_ONLY = "its layers are a Metal kernel, and nothing does their work elsewhere"
+NO_IMPORT = "ends the process that imports it, unless a package is there that mlx-lm does not depend on"
+METAL_ONLY = "calls Metal kernels, and nothing does their work elsewhere"
 
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(_PARTS, NO_MODEL),
     "olmo": NO_IMPORT,
-    "bitnet": METAL_ONLY,
-    "muse_spark": METAL_ONLY,
+    **dict.fromkeys(FOR_METAL, METAL_ONLY),
 }
 
 
 def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
     """A module's model with random weights, evaluated."""
-    architecture = ARCHITECTURES[name]
+    architecture = ARCHITECTURES.get(name) or FOR_METAL[name]
     module = importlib.import_module(f"mlx_lm.models.{name}")
     args = module.ModelArgs.from_dict(_COMMON | {"model_type": name} | architecture.args | changes)
-    return _wide(module.Model(args), architecture.seed if seed is None else seed, architecture.embedding)
+    seed = architecture.seed if seed is None else seed
+    mx.random.seed(seed)  # for decays, which some models draw themselves
+    return _wide(module.Model(args), seed, architecture.embedding)
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
@@ -670,13 +691,44 @@ def _wide(model: nn.Module, seed: int, embedding: float) -> nn.Module:
         fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
         scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
         # Decays and steps are set to what makes sense, not drawn.
-        if weight.dtype == mx.uint32:  # packed
-            drawn.append((name, mx.random.randint(0, 2**32 - 1, weight.shape, weight.dtype, key=key)))
+        if mx.issubdtype(weight.dtype, mx.integer):  # packed
+            drawn.append((name, mx.random.randint(0, mx.iinfo(weight.dtype).max, weight.shape, weight.dtype, key=key)))
         elif not name.endswith("A_log"):
             drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())
     return model
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+class Leaning(nn.Module):
+    """A model that leans towards one token after each, so that two of them agree often and not always."""
+
+    # One way around all tokens.
+    _FOLLOWING = mx.array([(5 * token + 17) % VOCAB_SIZE for token in range(VOCAB_SIZE)])
+    LEAN = 3.2  # in standard deviations of the model's logits
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def args(self) -> Any:
+        return self.model.args
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits = self.model(inputs, cache=cache)
+        following = self._FOLLOWING[inputs][..., None] == mx.arange(VOCAB_SIZE)
+        return logits / mx.std(logits, axis=-1, keepdims=True) + self.LEAN * following
 
 
 # --- the fake at the other end ---------------------------------------------------------------------

@@ -23,6 +23,7 @@ import trio
 import trio.testing
 
 from actors.actor import Part
+from actors.model import Rung
 from actors.simulated import SimulatedWorker
 from actors.worker import Job, JobError
 from protocol.errors import RewindError
@@ -155,6 +156,7 @@ class ScriptedLine:
     def __init__(self, model: ScriptedModel) -> None:
         self.model = model
         self.tokens: list[int] = []
+        self.states: list[int] = []  # at which lengths the state was kept
         self.rewinds: list[tuple[int, int]] = []  # from which length, to which
         self.fed: list[tuple[int, tuple[int, ...]]] = []  # at which length, what
         self.is_closed = False
@@ -172,19 +174,33 @@ class ScriptedLine:
         self._take((int(token.item()),))
         return mx.array([self.model.script(self.tokens)])
 
-    def rewind(self, length: int) -> None:
+    def prepare(self, num_tokens: int, settled: int) -> Rung:
         self._check_open()
-        if length == len(self.tokens):
-            return
-        if length > len(self.tokens) or not self.model.undo(len(self.tokens), 0):
-            self._misuse(f"asked to rewind from {len(self.tokens)} to {length} tokens")
-            raise RewindError(f"asked to rewind to {length} tokens a script that holds {len(self.tokens)}")
-        self.rewinds.append((len(self.tokens), length))
-        del self.tokens[length:]
+        if self.model.undo(len(self.tokens), num_tokens):
+            return Rung.TRIM
+        if not self.model.keeps_states:
+            return Rung.SINGLE
+        if len(self.tokens) not in self.states:
+            self.states.append(len(self.tokens))
+        while len(self.states) > 1 and self.states[1] <= settled:
+            del self.states[0]
+        return Rung.CHECKPOINT
 
-    def can_rewind_after(self, num_tokens: int) -> bool:
+    def rewind(self, length: int) -> int:
         self._check_open()
-        return self.model.undo(len(self.tokens), num_tokens)
+        before = len(self.tokens)
+        if length < before and not self.model.undo(before, 0) and self.states:
+            # The last state at or below; or the first above, in which the rest may still be dropped.
+            below = [state for state in self.states if state <= length]
+            del self.tokens[(below or self.states[:1])[-1] :]
+        if length > before or (length < len(self.tokens) and not self.model.undo(len(self.tokens), 0)):
+            self._misuse(f"asked to rewind from {before} to {length} tokens")
+            raise RewindError(f"asked to rewind to {length} tokens a script that holds {before}")
+        del self.tokens[length:]
+        self.states = [state for state in self.states if state <= len(self.tokens)]
+        if len(self.tokens) < before:
+            self.rewinds.append((before, len(self.tokens)))
+        return len(self.tokens)
 
     def check(self, length: int) -> None:
         self._check_open()
@@ -231,6 +247,7 @@ class ScriptedModel:
         vocab_size: int = VOCAB_SIZE,
         context_length: int | None = None,
         undo: Undo = always,
+        keeps_states: bool = False,
         fails: Mapping[str, Container[int]] | None = None,
     ) -> None:
         """A model.
@@ -239,7 +256,8 @@ class ScriptedModel:
             script: what it says.
             vocab_size: width of the script's rows.
             context_length: most tokens that a line may hold.
-            undo: what its lines can take back.
+            undo: what its lines can take back by dropping it.
+            keeps_states: whether, where they cannot, they can go back to a state that was kept.
             fails: for "open", "feed", "check" and "close": which calls raise, counted from 1 over all lines. A
                 check raises `RewindError`, as the cache of a real model does that lost count.
         """
@@ -247,6 +265,7 @@ class ScriptedModel:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.undo = undo
+        self.keeps_states = keeps_states
         self.lines: list[ScriptedLine] = []
         self.misuses: list[str] = []
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0}

@@ -237,7 +237,7 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rewind": "sometimes"}, "rewind must be one of 'auto', 'trim', 'none', got 'sometimes'"),
+        ({"rewind": "sometimes"}, "rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'sometimes'"),
         ({"rewind": None}, "rewind must be one of"),
         ({"rewind": ["auto"]}, "rewind must be one of"),
         ({"target_device": "tpu"}, "target_device must be"),

@@ -172,9 +172,8 @@ async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> Non
         # The first proposal is waited for; every other one is there already.
         assert took == PREFILL + 3 * 1.0 + 20 * VERIFY
     else:
-        # A guess at one token beyond what is committed needs the verdict first: it is waited for. And finding
-        # out that more than one cannot be guessed takes a job, once.
-        assert took == PREFILL + 1.0 + 10 * (1.0 + VERIFY)
+        # A guess at one token beyond what is committed needs the verdict first: it is waited for.
+        assert took == PREFILL + 10 * (1.0 + VERIFY)
 
 
 # --- a slow consumer ------------------------------------------------------------------------------
