@@ -347,6 +347,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4_text": _of(
         KV,
         ROTATING,
+        seed=1,
         num_hidden_layers=4,
         num_kv_shared_layers=2,
         sliding_window_pattern=2,

@@ -244,7 +244,7 @@ PAIRS = [
     ("llama4", "qwen3_next"),
 ]
 # Of the drafter, where the first would leave a guess to rounding.
-SEEDS: dict[tuple[str, str], int] = {}
+SEEDS = {("mamba", "mamba"): 102}
 
 
 @pytest.mark.slow
