@@ -269,15 +269,12 @@ class _BackgroundNursery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Shielded, so that it is this cancellation that ends the actors and none from further out: that one would
+        # come out here, in the place of an error of the body's own.
+        self._nursery.cancel_scope.shield = True
         self._nursery.cancel_scope.cancel()
         with _interrupts_unwrapped():
-            try:
-                await self._manager.__aexit__(None, None, None)
-            except BaseExceptionGroup as group:
-                is_cancellation = group.split(trio.Cancelled)[1] is None
-                # An error of the body's own must not be lost under it; the cancellation strikes again further out.
-                if not is_cancellation or error is None or isinstance(error, trio.Cancelled):
-                    raise
+            await self._manager.__aexit__(None, None, None)
 
 
 @contextmanager

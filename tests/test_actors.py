@@ -284,8 +284,8 @@ async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojum
 async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_across_the_boundary(
     lookahead: Any, who: str, autojump_clock: Any
 ) -> None:
-    for agreement in AGREEMENTS:
-        for window in (2, 8, 15, 16):
+    for agreement in (0.3, 1.0):
+        for window in (2, 9, 16):
             target = ScriptedModel(truthful, undo=within(window) if who != "draft" else always)
             draft = ScriptedModel(agreeing(agreement), undo=within(window) if who != "target" else always)
             async with simulated(target, draft) as simulation:
