@@ -51,6 +51,19 @@ def can_trim_after(layer: Any, num_tokens: int, back_to: int | None = None) -> b
             return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
+def can_read_at_once(layer: Any, num_tokens: int) -> bool:
+    """Whether one pass over so many tokens more reads what a pass for each would read.
+
+    Not where a rotating cache is full and keeps its first tokens for good: its mask over several tokens is
+    that of a plain window, which hides the kept ones from all tokens but the first.
+    """
+    if isinstance(layer, CacheList):
+        return all(can_read_at_once(part, num_tokens) for part in layer.caches)
+    if isinstance(layer, RotatingKVCache) and layer.keep > 0:
+        return bool(num_tokens <= 1 or layer.offset + num_tokens <= layer.max_size)
+    return True
+
+
 def can_checkpoint(layer: Any) -> bool:
     """Whether a layer's state can be kept and restored."""
     if type(layer) is CacheList:

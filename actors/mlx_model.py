@@ -23,6 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from actors.mlx_cache import (
     Restore,
     can_checkpoint,
+    can_read_at_once,
     can_trim_after,
     checkpoint_bytes,
     kind,
@@ -201,7 +202,7 @@ class MLXLine:
             mx.eval([layer.state for layer in self.cache])
             mx.clear_cache()
             return None
-        parts = [self._forward(part) for part in self._options.passes(self._length, tokens)]
+        parts = [self._forward(part) for part in self._options.passes(self.cache, self._length, tokens)]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return logits[-num_logits:]
 
@@ -340,23 +341,32 @@ class CacheOptions:
         """How a feed of so many tokens, from a length, could be undone; see `can_trim_after`."""
         # Quantising cannot be undone. Only committed tokens may bring it about, and then at the same place as
         # in plain decoding.
-        if self.kv_bits is not None and length < self.quantized_kv_start <= length + num_tokens:
+        if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
             return Rung.SINGLE
-        if self.one_by_one and num_tokens > 1:
+        if num_tokens > 1 and self._goes_one_by_one(cache, num_tokens):
             return Rung.SINGLE
         if self.can_trim(cache, num_tokens, back_to):
             return Rung.TRIM
         return Rung.CHECKPOINT if self.can_checkpoint(cache) else Rung.SINGLE
 
-    def passes(self, length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def passes(self, cache: list[Any], length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
         """How to divide a feed, from a length, into passes, so that each gives what plain decoding would give."""
-        if self.one_by_one:
+        if self._goes_one_by_one(cache, len(tokens)):
             return [(token,) for token in tokens]
-        if self.kv_bits is not None and length < self.quantized_kv_start < length + len(tokens):
+        if self.kv_bits is not None and length < self._quantized_from < length + len(tokens):
             # The rest reads quantised keys.
-            cut = self.quantized_kv_start - length
+            cut = self._quantized_from - length
             return [tokens[:cut], tokens[cut:]]
         return [tokens]
+
+    @property
+    def _quantized_from(self) -> int:
+        """The least length at which caches are quantised: an empty one is not, and its first pass reads as it is."""
+        return max(1, self.quantized_kv_start)
+
+    def _goes_one_by_one(self, cache: list[Any], num_tokens: int) -> bool:
+        """Whether so many tokens more need a pass each to be read as plain decoding reads them."""
+        return self.one_by_one or not all(can_read_at_once(layer, num_tokens) for layer in cache)
 
     def quantize(self, cache: list[Any], length: int) -> bool:
         """Quantise what is due after a feed; returns whether something was."""

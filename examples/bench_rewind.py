@@ -37,7 +37,7 @@ if "--openblas" in sys.argv:
 
 import mlx.core as mx  # noqa: E402
 import trio  # noqa: E402
-from mlx.utils import tree_map  # noqa: E402
+from mlx.utils import tree_flatten, tree_map  # noqa: E402
 from mlx_lm.models import lfm2  # noqa: E402
 
 import actors.target  # noqa: E402
@@ -150,7 +150,7 @@ async def main() -> None:
     args = parser.parse_args()
 
     model = hybrid(args.hidden_size, args.layers, getattr(mx, args.dtype))
-    num_parameters = sum(w.size for _, w in __import__("mlx.utils").utils.tree_flatten(model.parameters()))
+    num_parameters = sum(weight.size for _, weight in tree_flatten(model.parameters()))
     print(f"LFM2-style hybrid, {num_parameters / 1e6:.0f} M parameters, {args.dtype}, {args.layers} layers", flush=True)
     oracle = Oracle(args.acceptance)
     ways = {
@@ -166,9 +166,9 @@ async def main() -> None:
             for way, (rewind, replay, lookahead) in ways.items():
                 actors.target.ReplayDebt = replay  # type: ignore[misc]
                 target = await worker.run(Job("load", lambda r=rewind: MLXModel(model, CacheOptions(rewind=r))))  # type: ignore[misc]
-                async with running((target, worker), (oracle, draft_worker)) as rt:
-                    done = await rt.generate(PROMPT, max_tokens=args.tokens, lookahead=lookahead)
-                target.close()
+                with target.evaluating_layers():
+                    async with running((target, worker), (oracle, draft_worker)) as rt:
+                        done = await rt.generate(PROMPT, max_tokens=args.tokens, lookahead=lookahead)
                 ids = tuple(token.id for token in done.tokens)
                 if len(oracle.text) == len(PROMPT):
                     oracle.text = PROMPT + ids  # the first run is plain, and not counted
@@ -198,13 +198,13 @@ async def watch_memory(
     held: dict[str, list[int]] = {}
     for way, lookahead in (("plain", 0), ("checkpoint", args.lookahead)):
         target = await worker.run(Job("load", lambda: MLXModel(model, CacheOptions())))
-        async with running((target, worker), (oracle, draft_worker)) as rt:
-            sizes, ids = [], []
-            async for token in rt.stream(PROMPT, max_tokens=args.memory_tokens, lookahead=lookahead):
-                ids.append(token.id)
-                if token.index % 100 == 99:
-                    sizes.append(mx.get_active_memory())
-        target.close()
+        sizes, ids = [], []
+        with target.evaluating_layers():
+            async with running((target, worker), (oracle, draft_worker)) as rt:
+                async for token in rt.stream(PROMPT, max_tokens=args.memory_tokens, lookahead=lookahead):
+                    ids.append(token.id)
+                    if token.index % 100 == 99:
+                        sizes.append(mx.get_active_memory())
         if way == "plain":
             oracle.text = PROMPT + tuple(ids)
         held[way] = sizes

@@ -136,7 +136,8 @@ class Runtime:
             session,
             receive,
             Detokenizer(self._tokenizer),
-            hang_up=partial(self._hang_up, opened.session),
+            hang_up=partial(self._end_session, opened.session),
+            hang_up_soon=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
         )
@@ -206,7 +207,7 @@ class Runtime:
             drafted=self._draft is not None and settings.lookahead != 0,
         )
 
-    def _hang_up(self, session: int) -> None:
+    def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
         try:
             self._trio_token.run_sync_soon(self._end_session, session)

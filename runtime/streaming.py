@@ -73,6 +73,7 @@ class TokenStream:
         detokenizer: Detokenizer,
         *,
         hang_up: Callable[[], None],
+        hang_up_soon: Callable[[], None],
         clock: Callable[[], float],
         on_token: Callable[[Commit, int], None],
     ) -> None:
@@ -82,7 +83,8 @@ class TokenStream:
             session: what the actors share with this stream.
             commits: where committed tokens arrive.
             detokenizer: fresh, for this text.
-            hang_up: ends the session; may be called from any thread, more than once.
+            hang_up: ends the session; may be called more than once.
+            hang_up_soon: likewise, from any thread and at any moment.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
         """
@@ -90,6 +92,7 @@ class TokenStream:
         self._commits = commits
         self._detokenizer = detokenizer
         self._hang_up = hang_up
+        self._hang_up_soon = hang_up_soon
         self._clock = clock
         self._on_token = on_token
         self._commit: Commit | None = None
@@ -151,8 +154,9 @@ class TokenStream:
         self._close()
 
     def __del__(self) -> None:
+        # Garbage is collected on any thread, in the middle of anything.
         if not self._is_closed:
-            self._hang_up()
+            self._hang_up_soon()
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""

@@ -42,7 +42,7 @@ _COMMON: dict[str, Any] = {
     "use_bias": False,
     "use_qk_norm": True,
     "tie_word_embeddings": False,
-    "sliding_window": 8,
+    "sliding_window": 12,
     # Mixtures of experts.
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -297,7 +297,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     # --- sliding windows
-    "afmoe": _of(KV, ROTATING, layer_types=_SLIDING_AND_FULL, num_dense_layers=1),
+    "afmoe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL, num_dense_layers=1),
     "cohere2": _of(KV, ROTATING, logit_scale=1.0, sliding_window_pattern=2),
     "exaone4": _of(KV, ROTATING, num_hidden_layers=3, sliding_window_pattern="LLG"),
     "exaone_moe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL, is_moe_layer=[False, True]),
@@ -312,7 +312,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3n": _of(
         KV,
         ROTATING,
-        seed=1,
+        seed=6,
         embedding=0.2,
         text_config=_text(
             model_type="gemma3n",
