@@ -140,6 +140,9 @@ class MLXModel:
                 logger.warning("%s: the model is fed one token at a time", why)
         if wanted == "trim" and (fixed := _names(layer for layer in cache if not can_trim_after(layer, 1))):
             raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
+        rotating = _names(layer for layer in cache if window(layer) is not None and hasattr(layer, "to_quantized"))
+        if self._options.kv_bits is not None and rotating:
+            raise ModelError(f"kv_bits cannot quantise {rotating}, which mlx-lm has no way to do; leave it None")
         unknown = _names(layer for layer in cache if not can_checkpoint(layer))
         if wanted == "checkpoint" and unknown:
             raise ModelError(f'rewind="checkpoint" cannot keep the state of {unknown}; use "auto" or "none"')

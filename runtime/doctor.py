@@ -15,7 +15,7 @@ import mlx.core as mx
 from actors.mlx_model import Anatomy, CacheOptions, MLXModel
 from actors.model import Line, Rung
 from actors.worker import Job, JobError, ThreadWorker
-from protocol.errors import VocabularyMismatchError
+from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor
 from runtime.opening import Loaded, Source, check_source, load_onto
@@ -33,7 +33,7 @@ class Passes:
     Attributes:
         seconds: median by width.
         spread: (fastest, slowest) by width, in seconds.
-        price: the affine function through them.
+        price: the affine function through the medians, which one slow pass does not bend.
     """
 
     seconds: dict[int, float]
@@ -57,7 +57,7 @@ class Diagnosis:
         target, draft: the models; draft is None without one.
         same_vocabulary: whether the two share one; None where there is nothing to compare.
         vocabulary_note: what differs, or why nothing was compared.
-        device: MLX's device.
+        device: MLX's default: cpu or gpu.
         blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
     """
 
@@ -78,7 +78,7 @@ async def examine(
         target, draft: as for `runtime.open`.
         on_progress: called with what is being done.
 
-    Raises: ModelError: one cannot be loaded.
+    Raises: ModelError: one cannot be loaded, or fails; the original error is the cause.
 
     Cancellation: strikes once the load or the timing that is under way is done.
     """
@@ -94,9 +94,19 @@ async def examine(
             on_progress(f"loading the {role}")
             loaded[role] = await load_onto(worker, role, source, CacheOptions())
             on_progress(f"timing the {role}")
-            examined[role] = await worker.run(Job("load", partial(_examine, loaded[role].model)))
+            examined[role] = await _examine_on(worker, role, source, loaded[role].model)
         same, note = await _compare(worker, loaded)
-    return Diagnosis(examined["target"], examined.get("draft"), same, note, str(mx.default_device()), blas_in_use())
+    return Diagnosis(
+        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use()
+    )
+
+
+async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> Examined:
+    try:
+        return await worker.run(Job("load", partial(_examine, model)))
+    except JobError as error:
+        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+        raise ModelError(f"{role} {name!r} failed while it was examined: {error.__cause__}") from error.__cause__
 
 
 async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, str]:
@@ -138,13 +148,11 @@ def _time_passes(model: MLXModel) -> Passes:
                 line.rewind(CONTEXT)
             if repeat > 0:  # the first of each builds kernels and buffers
                 seconds[width].append(took)
-                price.observe(width, took)
     line.close()
-    return Passes(
-        {width: statistics.median(times) for width, times in seconds.items()},
-        {width: (min(times), max(times)) for width, times in seconds.items()},
-        price,
-    )
+    medians = {width: statistics.median(times) for width, times in seconds.items()}
+    for width, took in medians.items():
+        price.observe(width, took)
+    return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
 
 
 def _line_with_text(model: MLXModel) -> Line:
@@ -178,20 +186,19 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     sections = [("target", _rows(diagnosis.target, "T_v"))]
     if diagnosis.draft is not None:
         sections.append(("draft", _rows(diagnosis.draft, "T_d")))
-    together = [("device", diagnosis.device)]
-    if diagnosis.blas is not None:
-        together.append(("CPU linear algebra", diagnosis.blas))
-    match diagnosis.same_vocabulary:
-        case True:
-            together.append(("vocabularies", f"the same: {diagnosis.vocabulary_note}"))
-        case False:
-            together.append(("vocabularies", f"DIFFERENT: {diagnosis.vocabulary_note}"))
-        case None:
-            together.append(("vocabularies", f"not compared: {diagnosis.vocabulary_note}"))
-    if diagnosis.draft is not None:
+        match diagnosis.same_vocabulary:
+            case True:
+                vocabularies = f"the same, {diagnosis.vocabulary_note}"
+            case False:
+                vocabularies = f"DIFFERENT: {diagnosis.vocabulary_note}"
+            case None:
+                vocabularies = f"not compared: {diagnosis.vocabulary_note}"
         ratio = diagnosis.draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
-        together.append(("cost ratio T_d / T_v(1)", f"{ratio:.2f}"))
-    return [*sections, ("together", together)]
+        sections.append(("pair", [("vocabularies", vocabularies), ("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]))
+    machine = [("device", diagnosis.device)]
+    if diagnosis.blas is not None:
+        machine.append(("linear algebra", diagnosis.blas))
+    return [*sections, ("machine", machine)]
 
 
 def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
@@ -200,8 +207,7 @@ def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
         ("family", anatomy.family),
         (
             "weights",
-            f"{anatomy.num_parameters / 1e6:,.1f} M values, {anatomy.num_bytes / 1e6:,.1f} MB, "
-            f"{', '.join(anatomy.dtypes)}",
+            f"{anatomy.num_parameters / 1e6:,.1f} M values, {_size(anatomy.num_bytes)}, {', '.join(anatomy.dtypes)}",
         ),
         ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
         ("rewinds by", _RUNGS[anatomy.rung]),
@@ -209,21 +215,24 @@ def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
     if anatomy.window is not None and anatomy.rung_beyond_window is not None:
         rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rung_beyond_window]))
     if Rung.CHECKPOINT in (anatomy.rung, anatomy.rung_beyond_window):
-        rows.append(("a checkpoint keeps", f"{anatomy.checkpoint_bytes / 1e6:,.2f} MB"))
-        rows.append(
-            ("a rejection replays", "what was accepted in its round, in front of the next window: width, not a pass")
-        )
+        rows.append(("a checkpoint keeps", _size(anatomy.checkpoint_bytes)))
     for width, seconds in passes.seconds.items():
         low, high = passes.spread[width]
-        name = f"{symbol}({width})" if symbol == "T_v" or width > 1 else symbol
-        rows.append((name, f"{seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})"))
+        tokens = "1 token" if width == 1 else f"{width} tokens"
+        rows.append(
+            (f"a pass of {tokens}", f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})")
+        )
     slope = passes.price.per_token / passes.seconds[1]
-    rows.append(("one more token in a pass", f"{slope:.0%} of a pass of one"))
+    rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} bytes"
 
 
 _RUNGS = {
     Rung.TRIM: "trim: drops rejected tokens, at no cost",
-    Rung.CHECKPOINT: "checkpoint: restores the state from before the round",
-    Rung.SINGLE: "nothing (N=1): feeds one committed token at a time, so speculation gains nothing",
+    Rung.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
+    Rung.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",
 }

@@ -136,8 +136,7 @@ class Runtime:
             session,
             receive,
             Detokenizer(self._tokenizer),
-            hang_up=partial(self._end_session, opened.session),
-            hang_up_soon=partial(self._end_session_soon, opened.session),
+            hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
         )

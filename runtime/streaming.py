@@ -73,7 +73,6 @@ class TokenStream:
         detokenizer: Detokenizer,
         *,
         hang_up: Callable[[], None],
-        hang_up_soon: Callable[[], None],
         clock: Callable[[], float],
         on_token: Callable[[Commit, int], None],
     ) -> None:
@@ -83,8 +82,7 @@ class TokenStream:
             session: what the actors share with this stream.
             commits: where committed tokens arrive.
             detokenizer: fresh, for this text.
-            hang_up: ends the session; may be called more than once.
-            hang_up_soon: likewise, from any thread and at any moment.
+            hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
         """
@@ -92,7 +90,6 @@ class TokenStream:
         self._commits = commits
         self._detokenizer = detokenizer
         self._hang_up = hang_up
-        self._hang_up_soon = hang_up_soon
         self._clock = clock
         self._on_token = on_token
         self._commit: Commit | None = None
@@ -154,9 +151,8 @@ class TokenStream:
         self._close()
 
     def __del__(self) -> None:
-        # Garbage is collected on any thread, in the middle of anything.
         if not self._is_closed:
-            self._hang_up_soon()
+            self._hang_up()
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""

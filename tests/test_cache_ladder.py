@@ -1,0 +1,562 @@
+"""The caches' own account: whatever was fed, taken back and fed again, what is left reads as if nothing else had been.
+
+All on one thread, without a runtime but where quantised and bounded caches are compared with plain decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
+from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
+
+import runtime
+from actors.mlx_cache import can_checkpoint, can_read_at_once, can_trim_after, checkpoint_bytes, lengths, snapshot, trim
+from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.model import Rung
+from protocol.errors import ModelError, RewindError, SettingsError
+
+VOCAB_SIZE = 64
+TEXT = prompt_of(120, vocab_size=VOCAB_SIZE)
+WINDOW = 8  # of all rotating caches here
+# Rounding in float32 moves the logits, which are of some 5, by less. A token too many or too few moves them by 0.1.
+ATOL = 1e-4
+
+
+class Concatenating(Wrapped):
+    """A model whose caches are concatenated anew for each pass."""
+
+    def make_cache(self) -> list[Any]:
+        return [ConcatenateKVCache() for _ in self.layers]
+
+
+@attrs.frozen
+class Subject:
+    """A model with caches of some kind, and its own account of a text: one token a pass, nothing taken back."""
+
+    model: nn.Module
+    options: CacheOptions = attrs.Factory(CacheOptions)
+    _rows: dict[tuple[int, tuple[int, ...]], mx.array] = attrs.field(factory=dict, init=False)
+
+    def open_line(self, rewind: Any) -> MLXLine:
+        options = attrs.evolve(self.options, rewind=rewind)
+        return MLXLine(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
+
+    def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
+        """The logits after a text, of which the first tokens were fed at once."""
+        if (num_prefilled, text) not in self._rows:
+            self._read(num_prefilled, text)
+        return self._rows[num_prefilled, text]
+
+    def _read(self, num_prefilled: int, text: tuple[int, ...]) -> None:
+        cache = self.options.make_cache(self.model)
+        if num_prefilled:
+            self._pass(text[:num_prefilled], cache)
+        found = {}
+        for i, token in enumerate(text[num_prefilled:], num_prefilled):
+            found[num_prefilled, text[: i + 1]] = self._pass((token,), cache)
+        mx.eval(list(found.values()))
+        self._rows.update(found)
+
+    def _pass(self, tokens: tuple[int, ...], cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(mx.array([tokens]), cache=cache)[0, -1]
+        options = self.options
+        maybe_quantize_kv_cache(cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
+        return logits
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "KVCache": lambda: Subject(llama()),
+    "QuantizedKVCache": lambda: Subject(
+        build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    ),
+    "QuantizedKVCache in mid-text": lambda: Subject(
+        build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=12)
+    ),
+    "ConcatenateKVCache": lambda: Subject(Concatenating(llama())),
+    "RotatingKVCache": lambda: Subject(gemma3_text(window=WINDOW)),
+    "RotatingKVCache that keeps its first": lambda: Subject(build("qwen3"), CacheOptions(max_kv_size=WINDOW)),
+    "ChunkedKVCache": lambda: Subject(build("llama4")),
+    "ArraysCache, mamba": lambda: Subject(mamba()),
+    "ArraysCache, lfm2": lambda: Subject(build("lfm2")),
+    "ArraysCache, qwen3_next": lambda: Subject(build("qwen3_next")),
+    "ArraysCache and RotatingKVCache": lambda: Subject(build("recurrent_gemma")),
+    "CacheList of KVCache": lambda: Subject(build("deepseek_v32")),
+    "CacheList of ArraysCache": lambda: Subject(build("falcon_h1")),
+}
+CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
+CLIMBS = [
+    *[(name, rewind) for name in SUBJECTS for rewind in ("auto", "checkpoint")],
+    *[(name, "trim") for name in ("ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache")],
+    ("ArraysCache, mamba", "none"),
+]
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    return SUBJECTS[name]()
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class Climber:
+    """Puts a line to the uses that the actors make of it, and keeps books of what it should hold.
+
+    Its committed text is `TEXT`, up to a length; drafts agree with it for a while, and then do not.
+    """
+
+    def __init__(self, of: Subject, rewind: str, *, prompt_length: int) -> None:
+        self.subject = of
+        self.line = of.open_line(rewind)
+        self.num_committed = prompt_length
+        self.num_prefilled = prompt_length - 1
+        self.held: list[int] = []
+        self.seen: list[tuple[tuple[int, ...], mx.array]] = []
+        self.rungs: set[Rung] = set()
+        if self.num_prefilled:
+            self.line.feed(tuple(TEXT[: self.num_prefilled]), 0)
+            self.held = TEXT[: self.num_prefilled]
+        self.line.check(len(self.held))
+
+    @property
+    def committed(self) -> list[int]:
+        return TEXT[: self.num_committed]
+
+    def draft_of(self, num_tokens: int, num_right: int) -> list[int]:
+        after = TEXT[self.num_committed : self.num_committed + num_tokens]
+        return [token if i < num_right else (token + 7) % VOCAB_SIZE for i, token in enumerate(after)]
+
+    def commit(self, num_tokens: int) -> None:
+        """Text is committed that others have found."""
+        self.num_committed += num_tokens
+
+    def go_back(self, length: int) -> None:
+        """Rewind, no further than to the committed text."""
+        if len(self.held) > max(length, self.num_committed):
+            self.rewind(max(length, self.num_committed))
+
+    def rewind(self, length: int) -> int:
+        got = self.line.rewind(length)
+        assert got <= length
+        del self.held[got:]
+        self.line.check(len(self.held))
+        return got
+
+    def verify(self, num_tokens: int, num_right: int) -> None:
+        """A target's round: what is committed and a proposal in one pass, then back to what stands."""
+        if (keep := common_length(self.held, self.committed)) < len(self.held):
+            self.rewind(keep)
+        proposal = self.draft_of(num_tokens, num_right)
+        feed = self.committed[len(self.held) :]
+        if self.prepare(len(feed) + len(proposal)) is Rung.SINGLE:
+            proposal = []
+        if not feed + proposal:
+            return
+        self.feed(feed + proposal)
+        num_accepted = min(num_right, len(proposal))
+        self.rewind(min(len(self.held), self.num_committed + num_accepted))
+        self.commit(num_accepted + 1)
+
+    def draft(self, num_tokens: int, num_right: int) -> None:
+        """A drafter's step: to the end of a draft, whatever is held."""
+        text = self.committed + self.draft_of(num_tokens, num_right)
+        keep = common_length(self.held, text)
+        if keep == len(text):
+            return
+        self.rewind(keep)
+        feed = text[len(self.held) :]
+        if len(text) > self.num_committed and self.prepare(len(feed)) is Rung.SINGLE:
+            return
+        self.feed(feed)
+        self.prepare(1)
+
+    def prepare(self, num_tokens: int) -> Rung:
+        rung = self.line.prepare(num_tokens, self.num_committed)
+        self.rungs.add(rung)
+        return rung
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        rows = self.line.feed(tuple(tokens), len(tokens))
+        assert rows is not None
+        mx.eval(rows)
+        for i, token in enumerate(tokens):
+            self.held.append(token)
+            self.seen.append((tuple(self.held), rows[i]))
+        self.line.check(len(self.held))
+
+    def assert_nothing_shows(self) -> None:
+        """All logits seen are those of a line on which nothing was ever taken back."""
+        for text, row in sorted(self.seen, key=lambda pair: -len(pair[0])):
+            off = mx.abs(row - self.subject.row(self.num_prefilled, text)).max().item()
+            assert off < ATOL, f"the logits after {len(text)} tokens are off by {off}"
+        self.seen.clear()
+
+
+a_number = st.integers(0, 4)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just(Climber.commit), st.integers(1, 3)),
+        st.tuples(st.just(Climber.verify), a_number, a_number),
+        st.tuples(st.just(Climber.draft), a_number, a_number),
+        st.tuples(st.just(Climber.go_back), st.integers(0, 30)),
+    ),
+    min_size=6,
+    max_size=12,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
+def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
+    @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
+    @settings(deadline=None, derandomize=True, database=None, max_examples=6)
+    def climb(prompt_length: int, steps: list[Any]) -> None:
+        climber = Climber(subject(name), rewind, prompt_length=prompt_length)
+        for act, *args in steps:
+            act(climber, *args)
+        climber.assert_nothing_shows()
+
+    climb()
+
+
+@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
+def test_a_line_is_put_right_at_every_length_of_a_text(name: str, rewind: str) -> None:
+    climber = Climber(subject(name), rewind, prompt_length=2)
+    for i in range(5):
+        climber.verify(3, (0, 2, 3, 1, 0)[i])
+        climber.draft(1, 1)
+        climber.draft(2, 1)
+        climber.draft(3, 0)
+        climber.go_back(climber.num_committed + 1)
+        climber.commit(1)
+    climber.assert_nothing_shows()
+    if rewind == "none":
+        assert climber.rungs == {Rung.SINGLE}
+    elif rewind == "checkpoint":
+        assert Rung.TRIM not in climber.rungs
+        assert Rung.CHECKPOINT in climber.rungs
+    else:
+        assert (Rung.TRIM in climber.rungs) == (name in CAN_TRIM)
+
+
+# --- rotating caches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewind", ["auto", "checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["RotatingKVCache", "RotatingKVCache that keeps its first", "ArraysCache and RotatingKVCache"]
+)
+@pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
+def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
+    name: str, rewind: str, num_settled: int
+) -> None:
+    climber = Climber(subject(name), rewind, prompt_length=num_settled)
+    climber.feed(climber.committed[len(climber.held) :])
+    depth = 6
+    for back_to in reversed(range(depth)):
+        for num_tokens in range(1, depth + 1):
+            climber.draft(num_tokens, depth)
+        assert climber.rewind(num_settled + back_to) <= num_settled + back_to
+        # Another way on from there: what it writes must not show in the checkpoints below.
+        for num_tokens in range(back_to + 1, depth + 1):
+            climber.draft(num_tokens, back_to)
+    climber.assert_nothing_shows()
+
+
+def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay() -> None:
+    climber = Climber(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
+    climber.feed(climber.committed[len(climber.held) :])
+    for num_tokens in range(1, 6):
+        climber.draft(num_tokens, 5)
+    assert climber.rungs == {Rung.CHECKPOINT}
+    for num_tokens in reversed(range(5)):
+        assert climber.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
+
+
+def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> None:
+    line = subject("RotatingKVCache that keeps its first").open_line("auto")
+    line.feed(tuple(TEXT[: WINDOW - 3]), 1)
+    assert line.prepare(2, WINDOW - 3) is Rung.TRIM
+    assert line.prepare(3, WINDOW - 3) is Rung.CHECKPOINT  # to the brim
+    assert line.prepare(4, WINDOW - 3) is Rung.SINGLE
+    line.feed(tuple(TEXT[WINDOW - 3 : 2 * WINDOW]), 1)
+    assert line.prepare(1, 2 * WINDOW) is Rung.CHECKPOINT
+    assert line.prepare(2, 2 * WINDOW) is Rung.SINGLE
+
+
+@pytest.mark.parametrize(("keep", "offset", "num_tokens", "expected"), [
+    (0, 20, 4, True), (4, 4, 4, True), (4, 5, 4, False), (4, 8, 1, True), (4, 8, 2, False),
+])  # fmt: skip
+def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_tokens: int, expected: bool) -> None:
+    cache = RotatingKVCache(WINDOW, keep=keep)
+    cache.offset = offset
+    assert can_read_at_once(cache, num_tokens) is expected
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_line_refuses_to_go_where_nothing_was_kept(name: str) -> None:
+    line = subject(name).open_line("none")
+    line.feed(tuple(TEXT[:5]), 1)
+    with pytest.raises(RewindError, match="asked to rewind to 6 tokens a cache that holds 5"):
+        line.rewind(6)
+    with pytest.raises(RewindError, match="cannot be trimmed"):
+        line.rewind(3)
+    assert line.rewind(5) == 5
+
+
+def test_a_line_whose_layers_disagree_with_the_books_says_which() -> None:
+    line = subject("KVCache").open_line("auto")
+    line.feed(tuple(TEXT[:5]), 1)
+    line.cache[1].offset = 4
+    with pytest.raises(RewindError, match=r"layer 1 \(KVCache\) should hold 5 tokens, it holds 4"):
+        line.check(5)
+
+
+class Rounds:
+    """A line on which a drafter and a target take turns for as long as it is asked."""
+
+    def __init__(self, model: nn.Module, rewind: Any) -> None:
+        self.line = MLXLine(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE, in_slices=False)
+        self.length = 0
+
+    def run(self, num_rounds: int) -> int:
+        """Returns: most checkpoints kept at once."""
+        most = 0
+        for i in range(num_rounds):
+            for _ in range(3):
+                self.line.prepare(1, self.length)
+                self._feed(1)
+                most = max(most, len(self.line._checkpoints))
+            stands = self.length + i % 3
+            got = self.line.rewind(stands)
+            self._feed(stands + 1 - got)
+            self.length = stands + 1
+            self.line.check(self.length)
+        return most
+
+    def memory(self) -> int:
+        """Bytes in use beside the caches themselves, which may grow with the text."""
+        gc.collect()
+        mx.clear_cache()
+        return mx.get_active_memory() - sum(layer.nbytes for layer in self.line.cache)
+
+    def _feed(self, num_tokens: int) -> None:
+        mx.eval(self.line.feed((3, 1, 4, 1, 5)[:num_tokens], 1))
+
+
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    "RotatingKVCache": lambda: build("gemma3_text", num_hidden_layers=2, sliding_window_pattern=2),
+    "ArraysCache": lambda: mamba(num_hidden_layers=1),
+    "ConcatenateKVCache": lambda: Concatenating(llama(num_hidden_layers=1)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
+    rounds = Rounds(SMALL[name](), "checkpoint")
+    assert 3 <= rounds.run(60) <= 4
+    before = rounds.memory()
+    assert 3 <= rounds.run(240) <= 4
+    checkpoint = sum(checkpoint_bytes(layer) for layer in rounds.line.cache)
+    # Some three checkpoints, of which it depends on the round how much they share with the caches.
+    assert rounds.memory() - before < 4 * checkpoint + 2**14
+    rounds.line.prepare(1, rounds.length)
+    assert len(rounds.line._checkpoints) == 1
+    rounds.line.close()
+    assert rounds.line._checkpoints == []
+
+
+# --- quantised and bounded caches, through the runtime --------------------------------------------
+
+
+@functools.cache
+def wide_headed() -> nn.Module:
+    return build("qwen3", head_dim=32)
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+async def assert_plain_text(draft: nn.Module, prompt_lengths: Sequence[int], **options: Any) -> runtime.Statistics:
+    """Returns: of the runtime."""
+    target = wide_headed()
+    async with runtime.open((target, None), (draft, None), **options) as rt:
+        for length in prompt_lengths:
+            prompt = prompt_of(length, vocab_size=VOCAB_SIZE)
+            text = greedy(target, prompt, 24, **options)
+            assert len(set(text)) > 4
+            for lookahead in (0, 1, 3):
+                completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
+                assert ids(completion) == text, f"prompt of {length}, lookahead {lookahead}"
+                assert completion.statistics.draft_failures == 0
+        return rt.statistics()
+
+
+@pytest.mark.parametrize(
+    ("bits", "start", "drafter"),
+    [(8, 0, "right"), (8, 1, "near"), (8, 13, "near"), (4, 0, "near"), (4, 6, "near"), (4, 13, "right")],
+)
+async def test_quantised_caches_give_the_text_of_plain_decoding_with_them(bits: int, start: int, drafter: str) -> None:
+    draft = wide_headed() if drafter == "right" else near(wide_headed(), noise=0.1)
+    statistics = await assert_plain_text(draft, (1, 11), kv_bits=bits, kv_group_size=32, quantized_kv_start=start)
+    assert statistics.accepted > 0
+    assert statistics.rounds > statistics.n1_rounds
+
+
+@pytest.mark.parametrize(("max_kv_size", "drafter"), [(7, "near"), (9, "right"), (16, "near")])
+async def test_bounded_caches_give_the_text_of_plain_decoding_with_them(max_kv_size: int, drafter: str) -> None:
+    draft = wide_headed() if drafter == "right" else near(wide_headed(), noise=0.1)
+    statistics = await assert_plain_text(draft, (1, 14, 20), max_kv_size=max_kv_size)
+    assert statistics.accepted > 0
+    assert statistics.n1_rounds > 0
+
+
+BAD_OPTIONS = {
+    "max_kv_size": [4, 0, -1, True, 8.0, "8", float("nan")],
+    "kv_bits": [0, 1, 7, 16, -8, 2.5, "8", [8]],
+    "kv_group_size": [0, 16, 31, 65, None, "64", -32],
+    "quantized_kv_start": [-1, None, True, 0.0, "0"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD_OPTIONS for value in BAD_OPTIONS[name]])
+async def test_a_bad_option_of_caches_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} must be .*got"):
+        async with runtime.open((wide_headed(), None), **{name: value}):
+            pass
+
+
+async def test_a_cache_cannot_be_both_bounded_and_quantised() -> None:
+    with pytest.raises(SettingsError, match="kv_bits and max_kv_size exclude each other"):
+        async with runtime.open((wide_headed(), None), max_kv_size=16, kv_bits=8):
+            pass
+
+
+# --- classes that nothing is known of -------------------------------------------------------------
+
+
+class CleverKVCache(KVCache):
+    """A cache of somebody else's."""
+
+
+class ShyKVCache(KVCache):
+    """Another."""
+
+
+class Clever(Wrapped):
+    def make_cache(self) -> list[Any]:
+        return [CleverKVCache() for _ in self.layers]
+
+
+class Shy(Wrapped):
+    def make_cache(self) -> list[Any]:
+        return [ShyKVCache() for _ in self.layers]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "outrider"]
+
+
+async def test_a_model_with_caches_of_an_unknown_class_is_fed_one_token_at_a_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, prompt = Clever(llama()), prompt_of(5)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        async with runtime.open((model, None), (llama(), None)) as rt:
+            completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
+        async with runtime.open((llama(), None), (model, None)) as rt:
+            drafted = await rt.generate(prompt, max_tokens=12, lookahead=3)
+    assert ids(completion) == ids(drafted) == greedy(llama(), prompt, 12)
+    assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
+    assert drafted.statistics.draft_failures == 0
+    assert warnings_of(caplog) == [
+        "nothing is known of cache class CleverKVCache: its model is fed one token at a time"
+    ]
+
+
+@pytest.mark.parametrize("rewind", ["trim", "checkpoint"])
+async def test_a_rung_that_an_unknown_class_may_not_have_is_refused(
+    rewind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ModelError, match=f'rewind="{rewind}".*ShyKVCache'):
+        async with runtime.open((Shy(llama()), None), rewind=rewind):
+            pass
+    assert warnings_of(caplog) == []
+
+
+def test_no_rung_is_believed_of_an_unknown_class() -> None:
+    cache = ShyKVCache()
+    assert cache.is_trimmable()
+    assert not can_trim_after(cache, 1)
+    assert not can_checkpoint(cache)
+    model = MLXModel(Shy(llama()), CacheOptions(rewind="none"))
+    line = model.open_line(beside_another=False)
+    line.feed(tuple(TEXT[:5]), 1)
+    assert line.prepare(1, 5) is Rung.SINGLE
+
+
+# --- layers by themselves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
+    made = subject(name)
+    cache = made.options.make_cache(made.model)
+
+    def read(tokens: Sequence[int]) -> mx.array:
+        logits: mx.array = made.model(mx.array([tokens]), cache=cache)[0]
+        mx.eval(logits)
+        return logits
+
+    for token in TEXT[: 2 * WINDOW + 1]:
+        read([token])
+    restores = [snapshot(layer) for layer in cache]
+    first = read([TEXT[40]])
+    for others in ([1], [2, 3], [4, 5, 6] * 5):
+        for restore in restores:
+            restore()
+        read(others)
+        for restore in restores:
+            restore()
+        assert mx.allclose(read([TEXT[40]]), first, rtol=0, atol=ATOL)
+        assert {held for layer in cache for held in lengths(layer)} <= {2 * WINDOW + 2}
+
+
+@pytest.mark.parametrize("name", CAN_TRIM)
+def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
+    made = subject(name)
+    cache = made.options.make_cache(made.model)
+    made.model(mx.array([TEXT[:3]]), cache=cache)
+    assert all(can_trim_after(layer, 3) for layer in cache)
+    made.model(mx.array([TEXT[50:53]]), cache=cache)
+    for layer in cache:
+        trim(layer, 3)
+    assert {held for layer in cache for held in lengths(layer)} == {3}
+    after = made.model(mx.array([[TEXT[3]]]), cache=cache)
+    fresh = made.options.make_cache(made.model)
+    made.model(mx.array([TEXT[:3]]), cache=fresh)
+    assert mx.allclose(after, made.model(mx.array([[TEXT[3]]]), cache=fresh), rtol=0, atol=ATOL)
+
+
+async def test_quantising_a_rotating_cache_is_refused_at_open() -> None:
+    with pytest.raises(runtime.ModelError, match="kv_bits cannot quantise"):
+        async with runtime.open((gemma3_text(), None), kv_bits=8, kv_group_size=32):
+            pytest.fail("opened")

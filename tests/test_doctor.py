@@ -1,0 +1,290 @@
+"""What the doctor says of a model, or of a pair, and that it says so of what is there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import architectures
+import mlx.core as mx
+import mlx.nn as nn
+import models
+import pytest
+from mlx.utils import tree_flatten
+from models import VOCAB_SIZE, gemma3_text, llama, mamba
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from actors.model import Rung
+from runtime import cli
+from runtime.doctor import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
+
+
+def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
+    """A model as `mlx_lm.load` finds it; its words are w0, w1, … or the like."""
+    where.mkdir()
+    config = {name: value for name, value in vars(model.args).items() if value is not None}
+    (where / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    words = Tokenizer(WordLevel({f"{word}{i}": i for i in range(VOCAB_SIZE)}, unk_token=f"{word}0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
+    return str(where)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("models") / "target", llama())
+
+
+@pytest.fixture(autouse=True)
+def _wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No finding is broken over lines."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def sections(printed: str) -> dict[str, dict[str, str]]:
+    """What was printed, by title and name."""
+    found: dict[str, dict[str, str]] = {}
+    for line in filter(str.strip, printed.splitlines()):
+        name, *finding = [part.strip() for part in line.split("  ") if part.strip()]
+        if finding:
+            found[list(found)[-1]][name] = " ".join(finding)
+        else:
+            found[name] = {}
+    return found
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, str]]:
+    """What `outrider doctor` prints, where all goes well."""
+    assert cli.main(["doctor", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return sections(printed.out)
+
+
+def rows(diagnosis: Diagnosis, section: str) -> dict[str, str]:
+    return dict(dict(report(diagnosis))[section])
+
+
+def assert_measured(passes: Passes) -> None:
+    """Each width was timed, and the numbers fit together."""
+    assert tuple(passes.seconds) == tuple(passes.spread) == WIDTHS
+    for width, seconds in passes.seconds.items():
+        low, high = passes.spread[width]
+        assert 0 < low <= seconds <= high
+    assert passes.price.per_token >= 0
+    assert passes.price(max(WIDTHS)) > 0
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    found = doctor(capsys)
+    assert list(found) == ["target", "draft", "pair", "machine"]
+    for section, layers, symbol in (("target", 7, "T_v"), ("draft", 2, "T_d")):
+        about = found[section]
+        assert about["family"] == "llama"
+        assert "bfloat16" in about["weights"]
+        assert about["caches"] == f"{layers} × KVCache"
+        assert about["rewinds by"].startswith("trim")
+        assert "a checkpoint keeps" not in about
+        for width in WIDTHS:
+            name = "a pass of 1 token" if width == 1 else f"a pass of {width} tokens"
+            assert about[name].startswith(f"{symbol}({width}) = ")
+        assert about["each further token"].endswith(f"% of {symbol}(1)")
+    assert found["pair"]["vocabularies"] == "the same, 4,096 tokens"
+    assert found["pair"]["cost ratio"].startswith("T_d(1) / T_v(1) = ")
+    assert found["machine"]["device"] in ("cpu", "gpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does a process list what it has loaded")
+def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    blas = blas_in_use()
+    assert blas is not None
+    assert doctor(capsys, target)["machine"]["linear algebra"] == blas
+
+
+def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    found = doctor(capsys, target)
+    # What there is no pair for is not spoken of.
+    assert list(found) == ["target", "machine"]
+    assert found["target"]["caches"] == "2 × KVCache"
+    assert "float32" in found["target"]["weights"]
+
+
+def test_a_model_as_its_own_drafter(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    found = doctor(capsys, target, "--draft", target)
+    assert found["pair"]["vocabularies"] == f"the same, {VOCAB_SIZE} tokens"
+
+
+def test_different_vocabularies_are_said_to_be_different(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path
+) -> None:
+    found = doctor(capsys, target, "--draft", save(tmp_path / "draft", llama(seed=1), word="v"))
+    assert found["pair"]["vocabularies"].startswith("DIFFERENT: ")
+    assert f"{VOCAB_SIZE} of {VOCAB_SIZE} ids differ (id 0 is 'w0' and 'v0'" in found["pair"]["vocabularies"]
+    # The rest is of use all the same.
+    assert "cost ratio" in found["pair"]
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_path_at_which_there_is_nothing(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path, role: str
+) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    arguments = [nowhere] if role == "target" else [target, "--draft", nowhere]
+    assert cli.main(["doctor", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"outrider: error: {role} '{nowhere}' does not exist; give ")
+
+
+def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no config.json; give a directory" in line
+
+
+# --- what is examined -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (mamba, {"ArraysCache": 2}),
+        (lambda: architectures.build("lfm2"), None),
+        (lambda: architectures.build("qwen3_next"), None),
+    ],
+)
+async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(
+    build: Callable[[], nn.Module], kinds: dict[str, int] | None
+) -> None:
+    diagnosis = await examine((build(), None))
+    anatomy = diagnosis.target.anatomy
+    assert "ArraysCache" in anatomy.cache_kinds
+    assert kinds is None or anatomy.cache_kinds == kinds
+    assert anatomy.rung is Rung.CHECKPOINT
+    assert anatomy.window is None
+    assert anatomy.checkpoint_bytes > 0
+    assert_measured(diagnosis.target.passes)
+    said = rows(diagnosis, "target")
+    assert said["rewinds by"].startswith("checkpoint: ")
+    assert said["a checkpoint keeps"] == f"{anatomy.checkpoint_bytes:,} bytes"
+
+
+async def test_a_checkpoint_of_a_recurrent_model_keeps_its_state() -> None:
+    """Per layer, the last inputs of a convolution and the state itself, both in float32."""
+    model = mamba()
+    args = model.args
+    state = args.intermediate_size * (args.conv_kernel - 1 + args.state_size)
+    diagnosis = await examine((model, None))
+    assert diagnosis.target.anatomy.checkpoint_bytes == args.num_hidden_layers * state * 4
+
+
+@pytest.mark.parametrize("window", [16, 128])
+async def test_a_model_with_a_sliding_window_is_trimmed_until_that_is_full(window: int) -> None:
+    diagnosis = await examine((gemma3_text(window=window), None))
+    anatomy = diagnosis.target.anatomy
+    assert anatomy.family == "gemma3_text"
+    assert anatomy.cache_kinds == {f"RotatingKVCache({window})": 3, "KVCache": 1}
+    assert (anatomy.rung, anatomy.window, anatomy.rung_beyond_window) == (Rung.TRIM, window, Rung.CHECKPOINT)
+    # The text at which passes are timed may be beyond it or not.
+    assert_measured(diagnosis.target.passes)
+    said = rows(diagnosis, "target")
+    assert said["rewinds by"].startswith("trim: ")
+    assert said[f"beyond {window} tokens"].startswith("checkpoint: ")
+    assert "a checkpoint keeps" in said
+
+
+async def test_a_model_whose_caches_nothing_is_known_of() -> None:
+    diagnosis = await examine((architectures.build("deepseek_v41"), None))
+    assert diagnosis.target.anatomy.rung is Rung.SINGLE
+    assert_measured(diagnosis.target.passes)
+    said = rows(diagnosis, "target")
+    assert said["rewinds by"].startswith("nothing (N=1): ")
+    assert "a checkpoint keeps" not in said
+
+
+async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
+    steps: list[str] = []
+    diagnosis = await examine((llama(), None), (mamba(), None), on_progress=steps.append)
+    assert steps == ["loading the target", "timing the target", "loading the draft", "timing the draft"]
+    assert diagnosis.same_vocabulary is None
+    assert isinstance(diagnosis.draft, Examined)
+    assert [diagnosis.target.anatomy.family, diagnosis.draft.anatomy.family] == ["llama", "mamba"]
+    assert_measured(diagnosis.target.passes)
+    assert_measured(diagnosis.draft.passes)
+    assert rows(diagnosis, "pair")["vocabularies"] == "not compared: no tokenizer to compare"
+
+
+async def test_the_weights_are_counted() -> None:
+    model = llama()
+    leaves = [leaf for _, leaf in tree_flatten(model.parameters())]
+    model.set_dtype(mx.bfloat16)
+    anatomy = (await examine((model, None))).target.anatomy
+    assert anatomy.num_parameters == sum(leaf.size for leaf in leaves)
+    assert anatomy.num_bytes == 2 * anatomy.num_parameters
+    assert anatomy.dtypes == ("bfloat16",)
+
+
+class Counting(models.Wrapped):
+    """A model that notes how many tokens each pass has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._widths: list[int] = []
+
+    @property
+    def widths(self) -> list[int]:
+        return self._widths
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self._widths.append(inputs.shape[1])
+        return super().__call__(inputs, cache)
+
+
+async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
+    model = Counting(llama())
+    await examine((model, None))
+    timed = model.widths[-len(WIDTHS) * (len(model.widths) // len(WIDTHS) - 1) :]
+    assert tuple(timed[-len(WIDTHS) :]) == WIDTHS
+    assert len({model.widths.count(width) for width in WIDTHS if width > 1}) == 1
+    assert model.widths.count(WIDTHS[-1]) > 3
+
+
+# --- what is left behind --------------------------------------------------------------------------
+
+
+class Broken(models.Wrapped):
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if inputs.shape[1] == WIDTHS[-1]:
+            raise ValueError("no such kernel")
+        return super().__call__(inputs, cache)
+
+
+async def test_no_thread_is_left_and_the_layers_are_what_they_were() -> None:
+    target, draft = llama(), mamba()
+    kinds = [type(layer) for model in (target, draft) for layer in model.layers]
+    before = set(threading.enumerate())
+    await examine((target, None), (draft, None))
+    assert set(threading.enumerate()) == before
+    assert [type(layer) for model in (target, draft) for layer in model.layers] == kinds
+
+
+async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(runtime.ModelError, match=r"draft 'Broken' failed .* no such kernel") as raised:
+        await examine((llama(), None), (Broken(llama()), None))
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert set(threading.enumerate()) == before

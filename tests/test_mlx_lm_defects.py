@@ -1,0 +1,305 @@
+"""What goes wrong in mlx-lm's speculative decoding, reproduced there, and right in ours.
+
+Rotating caches that fill, recurrent models, sampling, empty prompts and endless texts are in `test_facts`; here
+is what has to do with caches that outlive a round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import architectures
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from models import Shifted, Wrapped, greedy, llama, near, prompt_of
+
+import runtime
+from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.worker import Job, ThreadWorker
+from runtime.engine import running
+
+PROMPT = prompt_of(9, vocab_size=architectures.VOCAB_SIZE)
+NUM_TOKENS = 24
+LOOKAHEAD = 3
+
+
+def theirs(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
+    """mlx-lm's speculative text."""
+    steps = speculative_generate_step(
+        mx.array(prompt), target, draft, num_draft_tokens=LOOKAHEAD, max_tokens=num_tokens, **options
+    )
+    return [token for token, _, _ in steps]
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+class Books:
+    """An `MLXModel` whose line is compared with the tokens that went in and out, whatever happens to it."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._model = MLXModel(model, CacheOptions(**options))
+        self.vocab_size = self._model.vocab_size
+        self.context_length = self._model.context_length
+        # After every step, what the caches hold, and which they are.
+        self.held: list[tuple[int, ...]] = []
+        self.kinds: list[set[type]] = []
+
+    def open_line(self, *, beside_another: bool) -> BookedLine:
+        return BookedLine(self._model.open_line(beside_another=beside_another), self)
+
+
+class BookedLine:
+    def __init__(self, line: MLXLine, books: Books) -> None:
+        self._line = line
+        self._tokens: tuple[int, ...] = ()
+        self._books = books
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        logits = self._line.feed(tokens, num_logits)
+        self._now(self._tokens + tokens)
+        return logits
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        logits = self._line.feed_lazy(token)
+        self._now((*self._tokens, int(token.item())))
+        return logits
+
+    def prepare(self, num_tokens: int, settled: int) -> Any:
+        return self._line.prepare(num_tokens, settled)
+
+    def rewind(self, length: int) -> int:
+        kept = self._line.rewind(length)
+        self._now(self._tokens[:kept])
+        return kept
+
+    def check(self, length: int) -> None:
+        assert length == len(self._tokens)
+        self._line.check(length)
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _now(self, tokens: tuple[int, ...]) -> None:
+        self._line.check(len(tokens))
+        assert {cache.offset for cache in self._line.cache} == {len(tokens)}
+        self._tokens = tokens
+        self._books.held.append(tokens)
+        self._books.kinds.append({type(cache) for cache in self._line.cache})
+
+
+async def booked(target: nn.Module, draft: nn.Module, num_tokens: int, **options: Any) -> tuple[Any, Books, Books]:
+    """What comes of the prompt, and the books of the two models."""
+    async with ThreadWorker("target") as targets, ThreadWorker("draft") as drafts:
+        ours = await targets.run(Job("load", lambda: Books(target, **options)))
+        helpers = await drafts.run(Job("load", lambda: Books(draft, **options)))
+        async with running((ours, targets), (helpers, drafts)) as rt:
+            completion = await rt.generate(PROMPT, max_tokens=num_tokens, lookahead=LOOKAHEAD)
+    assert completion.statistics.draft_failures == 0
+    return completion, ours, helpers
+
+
+# --- a model with more caches than layers ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_loops", [2, 3])
+async def test_a_model_with_more_caches_than_layers(num_loops: int) -> None:
+    """There a list of both models' caches is divided after as many as the target has layers."""
+    target = architectures.build("nanbeige", num_loops=num_loops)
+    draft = near(target, noise=0.05)
+    right = greedy(target, PROMPT, NUM_TOKENS)
+    assert len(make_prompt_cache(target)) == num_loops * len(target.layers)
+
+    assert theirs(target, draft, PROMPT, NUM_TOKENS) == right
+    caches = make_prompt_cache(target) + make_prompt_cache(draft)
+    assert theirs(target, draft, PROMPT, NUM_TOKENS, prompt_cache=caches) != right
+
+    async with runtime.open((target, None), (draft, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD)
+    assert ids(completion) == right
+    assert 0 < completion.statistics.accepted < completion.statistics.proposed
+    assert completion.statistics.n1_rounds == 0
+
+
+# --- caches that are quantised on the way ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 5, len(PROMPT) + 8])
+async def test_caches_that_are_quantised_on_the_way(start: int) -> None:
+    """There other caches take the place of the caller's, who is left with those of the moment before."""
+    target = architectures.build("qwen3", head_dim=32)
+    draft = near(target, noise=0.05)
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    right = greedy(target, PROMPT, NUM_TOKENS, **options)
+
+    caches = make_prompt_cache(target) + make_prompt_cache(draft)
+    theirs(target, draft, PROMPT, NUM_TOKENS, prompt_cache=caches, **options)
+    assert {type(cache) for cache in caches} == {KVCache}
+    assert all(cache.offset < len(PROMPT) + NUM_TOKENS - 1 - LOOKAHEAD for cache in caches)
+
+    completion, *books = await booked(target, draft, NUM_TOKENS, **options)
+    assert ids(completion) == right
+    assert 0 < completion.statistics.accepted < completion.statistics.proposed
+    for model in books:
+        for held, kinds in zip(model.held, model.kinds, strict=True):
+            assert kinds == {QuantizedKVCache if len(held) >= start else KVCache}
+        assert {QuantizedKVCache} in model.kinds
+
+
+# --- what is left behind --------------------------------------------------------------------------
+
+
+async def test_a_second_turn() -> None:
+    """There a text that ends on a bonus token leaves the target without it, and the drafter one more behind."""
+    model = llama()
+    turn = prompt_of(4, seed=3)
+
+    caches = make_prompt_cache(model) + make_prompt_cache(model)
+    first = theirs(model, model, PROMPT, 8, prompt_cache=caches)
+    assert first == greedy(model, PROMPT, 8)
+    said = PROMPT + first + turn
+    right = greedy(model, said, NUM_TOKENS)
+    lengths = [cache.offset for cache in caches]
+    assert lengths == [len(PROMPT) + 7] * 2 + [len(PROMPT) + 6] * 2
+    assert theirs(model, model, turn, NUM_TOKENS, prompt_cache=caches) != right
+
+    # With plain decoding's caches, one goes on like this.
+    cache = make_prompt_cache(model)
+    assert greedy(model, PROMPT, 8, prompt_cache=cache) == first
+    assert greedy(model, turn, NUM_TOKENS, prompt_cache=cache) == right
+
+    async with runtime.open((model, None), (model, None)) as rt:
+        assert ids(await rt.generate(PROMPT, max_tokens=8, lookahead=LOOKAHEAD)) == first
+        assert ids(await rt.generate(said, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD)) == right
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+async def test_where_all_is_accepted_both_caches_hold_the_text_wherever_it_ends(num_tokens: int) -> None:
+    model = llama()
+    text = (*PROMPT, *greedy(model, PROMPT, num_tokens + 20))
+    completion, target, draft = await booked(model, model, num_tokens)
+    assert completion.statistics.rejected == 0
+    assert (*PROMPT, *ids(completion)) == text[: len(PROMPT) + num_tokens]
+    # A token left out, or one that is there twice, would show.
+    for held in target.held + draft.held:
+        assert held == text[: len(held)]
+    # The last token has never been read; there was no need to.
+    assert len(target.held[-1]) == len(PROMPT) + num_tokens - 1
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.2])
+async def test_after_every_step_both_caches_hold_what_the_books_say(noise: float) -> None:
+    model = llama()
+    text = (*PROMPT, *greedy(model, PROMPT, NUM_TOKENS))
+    completion, target, draft = await booked(model, near(model, noise=noise), NUM_TOKENS)
+    assert completion.statistics.rejected > 0
+    assert (*PROMPT, *ids(completion)) == text
+    assert target.held[-1] == text[:-1]
+    # Whatever the drafter ran ahead with, it came back to.
+    assert max(common(held, text) for held in draft.held) >= len(text) - 1 - LOOKAHEAD
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The length of the prefix that two texts share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+# --- errors in mid-round --------------------------------------------------------------------------
+
+
+class NoSuchKernel(RuntimeError):
+    pass
+
+
+class Failing(Wrapped):
+    """Fails when it is called for the n-th time from when it was armed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._left: int | None = None
+
+    def arm(self, n: int) -> None:
+        self._left = n
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                raise NoSuchKernel("no such kernel")
+        return super().__call__(inputs, cache)
+
+
+async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
+    async for token in stream:
+        given.append(token.id)
+
+
+def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_committed() -> None:
+    target = Failing(llama())
+    draft = Shifted(llama())
+    target_caches, draft_caches = make_prompt_cache(target), make_prompt_cache(draft)
+    steps = speculative_generate_step(
+        mx.array(PROMPT), target, draft, num_draft_tokens=LOOKAHEAD, prompt_cache=target_caches + draft_caches
+    )
+    given = [next(steps)[0] for _ in range(3)]
+    target.arm(1)
+    with pytest.raises(NoSuchKernel):
+        next(steps)
+    should_hold = len(PROMPT) + len(given) - 1
+    # By what the round before had to give up.
+    assert [cache.offset for cache in target_caches] == [should_hold - LOOKAHEAD] * 2
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+async def test_here_the_text_ends_with_the_error_and_is_right_until_then(noise: float) -> None:
+    model = llama()
+    right = greedy(model, PROMPT, 48)
+    lengths = []
+    for n in range(1, 10):
+        target = Failing(model)
+        async with runtime.open((target, None), (near(model, noise=noise), None)) as rt:
+            target.arm(n)
+            stream = rt.stream(PROMPT, max_tokens=48, lookahead=LOOKAHEAD)
+            given: list[int] = []
+            with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as broken:
+                await read_into(given, stream)
+            assert isinstance(broken.value.__cause__, NoSuchKernel)
+            assert given == right[: len(given)]
+            lengths.append(len(given))
+            # What was not given is not counted either.
+            assert stream.statistics().generated_tokens == len(given)
+    # In prefill, in the first round, and in the midst of the text.
+    assert lengths[:2] == [0, 0]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 7
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+async def test_here_an_error_of_the_drafter_costs_its_help_and_not_the_text(n: int) -> None:
+    model = llama()
+    draft = Failing(near(model, noise=0.05))
+    async with runtime.open((model, None), (draft, None)) as rt:
+        draft.arm(n)
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD)
+    assert ids(completion) == greedy(model, PROMPT, NUM_TOKENS)
+    assert completion.statistics.draft_failures == 1
+
+
+# --- what cannot be asked for ---------------------------------------------------------------------
+
+
+async def test_what_cannot_be_asked_for_is_refused_with_what_can() -> None:
+    """There both meet errors about shapes; here the messages name what to do, and doing it works."""
+    model = llama(max_position_embeddings=32)
+    async with runtime.open((model, None), (model, None)) as rt:
+        with pytest.raises(runtime.SettingsError, match="at least 1, or None for no limit, got -1"):
+            rt.stream(PROMPT, max_tokens=-1)
+        with pytest.raises(runtime.PromptError, match="at least one token"):
+            rt.stream([])
+        assert rt.num_streams == 0
+        completion = await rt.generate(PROMPT[:1], max_tokens=None, lookahead=LOOKAHEAD)
+    assert ids(completion) == greedy(model, PROMPT[:1], 31)
