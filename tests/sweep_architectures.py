@@ -1,0 +1,282 @@
+"""Every architecture of mlx-lm: its greedy text is plain decoding's, on every rung and however far ahead."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+import pytest
+from architectures import (
+    ARCHITECTURES,
+    FOR_METAL,
+    LEFT_OUT,
+    NO_IMPORT,
+    NO_MODEL,
+    VOCAB_SIZE,
+    Architecture,
+    Knowing,
+    Leaning,
+    build,
+    kinds,
+)
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import runtime
+from actors.mlx_model import CacheOptions, MLXModel
+from actors.simulated import SimulatedWorker
+from actors.worker import Job, ThreadWorker
+from protocol.errors import ModelError
+from runtime.engine import Runtime, running
+
+PROMPT = [11, 7, 52, 29, 40]
+NUM_TOKENS = 72
+LOOKAHEADS = (1, 3, 6)
+# Rounding in float32 moves a tiny model's logits by up to 1e-4 (of some 5).
+CLEAR_LEAD = 2e-4
+# Positions at which whoever drafts is right.
+RIGHT = [random.Random(7 * position).random() < 0.7 for position in range(len(PROMPT) + NUM_TOKENS)]
+
+
+def rungs(architecture: Architecture) -> set[str]:
+    """The values of `rewind` that a model with such caches takes."""
+    classes = " ".join(architecture.kinds)
+    found = {"auto", "none"}
+    if architecture.is_stepwise or "LayerCache" in classes:
+        return found
+    return found | ({"checkpoint"} if "ArraysCache" in classes else {"checkpoint", "trim"})
+
+
+def corrupted(text: Sequence[int], vocab_size: int) -> list[int]:
+    """A text with another token where `RIGHT` says so."""
+    return [token if right else (token + 1) % vocab_size for token, right in zip(text, RIGHT, strict=True)]
+
+
+def greedy(model: nn.Module) -> list[int]:
+    """The prompt and mlx-lm's plain greedy continuation of it, which leads clearly at every step."""
+    text = list(PROMPT)
+    for token, logprobs in generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS):
+        _assert_leads(logprobs)
+        text.append(token)
+    assert len(set(text)) > 12, "this text is too monotonous to show an error"
+    return text
+
+
+def _assert_leads(logits: mx.array) -> None:
+    second, first = mx.sort(mx.topk(logits.astype(mx.float32), 2)).tolist()
+    assert first - second > CLEAR_LEAD, "this text is a matter of rounding; take another seed"
+
+
+def guessed(model: nn.Module) -> list[int]:
+    """A text on which a model's greedy guesses are right where `RIGHT` says so, and nowhere else."""
+    text, cache = list(PROMPT), make_prompt_cache(model)
+    logits = model(mx.array([PROMPT[:-1]]), cache=cache)
+    for right in RIGHT[len(PROMPT) :]:
+        logits = model(mx.array([text[-1:]]), cache=cache)[0, -1]
+        _assert_leads(logits)
+        guess = int(mx.argmax(logits).item())
+        text.append(guess if right else (guess + 1) % logits.shape[0])
+    return text
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+@asynccontextmanager
+async def with_a_fake(
+    model: nn.Module, knows: Sequence[int], *, is_target: bool, rewind: Any
+) -> AsyncIterator[Runtime]:
+    """A runtime of a real model on its thread, and one that knows a text."""
+    async with ThreadWorker("target" if is_target else "draft") as worker:
+        real = await worker.run(Job("load", partial(MLXModel, model, CacheOptions(rewind=rewind))))
+        fake = Knowing(knows, real.vocab_size)
+        fake_worker = SimulatedWorker("draft" if is_target else "target", price=lambda _: 0.0)
+        models = ((real, worker), (fake, fake_worker))
+        with real.evaluating_layers():
+            async with running(*(models if is_target else models[::-1])) as rt:
+                yield rt
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+def test_every_module_of_mlx_lm_is_built_or_left_out_for_a_reason() -> None:
+    modules = [module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)]
+    assert sorted([*ARCHITECTURES, *LEFT_OUT]) == sorted(modules)
+    assert len(ARCHITECTURES) > 80
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_reason_holds_for_which_a_module_is_left_out(name: str) -> None:
+    if LEFT_OUT[name] == NO_IMPORT:
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"mlx_lm.models.{name}")
+    elif LEFT_OUT[name] == NO_MODEL:
+        module = importlib.import_module(f"mlx_lm.models.{name}")
+        assert not hasattr(module, "Model")
+        assert not hasattr(module, "ModelArgs")
+    else:
+        model = build(name)
+        assert kinds(model) == FOR_METAL[name].kinds
+        if not mx.metal.is_available():
+            with pytest.raises(RuntimeError, match="No Metal back-end"):
+                mx.eval(model(mx.array([PROMPT])))
+
+
+# --- one model under test, and one that knows the text --------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_the_greedy_text_is_plain_decodings_on_every_rung(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = build(name)
+    assert kinds(model) == architecture.kinds
+    # First of all the runtime, on whose thread nothing of the model has been computed yet.
+    async with runtime.open((model, None)) as rt:
+        undrafted = ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS))
+    text = greedy(model)
+    continuation = text[len(PROMPT) :]
+    assert undrafted == continuation
+    for rewind in ("auto", "trim", "checkpoint", "none"):
+        if rewind not in rungs(architecture):
+            with pytest.raises(ModelError, match=rewind):
+                async with runtime.open((model, None), rewind=rewind):
+                    pass
+            continue
+        drafts = corrupted(text, VOCAB_SIZE)
+        async with with_a_fake(model, drafts, is_target=True, rewind=rewind) as rt:
+            for lookahead in LOOKAHEADS:
+                completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
+                assert ids(completion) == continuation, f"rewind {rewind}, lookahead {lookahead}"
+                _assert_climbed(architecture, rewind, completion.statistics)
+
+
+def _assert_climbed(architecture: Architecture, rewind: str, statistics: runtime.Statistics) -> None:
+    """The rung was used that was to be used, and there was something to rewind."""
+    assert statistics.draft_failures == 0
+    assert 0 < statistics.accepted < statistics.proposed
+    can_checkpoint = "checkpoint" in rungs(architecture)
+    always_trims = "trim" in rungs(architecture) and "RotatingKVCache" not in architecture.kinds
+    if rewind == "none" or not can_checkpoint:
+        assert statistics.n1_rounds >= statistics.rounds - 1
+        assert statistics.replayed_tokens == 0
+    elif rewind == "trim" or (rewind == "auto" and always_trims):
+        assert statistics.replayed_tokens == 0
+        assert (statistics.n1_rounds == 0) == always_trims
+    else:
+        assert statistics.n1_rounds == 0
+        assert statistics.replayed_tokens > 0
+
+
+# Of those that can always be trimmed, two with fewer and more caches than layers, and one like most.
+DRAFTERS = [name for name, architecture in ARCHITECTURES.items() if architecture.kinds != ("KVCache",)]
+DRAFTERS += ["afm7", "nanbeige", "qwen3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_often_it_was_rewound(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = build(name)
+    text = guessed(model)
+    # "auto" trims where it can; what insisting on that adds is a drafter that looks one token ahead.
+    for rewind in sorted(rungs(architecture) & {"auto", "checkpoint"}):
+        async with with_a_fake(model, text, is_target=False, rewind=rewind) as rt:
+            for lookahead in LOOKAHEADS:
+                completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
+                assert ids(completion) == text[len(PROMPT) :]
+                assert completion.statistics.draft_failures == 0
+                # A cache that nothing is known of is fed committed tokens, and one can be guessed beyond them.
+                most = 1 if "LayerCache" in architecture.kinds else lookahead
+                drafted = [token.from_draft for token in completion.tokens]
+                assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], most), (
+                    f"rewind {rewind}, lookahead {lookahead}"
+                )
+
+
+def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:
+    """Which tokens of a text come from a drafter that proposes so many at a time.
+
+    Args:
+        right: for each token, whether the drafter's guess after the text before it is right.
+        lookahead: how many it proposes, but for the last rounds, in which that many are of no use.
+    """
+    drafted: list[bool] = []
+    while (remaining := len(right) - len(drafted)) > 0:
+        window = right[len(drafted) :][: min(lookahead, remaining - 1)]
+        num_accepted = next((i for i, is_right in enumerate(window) if not is_right), len(window))
+        drafted += [True] * num_accepted + [False]
+    return drafted
+
+
+# --- two models under test ------------------------------------------------------------------------
+
+RECURRENT = [
+    "baichuan_m1",
+    "falcon_h1",
+    "gear",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "longcat_flash_ngram",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv7",
+]
+WINDOWED = ["gemma3_text", "gemma4_text", "gpt_oss", "iquestloopcoder", "llama4", "mimo_v2_flash"]
+UNKNOWN = ["deepseek_v41"]
+
+PAIRS = [
+    *[(name, name) for name in RECURRENT + WINDOWED + UNKNOWN],
+    *[("qwen3", name) for name in RECURRENT + WINDOWED + UNKNOWN],
+    *[(name, "qwen3") for name in RECURRENT + WINDOWED + UNKNOWN],
+    ("mamba2", "gemma3_text"),
+    ("gemma3_text", "mamba2"),
+    ("jamba", "rwkv7"),
+    ("llama4", "qwen3_next"),
+]
+# Of the drafter, where the first would leave a guess to rounding.
+SEEDS = {("mamba", "mamba"): 102}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target_name", "draft_name"), PAIRS)
+async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name: str) -> None:
+    target = Leaning(build(target_name))
+    draft = Leaning(build(draft_name, seed=SEEDS.get((target_name, draft_name), 100)))
+    text = greedy(target)
+    right = [guess == token for guess, token in zip(guesses(draft, text), text[len(PROMPT) :], strict=True)]
+    async with runtime.open((target, None), (draft, None)) as rt:
+        for lookahead in LOOKAHEADS:
+            completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
+            assert ids(completion) == text[len(PROMPT) :], f"lookahead {lookahead}"
+            assert completion.statistics.draft_failures == 0
+            assert 0 < completion.statistics.accepted < completion.statistics.proposed
+            if target_name == "qwen3":  # of which every round judges all that was proposed
+                most = 1 if draft_name in UNKNOWN else lookahead
+                drafted = [token.from_draft for token in completion.tokens]
+                assert drafted == share_of_a_drafter(right, most), f"lookahead {lookahead}"
+
+
+def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:
+    """What a model's plain greedy decoding would put at each position of a text beyond the prompt."""
+    cache, found = make_prompt_cache(model), []
+    model(mx.array([text[: len(PROMPT) - 1]]), cache=cache)
+    for token in text[len(PROMPT) - 1 : -1]:
+        logits = model(mx.array([[token]]), cache=cache)[0, -1]
+        _assert_leads(logits)
+        found.append(int(mx.argmax(logits).item()))
+    return found
