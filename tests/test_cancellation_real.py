@@ -338,7 +338,8 @@ async def test_a_stream_may_be_dropped_on_another_thread() -> None:
         await anext(holder[0])
         await trio.to_thread.run_sync(holder.clear)
         await the_next_text_is_right(rt)
-        assert rt.num_streams == 0
+        while rt.num_streams:  # a stream that is over is put away in the next turn of the event loop
+            await trio.lowlevel.checkpoint()
     nothing_is_left(trigger)
 
 

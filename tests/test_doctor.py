@@ -278,7 +278,7 @@ async def test_no_thread_is_left_and_the_layers_are_what_they_were() -> None:
     kinds = [type(layer) for model in (target, draft) for layer in model.layers]
     before = set(threading.enumerate())
     await examine((target, None), (draft, None))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # trio's own idle threads may end meanwhile
     assert [type(layer) for model in (target, draft) for layer in model.layers] == kinds
 
 
@@ -287,4 +287,4 @@ async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_threa
     with pytest.raises(runtime.ModelError, match=r"draft 'Broken' failed .* no such kernel") as raised:
         await examine((llama(), None), (Broken(llama()), None))
     assert isinstance(raised.value.__cause__, ValueError)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
