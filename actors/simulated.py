@@ -67,7 +67,7 @@ class SimulatedWorker:
                 await trio.sleep(self._price(job))
                 result = outcome.capture(job.call)
                 ended = self.clock()
-        job.seconds = ended - began
+        job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
