@@ -84,6 +84,16 @@ class Contention:
         return 1.0 + self.kappa * max(0, len(self._running) - 1)
 
 
+async def _pass(seconds: float) -> None:
+    """Let time pass. As with a thread, what has begun is not abandoned: it cannot be cancelled."""
+    if seconds > 0:
+        # The scope that ends it is the one that shields it; two would cost twice as much.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
+            await trio.sleep_forever()
+    else:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+
 class SimulatedWorker:
     """A worker that sleeps on trio's clock for a job's price, then does it in the caller's task."""
 
@@ -130,15 +140,14 @@ class SimulatedWorker:
     async def run(self, job: Job[T]) -> T:
         """See `Worker.run`."""
         async with self._turn:
-            # As with a thread: what has begun is not abandoned.
-            with trio.CancelScope(shield=True):
-                began = self.clock()
-                if self._shared is not None and job.kind in _COMPUTES:
-                    await self._shared.compute(self._price(job))
-                else:
-                    await trio.sleep(self._price(job))
-                result = outcome.capture(job.call)
-                ended = self.clock()
+            began = self.clock()
+            seconds = self._price(job)
+            if self._shared is not None and job.kind in _COMPUTES:
+                await self._shared.compute(seconds)
+            else:
+                await _pass(seconds)
+            result = outcome.capture(job.call)
+            ended = self.clock()
         job.seconds = ended - began
         self._busy_seconds += job.seconds
         if self._on_event is not None:
