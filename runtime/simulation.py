@@ -15,7 +15,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
@@ -184,7 +184,7 @@ class _ScriptedLine:
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `Line.feed_lazy`."""
-        self._histories.append(_after(self._histories[-1], int(token.item())))
+        self._histories.append(_after(self._histories[-1], cast(int, token.item())))
         return self._rows(self._histories, 1)
 
     def prepare(self, num_tokens: int, settled: int) -> Rung:
