@@ -333,7 +333,6 @@ class DraftActor(Actor[DraftPart]):
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.tree.advance(commit.tokens)
         if was_resting:
-            part.session.counts.resting_rounds += 1
             if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:

@@ -70,6 +70,7 @@ class Commit:
             proposed beyond the end of the text were never needed and do not count.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
+        resting: whether the drafter had left the round to the target.
         finish_reason: why the text ends with the last token, or None where it goes on.
     """
 
@@ -82,6 +83,7 @@ class Commit:
     bonus: bool = False
     single_step: bool = False
     settles: bool = False
+    resting: bool = False
     finish_reason: FinishReason | None = None
 
 
@@ -225,6 +227,7 @@ class Books:
             bonus=whole and judged > 0 and judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,
+            resting=self.state is State.RESTING,
             finish_reason=finish_reason,
         )
 
