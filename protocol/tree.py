@@ -90,6 +90,7 @@ class LookaheadTree:
         for guess in guesses:
             if guess.token in node.children:
                 raise ProtocolError(f"{node!r} already has token {guess.token} after it")
+        for guess in guesses:
             trail = further(node.trail, guess.token)
             node.children[guess.token] = Node(guess.token, node.position + 1, trail, node, guess)
         return node.children[guesses[0].token]

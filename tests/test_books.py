@@ -148,19 +148,35 @@ def test_the_docstring_draws_the_table_as_it_is():
 # --- what may not be said -------------------------------------------------------------------------
 
 
+HANDLERS = (
+    (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
+    (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
+)
+
+
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
-def test_another_sessions_or_a_later_rounds_message_is_an_error_in_every_state(state, changes):
-    for handler, message in (
-        (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
-        (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
-    ):
+def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_rounds(state, changes):
+    for handler, message in HANDLERS:
         of = in_state(state)
         before = snapshot(of)
+        if state is State.CLOSED and "session" not in changes:
+            continue
         with pytest.raises(ProtocolError, match="session 7"):
             handler(of, attrs.evolve(message, **changes))
         assert snapshot(of) == before
         assert of.num_stale == 0
+
+
+def test_of_a_closed_session_every_rounds_messages_are_dropped():
+    # In a rest, the target may have been rounds ahead when the drafter's copy was closed.
+    for handler, message in HANDLERS:
+        of = in_state(State.CLOSED)
+        before = snapshot(of)
+        for later in range(4):
+            assert not handler(of, attrs.evolve(message, round=later, start=3 + later))
+        assert snapshot(of) == before
+        assert of.num_stale == 4
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
