@@ -23,6 +23,7 @@ import trio
 import trio.testing
 
 from actors.actor import Part
+from actors.draft import MakePolicy, policy_by_settings
 from actors.model import Rung
 from actors.simulated import SimulatedWorker
 from actors.worker import Job, JobError
@@ -436,6 +437,7 @@ async def simulated(
     draft_price: Price | None = None,
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
+    make_policy: MakePolicy = policy_by_settings,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -447,6 +449,7 @@ async def simulated(
         draft_price: the same for the drafter's worker, where that is another.
         listener: called with each event.
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
+        make_policy: decides how far a session is drafted ahead.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -460,6 +463,7 @@ async def simulated(
             (target, target_worker),
             None if draft is None or draft_worker is None else (draft, draft_worker),
             events=events,
+            make_policy=make_policy,
         ) as runtime:
             simulation = Simulation(runtime, target, draft, target_worker, draft_worker)
             events.listen(simulation.events.append)

@@ -39,8 +39,12 @@ from scripted import (
     within,
 )
 
+from actors.draft import MakePolicy, policy_by_settings
 from protocol.books import State
+from protocol.lookahead import Chain, Policy
 from protocol.messages import Message, Proposal, Verdict
+from protocol.prices import Prices
+from protocol.settings import Settings
 
 # Zero among them: then everything happens at once, in an order that trio's dice decide.
 COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
@@ -88,8 +92,33 @@ class Tampered:
 
 
 @attrs.frozen
+class Restful(Chain):
+    """A fixed lookahead that leaves rounds to the target, and goes on doing so, by turns."""
+
+    turns: Iterator[bool] = attrs.field(kw_only=True)
+
+    def should_rest(self) -> bool:
+        return next(self.turns)
+
+    def should_rest_on(self, num_behind: int) -> bool:
+        return next(self.turns)
+
+
+def resting_by_turns(turns: Sequence[bool]) -> MakePolicy:
+    """Policies that go by the settings, but for this; with `auto`, those that they ask for."""
+
+    def make_policy(settings: Settings, prices: Prices) -> Policy:
+        if settings.lookahead == "auto":
+            return policy_by_settings(settings, prices)
+        return Restful(settings.lookahead, turns=itertools.cycle(turns))
+
+    return make_policy
+
+
+@attrs.frozen
 class Scenario:
     lookahead: int | str
+    rests: tuple[bool, ...]
     right: tuple[bool, ...]
     max_tokens: int
     stop_at: int | None
@@ -115,6 +144,7 @@ UNDO = st.sampled_from([always, always, never, within(6), within(12)])
 SCENARIOS = st.builds(
     Scenario,
     lookahead=st.sampled_from([1, 2, 3, 5, 8, "auto"]),
+    rests=st.just((False,)) | tuples(st.booleans(), 6),
     right=tuples(st.booleans(), 8),
     max_tokens=st.integers(1, 24),
     stop_at=st.none() | st.integers(0, 20),
@@ -137,12 +167,9 @@ def by_turns(costs: Sequence[float]) -> Price:
     return lambda job: next(following)
 
 
-def num_received(parts: WatchedParts, session: int, kind: type[Proposal] | type[Verdict]) -> tuple[int, int]:
-    """How many messages of a kind a part was handed, and of how many rounds, which follow each other from 0."""
-    received = [message for message in parts.received[session] if isinstance(message, kind)]
-    rounds = {message.round for message in received}
-    assert rounds == set(range(len(rounds)))
-    return len(received), len(rounds)
+def rounds_of(parts: WatchedParts, session: int, kind: type[Proposal] | type[Verdict]) -> list[int]:
+    """The rounds of the messages of a kind that a part was handed."""
+    return [message.round for message in parts.received[session] if isinstance(message, kind)]
 
 
 def tamper(simulation: Simulation, to_target: Sequence[Fate], to_draft: Sequence[Fate], nursery: trio.Nursery) -> None:
@@ -169,6 +196,7 @@ async def play(scenario: Scenario) -> int:
             price=by_turns(scenario.target_costs),
             draft_price=by_turns(scenario.draft_costs),
             schedule=scenario.schedule,
+            make_policy=resting_by_turns(scenario.rests),
         ) as simulation,
     ):
         tamper(simulation, scenario.to_target, scenario.to_draft, nursery)
@@ -192,12 +220,20 @@ async def play(scenario: Scenario) -> int:
             assert ours.books.committed == prompt + text[: ours.books.num_generated]
             assert ours.books.state is State.CLOSED
             assert theirs.books.committed == ours.books.committed[: len(theirs.books.committed)]
-            num_proposals, num_rounds = num_received(simulation.target_worker.parts, session, Proposal)
-            num_verdicts, _ = num_received(simulation.draft_worker.parts, session, Verdict)
+            proposals = rounds_of(simulation.target_worker.parts, session, Proposal)
+            verdicts = rounds_of(simulation.draft_worker.parts, session, Verdict)
+            assert set(verdicts) == set(range(len(set(verdicts))))
+            # Each round was proposed for, or left to the target; and that as long as anybody drafted.
+            statistics = stream.statistics()
+            num_proposed_for = len(set(proposals))
+            not_proposed_for = set(range(max(proposals, default=0))) - set(proposals)
+            assert len(not_proposed_for) <= statistics.resting_rounds
+            assert statistics.resting_rounds == 0 or scenario.lookahead == "auto" or any(scenario.rests)
             # The last verdict may come when the consumer, who had the text by then, has hung up.
-            assert theirs.books.round <= num_rounds <= theirs.books.round + 1
-            dropped = num_proposals - num_rounds + num_verdicts - theirs.books.round
-            assert stream.statistics().stale_proposals == dropped
+            assert theirs.books.round <= num_proposed_for + statistics.resting_rounds
+            assert max(proposals, default=0) <= theirs.books.round
+            dropped = len(proposals) - num_proposed_for + len(verdicts) - theirs.books.round
+            assert statistics.stale_proposals == dropped
             num_stale += dropped
 
         async with trio.open_nursery() as consumers:

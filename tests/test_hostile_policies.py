@@ -1,0 +1,207 @@
+"""Whatever decides what to draft and what to propose, the text is the target's.
+
+Under the rejection rule a policy may go by all that is known before a token is drawn, and by the distribution that it
+is drawn from. The policies here go by such things in the most one-sided ways, over trees with branches that come
+true, rest when they please, and are shown by what they do to the distribution of a long text. Others go by what they
+may not, which shows that it would be seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import pytest
+from scripted import (
+    ScriptedModel,
+    agreeing,
+    always,
+    continuation,
+    hashed,
+    ids,
+    markov,
+    never,
+    run,
+    simulated,
+    text_of,
+    truthful,
+    within,
+)
+from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
+
+from protocol.lookahead import View
+from protocol.tree import Node
+
+# Near the target, so that much of what is proposed stands, and it matters which.
+NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
+DEEPEST = 4
+NUM_TOKENS = 1600
+
+Allows = Callable[[View, Node], bool]
+
+
+@attrs.define
+class Hostile:
+    """Drafts after whatever its dice say, waits and rests when they say so, and proposes only what it allows.
+
+    Attributes:
+        allows: whether what comes after a node may be proposed; asked before that is drawn.
+        admits: whether a node may be proposed, now that it is drawn.
+        rests: whether some rounds are left to the target.
+        num_from_branch: proposals that hang below what was a correction.
+        num_held_back: proposals that were shorter for what was not allowed.
+    """
+
+    allows: Allows = lambda view, node: True
+    admits: Callable[[Node], bool] = lambda node: True
+    rests: bool = True
+    num_guesses: int = 3
+    num_from_branch: int = 0
+    num_held_back: int = 0
+    _dice: random.Random = attrs.field(factory=lambda: random.Random(0))
+    _allowed: dict[int, bool] = attrs.field(factory=dict)
+
+    def proposal(self, view: View) -> list[Node] | None:
+        if self._open(view) and self._dice.random() < 0.4:
+            return None
+        chain = view.tree.chain()[: view.limit]
+        nodes = []
+        for node in chain:
+            assert node.parent is not None
+            if not (self._allowed[node.parent.trail] and self.admits(node)):
+                self.num_held_back += 1
+                break
+            nodes.append(node)
+        root = view.tree.root.guess
+        self.num_from_branch += bool(nodes) and root is not None and root.rank > 0
+        return nodes
+
+    def expansion(self, view: View) -> Node | None:
+        nodes = self._open(view)
+        if not nodes or (view.due is not None and self._dice.random() < 0.1):
+            return None
+        # The chain more often than what branches off it.
+        node = view.growable() if self._dice.random() < 0.5 else None
+        node = node if node in nodes else self._dice.choice(nodes)
+        # Before it is drawn, and once for all.
+        self._allowed.setdefault(node.trail, self.allows(view, node))
+        return node
+
+    def _open(self, view: View) -> list[Node]:
+        return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
+
+    def should_rest(self) -> bool:
+        return self.rests and self._dice.random() < 0.02
+
+    def should_rest_on(self, num_behind: int) -> bool:
+        return self._dice.random() < 0.3
+
+    def should_catch_up(self, num_tokens: int) -> bool:
+        return False
+
+
+def nodes_of(view: View) -> list[Node]:
+    """All of a tree."""
+    waiting, found = [view.tree.root], []
+    while waiting:
+        found.append(waiting.pop())
+        waiting += found[-1].children.values()
+    return found
+
+
+def cousins(view: View, node: Node) -> list[Node]:
+    """What was drawn for the same position after another text."""
+    return [other for other in nodes_of(view) if other.position == node.position + 1 and other is other.parent.choice]
+
+
+# What may be gone by.
+LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
+    "nothing": (lambda view, node: True, lambda node: True),
+    "the token before": (lambda view, node: node.token in (0, 3), lambda node: True),
+    "the text before": (lambda view, node: node.trail % 2 == 0, lambda node: True),
+    "the position": (lambda view, node: node.position % 2 == 0, lambda node: True),
+    "the depth": (lambda view, node: view.tree.depth(node) % 2 == 0, lambda node: True),
+    "the time": (lambda view, node: int(view.now * 2) % 3 == 0, lambda node: True),
+    "whose turn it is": (lambda view, node: view.due is None, lambda node: True),
+    "the size of the tree": (lambda view, node: len(nodes_of(view)) % 2 == 0, lambda node: True),
+    "the rank of what comes before": (lambda view, node: node.guess is None or node.guess.rank > 0, lambda node: True),
+    "whether the root was drafted": (lambda view, node: view.tree.root.guess is not None, lambda node: True),
+    "what was drawn at its position elsewhere": (
+        lambda view, node: any(cousin.token in (0, 2) for cousin in cousins(view, node)),
+        lambda node: True,
+    ),
+    "its distribution": (lambda view, node: True, lambda node: node.guess.probs.tolist()[2] > 0.23),
+    "its confidence": (lambda view, node: True, lambda node: node.guess.raw > 0.28),
+}
+
+# What may not.
+ILLEGAL: dict[str, Callable[[Node], bool]] = {
+    "the token": lambda node: node.token in (0, 2),
+    "whether it is the likeliest": lambda node: node.guess.probs.tolist()[node.token] < max(node.guess.probs.tolist()),
+    "what was drafted after it": lambda node: node.choice is not None and node.choice.guess.raw > 0.28,
+    "the corrections beside it": lambda node: 2 not in node.parent.children or node.token == 2,
+}
+
+
+def sampled(policy: Hostile, num_tokens: int, seed: int = 1) -> list[int]:
+    """A long text, under the rejection rule."""
+
+    async def main() -> list[int]:
+        target, draft = (ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, NEAR))
+        async with simulated(
+            target,
+            draft,
+            price=random_price(seed),
+            draft_price=lambda job: 0.25 + (len(draft.lines[0].fed) * 7 % 11 if draft.lines else 0) / 8,
+            make_policy=lambda settings, prices: policy,
+        ) as simulation:
+            return await text_of(
+                simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
+            )
+
+    return run(main)
+
+
+# What the tokens of a text are taken apart by: a bias may be one for each position, and none for all together.
+APART: tuple[Callable[[int, list[int]], Any], ...] = (
+    lambda i, text: None,
+    lambda i, text: i % 2,
+    lambda i, text: text[i - 2],
+    lambda i, text: (i % 2, text[i - 2]),
+)
+
+
+def likelihood(text: Sequence[int]) -> float:
+    """The p-value of a text as one of the target's, by the worst of several tests."""
+    whole = PROMPT + list(text)
+    assert [pair for pair in zip(whole, whole[1:], strict=False) if TARGET[pair[0]][pair[1]] == 0] == []
+    p_values = []
+    for apart in APART:
+        after: dict[Any, Counter[int]] = {}
+        for i in range(2, len(whole)):
+            after.setdefault((whole[i - 1], apart(i, whole)), Counter())[whole[i]] += 1
+        samples = [
+            (counts, dict(enumerate(TARGET[last]))) for (last, _), counts in after.items() if counts.total() >= 20
+        ]
+        p_values.append(pooled_p_value(samples))
+    return len(p_values) * min(p_values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LEGAL)
+def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str) -> None:
+    allows, admits = LEGAL[what]
+    policy = Hostile(allows, admits)
+    assert likelihood(sampled(policy, NUM_TOKENS)) > SIGNIFICANCE
+    assert policy.num_from_branch > 30
+    if what != "nothing":
+        assert policy.num_held_back > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ILLEGAL)
+def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
+    assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), NUM_TOKENS)) < SIGNIFICANCE
