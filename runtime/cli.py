@@ -31,6 +31,7 @@ from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import Settings, settings_from
 from protocol.statistics import Statistics
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.simulate_command import add_simulate
 from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_doctor(commands)
+    add_simulate(commands)
     return parser
 
 
