@@ -64,8 +64,8 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="say what a draft model would buy on hardware that you describe",
         description="Say what a draft model would buy on hardware that you describe: the real scheduling, over "
         "scripted models, in simulated time. All speeds are relative to plain decoding.",
-        epilog="The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and slope "
-        "of a pair of models.",
+        epilog="The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and "
+        "slope of a pair of models.",
         allow_abbrev=False,
     )
     parser.set_defaults(command=simulate)
@@ -347,6 +347,6 @@ def _print(comparison: Comparison) -> None:
     )
     console.print(table)
     console.print(
-        f"the tree is {comparison.gain:.2f} times as fast as sequential decoding at its best lookahead, {best.lookahead}",
+        f"the tree is {comparison.gain:.2f} times as fast as sequential decoding at lookahead {best.lookahead}, its best",
         soft_wrap=True,
     )
