@@ -347,6 +347,6 @@ def _print(comparison: Comparison) -> None:
     )
     console.print(table)
     console.print(
-        f"the tree is {comparison.gain:.2f} times as fast as sequential decoding at lookahead {best.lookahead}, its best",
+        f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, lookahead {best.lookahead}",
         soft_wrap=True,
     )
