@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.command(arguments)
     except OutriderError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            return BY_SIGNAL + signal.SIGPIPE
         say(f"error: {error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
@@ -277,8 +279,6 @@ def _status(generated: _Generated) -> int:
         return BY_SIGNAL + generated.signal
     if generated.failure is None:
         return 0
-    if isinstance(generated.failure.__cause__, BrokenPipeError):
-        return BY_SIGNAL + signal.SIGPIPE
     raise generated.failure
 
 

@@ -259,7 +259,8 @@ def compare(
     contenders: list[Contender] = []
     ways = list(_ways(lookaheads))
     for index, (decoding, lookahead, setting, make_policy) in enumerate(ways, start=1):
-        on_progress(f"simulating {index} of {len(ways)}: {decoding}, lookahead {lookahead}")
+        with_lookahead = f", lookahead {lookahead}" if lookahead else ""
+        on_progress(f"simulating {index} of {len(ways)}: {decoding}{with_lookahead}")
         result = played(scenario, num_tokens=num_tokens, lookahead=setting, make_policy=make_policy)
         # The first is plain decoding.
         plain = contenders[0].played if contenders else result
@@ -340,13 +341,17 @@ def _print(comparison: Comparison) -> None:
             style="bold" if contender.decoding == "tree" or contender is best else "",
         )
     console = Console(highlight=False)
-    console.print(
-        f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
-        style="dim",
-        soft_wrap=True,
-    )
-    console.print(table)
-    console.print(
-        f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, lookahead {best.lookahead}",
-        soft_wrap=True,
-    )
+    # In one piece, and past Python's buffers, which would be flushed at exit once more.
+    with console.capture() as printed:
+        console.print(
+            f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+            style="dim",
+            soft_wrap=True,
+        )
+        console.print(table)
+        console.print(
+            f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
+            f"lookahead {best.lookahead}",
+            soft_wrap=True,
+        )
+    Output().write_now(printed.get())

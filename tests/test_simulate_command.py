@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ from actors.draft import policy_by_settings
 from protocol.lookahead import Chain
 from protocol.prices import Prices
 from protocol.settings import Settings
-from runtime import cli
+from runtime import cli, simulate_command
 from runtime.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
 from runtime.simulation import Scenario, played
+
+ROOT = Path(__file__).parent.parent
 
 SCENARIO = ("--acceptance", "0.8", "--cost-ratio", "0.1")
 QUICK = ("--tokens", "60", "--lookahead", "1,3")
@@ -177,8 +182,8 @@ def test_what_is_unusual_in_a_scenario_is_named():
 )
 def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    # So many tokens that the test would notice if it began to simulate.
-    assert says in refusal(capfd, "--tokens", str(10**9), *arguments)
+    monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
+    assert says in refusal(capfd, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["--acceptance", "high"], ["--tokens", "1.5"], ["--no-such-option"]])
@@ -278,10 +283,9 @@ def test_labels_do_not_cover_each_other(capfd, tmp_path):
 
 def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'outrider[plot]'" in refusal(
-        capfd, "--tokens", str(10**9), "--plot", str(tmp_path / "plot.svg")
-    )
     assert table(simulate(capfd))
+    monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
+    assert "pip install 'outrider[plot]'" in refusal(capfd, "--plot", str(tmp_path / "plot.svg"))
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
@@ -289,3 +293,30 @@ def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
     said = refusal(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
     assert "cannot write the plot" in said
     assert "Is a directory" in said
+
+
+# --- as a process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_output_that_cannot_be_written_is_an_error(form):
+    with Path("/dev/full").open("w") as full:
+        run = process("--lookahead", "1", "--tokens", "5", *form, stdout=full)
+    assert (run.returncode, run.stderr) == (
+        cli.FAILED,
+        "outrider: error: cannot write to stdout: No space left on device\n",
+    )
+
+
+def test_a_reader_that_has_gone_ends_it_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = process("--lookahead", "1", "--tokens", "5", stdout=writing)
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (cli.BY_SIGNAL + signal.SIGPIPE, "")
+
+
+def process(*arguments: str, stdout: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime", "simulate", *SCENARIO, *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
