@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,13 +44,13 @@ _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "draft_slope": ("likewise a draft pass over several tokens (default: as verifying)", float, "S"),
     "overhead": ("time that each forward pass takes on top, in T_v(1), >= 0 (default: 0)", float, "T"),
     "second_choice": (
-        "how often the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.5)",
+        "how often the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
         float,
         "P",
     ),
     "spread": (
         "concentration of the Beta distribution of the draft's confidence, > 0: small where it knows when it is "
-        "right (default: 2)",
+        "right (default: 1.3)",
         float,
         "B",
     ),
@@ -340,18 +342,18 @@ def _print(comparison: Comparison) -> None:
             "best" if contender is best else "",
             style="bold" if contender.decoding == "tree" or contender is best else "",
         )
-    console = Console(highlight=False)
-    # In one piece, and past Python's buffers, which would be flushed at exit once more.
-    with console.capture() as printed:
-        console.print(
-            f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
-            style="dim",
-            soft_wrap=True,
-        )
-        console.print(table)
-        console.print(
-            f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
-            f"lookahead {best.lookahead}",
-            soft_wrap=True,
-        )
-    Output().write_now(printed.get())
+    # Written in one piece, and past Python's buffers, which would be flushed at exit once more.
+    printed = io.StringIO()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=printed, highlight=False, force_terminal=True if is_terminal else None)
+    console.print(
+        f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+        style="dim",
+        soft_wrap=True,
+    )
+    console.print(table)
+    console.print(
+        f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, lookahead {best.lookahead}",
+        soft_wrap=True,
+    )
+    Output().write_now(printed.getvalue())
