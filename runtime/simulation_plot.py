@@ -66,7 +66,8 @@ def _draw_on(axes: Axes, comparison: Comparison) -> None:
     axes.set_axisbelow(True)
 
     labels: list[tuple[float, str, str]] = []
-    for contender in comparison.contenders:
+    # Where lines fall together, broken ones on top of the solid one show that they do.
+    for contender in reversed(comparison.contenders):
         if contender.decoding != "sequential":
             colour = _COLOURS[contender.decoding]
             axes.axhline(contender.speed, color=colour, linestyle=_STYLES[contender.decoding], linewidth=1.8)
