@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -102,7 +102,7 @@ class DraftPart(Part):
         return node is not self.tree.root and node.token in self.session.opened.stop_tokens
 
 
-class DraftActor(Actor[DraftPart]):
+class DraftActor(ModelActor[DraftPart]):
     """Drafts one token a job, for all sessions in turn."""
 
     name = "draft"
@@ -116,7 +116,7 @@ class DraftActor(Actor[DraftPart]):
         target: trio.MemorySendChannel[Message],
         target_vocab_size: int,
     ) -> None:
-        """As `Actor`, and:
+        """As `ModelActor`, and:
 
         Args:
             target: the target's mailbox.

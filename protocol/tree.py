@@ -22,7 +22,8 @@ class Guess:
     Attributes:
         token: its id.
         confidence: modelled probability, in [0, 1], that the target will put it there.
-        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule.
+        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, and for a
+            token that was looked up and not drawn.
     """
 
     token: int
