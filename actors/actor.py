@@ -16,6 +16,7 @@ from protocol.books import Books, State
 from protocol.errors import OutriderError
 from protocol.held import Held
 from protocol.messages import Close, Message
+from protocol.prices import Prices
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
 
@@ -52,14 +53,16 @@ class Actor(ABC, Generic[S]):
 
     name: ActorName
 
-    def __init__(self, on_event: Callable[[Event], None], clock: Callable[[], float]) -> None:
+    def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         """An actor that does nothing until `serve` runs.
 
         Args:
             on_event: called with each decision; see `protocol.trace`.
+            prices: of the runtime, kept by both actors.
             clock: seconds, by which decisions are timed.
         """
         self._on_event = on_event
+        self.prices = prices
         self._clock = clock
         # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
         # So sending never waits, and the two actors cannot wait for each other's mailboxes.
@@ -134,14 +137,14 @@ class Actor(ABC, Generic[S]):
 class ModelActor(Actor[S]):
     """An actor with a model, and a worker for it."""
 
-    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None], prices: Prices) -> None:
         """As `Actor`, and:
 
         Args:
             model: lives on the worker's thread.
             worker: does the forward passes, for all sessions in turn.
         """
-        super().__init__(on_event, worker.clock)
+        super().__init__(on_event, prices, worker.clock)
         self.model = model
         self.worker = worker
 

@@ -8,7 +8,7 @@ import attrs
 
 Actor = Literal["target", "draft"]
 SpanKind = Literal["load", "open", "prefill", "draft", "verify", "decode", "close"]
-InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "withdraw", "finish", "cancel"]
+InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "withdraw", "finish", "cancel"]
 
 
 @attrs.frozen
