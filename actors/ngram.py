@@ -25,7 +25,7 @@ INDEXED_IN_A_ROW = 256
 UNPRICED = 4
 # Rounds in a row without anything to propose, after which the target is left alone. Then it need not wait for an
 # answer before it goes on, which is worth a little; and a little late is what the next proposal may be.
-PATIENCE = 4
+PATIENCE = 8
 # Rounds for which it is left alone at a time: as long as nothing turns up, that is said anew each round, and must
 # be heard before the target's next round but one begins.
 REST = 3
@@ -39,7 +39,8 @@ class LookupPart(Part):
         self._hear = hear
         opened = session.opened
         self.policy = policy
-        self.index = PromptLookup()
+        # A match of one token is right too seldom to be proposed unseen, and often enough to be priced.
+        self.index = PromptLookup(shortest=1 if isinstance(policy, Auto) else 2)
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.num_idle = 0  # rounds in a row without anything to propose
 

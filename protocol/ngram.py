@@ -16,7 +16,7 @@ import attrs
 from protocol.errors import ProtocolError
 
 LONGEST = 16
-SHORTEST = 2
+SHORTEST = 1
 
 # How often the token after a match of 1, 2, … tokens was right, counted over files of Python's standard library, each
 # of them looked up in itself. A start only: what is accepted is counted as it goes.
