@@ -15,6 +15,7 @@ from scripted import (
     VOCAB_SIZE,
     Price,
     Script,
+    ScriptedLine,
     ScriptedModel,
     Simulation,
     collect,
@@ -211,6 +212,28 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
     assert verifies[0].began == PREFILL
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
     assert took == PREFILL + len(verifies) * VERIFY
+
+
+class Neighbourly(ScriptedModel):
+    """Notes for which lines it was asked to leave room for another model."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.asked: list[bool] = []
+
+    def open_line(self, *, beside_another: bool) -> ScriptedLine:
+        self.asked.append(beside_another)
+        return super().open_line(beside_another=beside_another)
+
+
+@pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
+async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
+    draft: Any, asked: bool, autojump_clock: Any
+) -> None:
+    target = Neighbourly(truthful)
+    async with simulated(target, draft) as simulation:
+        await text_of(simulation, [1, 2, 3], max_tokens=2)
+    assert target.asked == [asked]
 
 
 async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:
