@@ -20,7 +20,7 @@ from protocol.trace import Actor, Event, Span, SpanKind
 T = TypeVar("T")
 
 # Jobs that go through a model, and so want the device.
-_COMPUTES: frozenset[SpanKind] = frozenset({"prefill", "draft", "verify", "decode"})
+_COMPUTES: frozenset[SpanKind] = frozenset({"warm-up", "prefill", "draft", "verify", "decode"})
 
 
 @attrs.define(eq=False)

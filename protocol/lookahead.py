@@ -125,6 +125,8 @@ class Chain:
         return False
 
 
+# Tokens to propose before anything was measured.
+UNPRICED = 2
 # Nodes that will hardly ever be asked for are not worth their electricity.
 LEAST_REACH = 0.02
 # By what factor speculating must promise to be better before a rest is ended.
@@ -164,6 +166,8 @@ class Auto:
     def proposal(self, view: View) -> list[Node] | None:
         """See `Policy.proposal`."""
         chain = view.tree.chain()[: view.limit]
+        if not self.prices.is_known and len(chain) >= UNPRICED:
+            return chain
         worth, per_token = self.prices.rate, self.prices.verify.per_token
         ready = [node for node in chain if node.reach > worth * per_token]  # reach falls along a chain
         end = view.growable()
@@ -205,7 +209,11 @@ class Auto:
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""
         prices = self.prices
-        if not prices.is_known or prices.speculative_rate >= prices.plain_rate:
+        if not prices.is_known:
+            return False
+        if not prices.speculative_rate:
+            prices.speculate_afresh()
+        if prices.speculative_rate >= prices.plain_rate:
             return False
         self._trust = min(1.0, prices.speculative_rate / prices.modelled_rate(self.calibration.mean))
         return True

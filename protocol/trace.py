@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 
 Actor = Literal["target", "draft"]
-SpanKind = Literal["load", "open", "prefill", "draft", "verify", "decode", "close"]
+SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close"]
 InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "withdraw", "finish", "cancel"]
 
 

@@ -25,8 +25,10 @@ import trio.testing
 from actors.draft import MakePolicy, policy_by_settings
 from actors.model import Rung
 from actors.simulated import Contention, SimulatedWorker
+from actors.warm_up import warm_up
 from actors.worker import Job
 from protocol.errors import RewindError, SettingsError
+from protocol.prices import Prices
 from protocol.settings import MAX_SEED
 from protocol.statistics import Statistics
 from runtime.engine import Events, running
@@ -349,10 +351,11 @@ async def play(
 
     target = SimulatedWorker("target", verify_price, events, contention)
     draft = SimulatedWorker("draft", draft_price, events, contention)
+    prices = Prices()
+    models = ((ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft))
     with trio.fail_after(_TOO_LONG):
-        async with running(
-            (ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft), events=events, make_policy=make_policy
-        ) as runtime:
+        await warm_up(*models, prices)
+        async with running(*models, events=events, prices=prices, make_policy=make_policy) as runtime:
             stream = runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=lookahead)
             async with stream:
                 async for _ in stream:
