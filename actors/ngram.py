@@ -11,7 +11,7 @@ from actors.draft import MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.books import Commit, State
 from protocol.errors import ProtocolError
-from protocol.lookahead import LEAST_REACH, Auto, Chain, Policy, View
+from protocol.lookahead import LEAST_REACH, UNPRICED, Auto, Chain, Policy, View
 from protocol.messages import Message, Proposal, Rest, Verdict
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
@@ -21,8 +21,6 @@ from protocol.tree import Guess, LookaheadTree, Node
 
 # Tokens of a prompt that are indexed in a row: a few milliseconds at most, in which nothing else happens.
 INDEXED_IN_A_ROW = 256
-# Tokens in a proposal at most, while it is not known what it costs to verify them.
-UNPRICED = 4
 # Rounds in a row without anything to propose, after which the target is left alone. Then it need not wait for an
 # answer before it goes on, which is worth a little; and a little late is what the next proposal may be.
 PATIENCE = 8
@@ -88,7 +86,7 @@ class LookupPart(Part):
         """What was found, as far as the policy wants it proposed."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
         limit = MAX_LOOKAHEAD if self.books.remaining is None else min(MAX_LOOKAHEAD, self.books.remaining - 1)
-        if isinstance(self.policy, Auto) and not self.policy.prices.verify.is_known:
+        if isinstance(self.policy, Auto) and not self.policy.prices.is_known:
             limit = min(limit, UNPRICED)
         # All there is to find is there; nothing is gained by waiting.
         view = View(tree=self.tree, limit=limit, depth=limit, can_expand=lambda _: False, width=lambda _: 0, now=now)
@@ -123,6 +121,8 @@ class LookupActor(Actor[LookupPart]):
             make_policy: decides how much of what is found is proposed.
         """
         super().__init__(on_event, prices, clock)
+        # Looking up takes next to no time, and no other time is ever measured.
+        prices.drafted(1, 0.0, 0.0, beside=False)
         self._target = target
         self._make_policy = make_policy
 

@@ -34,8 +34,9 @@ from scripted import (
     within,
 )
 
-from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, REST, UNPRICED, LookupActor
+from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, REST, LookupActor
 from protocol.errors import ProtocolError
+from protocol.lookahead import UNPRICED
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
 

@@ -204,8 +204,7 @@ def test_under_rejection_a_temperature_sharpens_target_and_draft_alike() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("undo", [always, never])
-@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+@pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
 def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up(lookahead: Any, undo: Any) -> None:
     assert QUOTABLE[-1] == PROMPT[-1], "what comes next hangs on the last token alone"
     num_sessions = 2 * NUM_SESSIONS
