@@ -34,7 +34,7 @@ from scripted import (
     within,
 )
 
-from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, REST, LookupActor
+from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, LookupActor
 from protocol.errors import ProtocolError
 from protocol.lookahead import UNPRICED
 from protocol.messages import Proposal, Verdict, Withdraw
@@ -301,6 +301,24 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
     assert max(others) > 3 * UNPRICED
 
 
+async def test_where_prices_decide_a_single_word_may_be_enough(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
+        received = await proposals(simulation, list(range(7)), max_tokens=5)
+    assert [(p.start, p.tokens) for p in received] == [(7, ()), (8, (1, 2)), (11, ())]
+
+
+async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:
+    lengths: list[int] = []
+
+    def look(event: Event) -> None:
+        if event.kind == "proposal" and trio.current_time() > 200:
+            lengths.append(len(drafter(simulation)._parts[0].tree.chain()))
+
+    async with simulated(ScriptedModel(reciting(never_the_same(8))), "ngram", listener=look) as simulation:
+        await text_of(simulation, [0, 0], max_tokens=100)
+    assert max(lengths) < 8
+
+
 async def test_the_steeper_the_price_the_less_is_proposed(autojump_clock: Any) -> None:
     means = []
     for slope in (0.0, 0.1, 0.4):
@@ -381,7 +399,7 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
     assert rest.round == PATIENCE
     awake = next(m for m in received if isinstance(m, Proposal) and m.tokens)
     # The quotation's first word must be there before it is one.
-    assert begin + 1 < awake.start <= begin + 1 + REST
+    assert begin + 1 < awake.start <= begin + 1 + 3
     assert awake.tokens[0] == awake.start % begin
 
 
