@@ -74,13 +74,20 @@ class LookupPart(Part):
         most = 1 + (policy.most if isinstance(policy, Chain) else MAX_LOOKAHEAD)
         if (found := self.index.lookup(most=most if books.remaining is None else min(most, books.remaining))) is None:
             return
-        node: Node = self.tree.root
+        node, least = self.tree.root, self._least_reach()
         for token, raw in zip(found.tokens, found.confidences, strict=True):
             confidence = policy.calibration(0, raw) if isinstance(policy, Auto) else raw
             node = self.tree.expand(node, Guess(token, confidence, raw=raw))
-            # Nothing comes after the end of the text, and hardly anything after what hardly ever stands.
-            if token in self.session.opened.stop_tokens or (node.reach < LEAST_REACH and isinstance(policy, Auto)):
+            # Nothing comes after the end of the text, and nothing is proposed after what is not.
+            if token in self.session.opened.stop_tokens or node.reach < least:
                 return
+
+    def _least_reach(self) -> float:
+        """A reach below which nothing will be proposed."""
+        if not isinstance(self.policy, Auto):
+            return 0.0
+        prices = self.policy.prices
+        return max(LEAST_REACH, prices.rate * prices.verify.per_token)
 
     def worth_proposing(self, now: float) -> list[Node]:
         """What was found, as far as the policy wants it proposed."""
