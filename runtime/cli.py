@@ -28,7 +28,7 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import Settings, settings_from
+from protocol.settings import NGRAM, Settings, settings_from
 from protocol.statistics import Statistics
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.simulate_command import add_simulate
@@ -117,7 +117,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     models.add_argument(
         "--draft",
         metavar="MODEL",
-        help='path or hub id; "none" decodes plainly (default: the demo drafter with the demo target, else none)',
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
     settings = parser.add_argument_group("settings")
     for name, metavar, text in (
@@ -341,7 +342,7 @@ async def _stream_text(
 
     Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
     """
-    display.loading([model for model in (target, draft) if model is not None])
+    display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
     from runtime.engine import open as open_runtime
 
     async with open_runtime(target, draft, trace=display.on_event) as runtime:
