@@ -7,7 +7,7 @@ from collections.abc import Callable
 import trio
 
 from actors.actor import Actor, Part
-from actors.draft import MakePolicy, policy_by_settings
+from actors.draft import INDEXED_IN_A_ROW, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.books import Commit, State
 from protocol.errors import ProtocolError
@@ -19,8 +19,6 @@ from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Event
 from protocol.tree import Guess, LookaheadTree, Node
 
-# Tokens of a prompt that are indexed in a row: a few milliseconds at most, in which nothing else happens.
-INDEXED_IN_A_ROW = 256
 # Rounds in a row without anything to propose, after which the target is left alone. Then it need not wait for an
 # answer before it goes on, which is worth a little; and a little late is what the next proposal may be.
 PATIENCE = 8
