@@ -189,6 +189,7 @@ class DraftActor(Actor[DraftPart]):
                 ),
                 part.id,
                 len(plan.feed),
+                part.books.round,
             )
         )
         match drafted:
@@ -209,7 +210,7 @@ class DraftActor(Actor[DraftPart]):
         if (proposal := part.next_proposal()) is not None:
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
-            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens))
+            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _hear(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""

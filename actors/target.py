@@ -123,7 +123,7 @@ class TargetActor(Actor[TargetPart]):
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
-        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted)
+        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if proposal is not None and self.drafter is not None:
             self.drafter.send_nowait(verdict)
         return commit
@@ -136,6 +136,7 @@ class TargetActor(Actor[TargetPart]):
             partial(verify, line, plan, proposal, part.session.opened, settle=settle),
             part.id,
             len(plan.feed) + len(proposal.tokens),
+            proposal.round,
         )
         verified = await self.worker.run(job)
         self._price.observe(verified.width, job.seconds)
@@ -165,7 +166,7 @@ class TargetActor(Actor[TargetPart]):
         plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
         go_ahead = books.remaining is None or books.remaining > 1
         token = await self.worker.run(
-            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1)
+            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1, books.round)
         )
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, books.round, books.next_position, 0, token)
