@@ -394,7 +394,7 @@ async def open(
     listener = check_trace(trace)
 
     async with AsyncExitStack() as stack:
-        if isinstance(listener, Recorder):
+        if isinstance(listener, Recorder) and listener is not trace:
             # First in, last out: a trace has the last of what the workers do.
             await stack.enter_async_context(listener)
         if listener is not None:

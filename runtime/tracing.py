@@ -227,7 +227,7 @@ class ChromeTrace:
         self._num_flows = 0
         self._proposals: dict[int, Instant] = {}  # by session; those that no verify has judged yet
         self._lanes: dict[int, int] = {}  # by session, from 0, while it goes on
-        self._num_named = 0  # lanes that have got their names
+        self._named: set[int] = set()  # lanes that have got their names
 
     def add(self, event: Event) -> str:
         """What an event adds to the text."""
@@ -298,8 +298,8 @@ class ChromeTrace:
     def _judged(self, proposal: Instant, verify: Span) -> Iterator[dict[str, Any]]:
         """A proposal on its way to its verify, and the arrow from the one to the other."""
         lane = self._lane(proposal.session)
-        if lane >= self._num_named:
-            self._num_named = lane + 1
+        if lane not in self._named:
+            self._named.add(lane)
             thread = _FIRST_STREAM_LANE + lane
             yield _named("thread_name", thread, name=f"proposals of stream {lane + 1}")
             yield _named("thread_sort_index", thread, sort_index=thread)
