@@ -198,6 +198,19 @@ def demo_tokenizer() -> TokenizerWrapper:
     return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
+def test_busy_is_what_was_worked_until_the_text_was_there():
+    events = [
+        Instant("target", "open", 0, 0.0),
+        Span("target", "verify", 0, 1.0, 3.0, round=0),
+        Instant("target", "verdict", 0, 3.0, commit=Commit(0, 0, 1, (7,), 0)),
+        Span("target", "verify", 0, 3.0, 9.0, round=1),  # it was cancelled meanwhile
+        Span("draft", "draft", 0, 2.0, 4.0),
+    ]
+    (session,) = data_for(events)["sessions"]
+    assert session["summary"]["targetBusy"] == pytest.approx(2 / 3)
+    assert session["summary"]["draftBusy"] == pytest.approx(1 / 3)
+
+
 def test_a_draft_says_how_much_of_it_cost_nothing():
     events = [
         Instant("target", "open", 0, 0.0),
@@ -297,6 +310,8 @@ def test_no_text_breaks_out_of_the_page():
     (attributes, data), (_, code) = scripts.found
     assert attributes == {"type": "application/json", "id": "data"}
     assert json.loads(data)["sessions"][0]["prompt"] == BREAKOUT + "</SCRIPT >"
+    # Whatever a browser makes of the beginnings of tags and comments in a script: there are none.
+    assert not set("<>&") & set(data)
     assert "broken" not in code
 
 
