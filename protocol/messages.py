@@ -9,6 +9,7 @@ A session, seen from outside (drafter on the left, target on the right):
     Proposal  ─────────────────>  "for round r, from position s, I propose these"
     Verdict   <─────────────────  "of those I accepted n, and this token comes next"
       … one proposal and one verdict a round, in turn …
+    Rest      ─────────────────>  "until round r, go alone": where speculating does not pay at present
     Withdraw  ─────────────────>  "I draft no more for this session" (a failure, or nothing to offer)
     Close     ─────────────────>  both, from the runtime
 """
@@ -66,18 +67,19 @@ class Proposal:
         start: absolute position of the first drafted token, or of the token after the text where
             nothing is proposed.
         tokens: drafted ids; may be empty, which asks the target to decode one token by itself.
-        probs: the distributions that the tokens were drawn from, one (W,) array each, evaluated;
-            empty under the match rule, which needs none.
+        probs: the distributions that the tokens were drawn from, one (W,) array each, evaluated, or None for a
+            token that was no draw, and had to be this one after the text before it; empty under the match
+            rule, which needs none.
     """
 
     session: int = attrs.field(validator=ge(0))
     round: int = attrs.field(validator=ge(0))
     start: int = attrs.field(validator=ge(1))
     tokens: tuple[int, ...] = attrs.field(validator=_tokens)
-    probs: tuple[mx.array, ...] = attrs.field(default=(), eq=False, repr=False)
+    probs: tuple[mx.array | None, ...] = attrs.field(default=(), eq=False, repr=False)
 
     @probs.validator
-    def _one_each(self, _: Any, value: tuple[mx.array, ...]) -> None:
+    def _one_each(self, _: Any, value: tuple[mx.array | None, ...]) -> None:
         if value and len(value) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(value)}")
 
@@ -117,6 +119,20 @@ class Verdict:
 
 
 @attrs.frozen
+class Rest:
+    """The drafter proposes nothing for a while, and the target decodes by itself, which is faster so.
+
+    Attributes:
+        session: what it belongs to.
+        until: the first round for which a proposal is made again. A rest may be prolonged while it lasts; said too
+            late, that is another rest.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    until: int = attrs.field(validator=ge(1))
+
+
+@attrs.frozen
 class Withdraw:
     """The drafter takes no further part in a session."""
 
@@ -130,4 +146,4 @@ class Close:
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | Proposal | Verdict | Withdraw | Close
+Message = Open | Proposal | Rest | Verdict | Withdraw | Close

@@ -29,10 +29,11 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import Settings, settings_from
+from protocol.settings import NGRAM, Settings, settings_from
 from protocol.statistics import Statistics
 from protocol.trace import Event
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.simulate_command import add_simulate
 from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
 from runtime.tracing import ChromeFile, TimelineFile
 
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.command(arguments)
     except OutriderError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            return BY_SIGNAL + signal.SIGPIPE
         say(f"error: {error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
@@ -83,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_doctor(commands)
+    add_simulate(commands)
     return parser
 
 
@@ -116,7 +120,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     models.add_argument(
         "--draft",
         metavar="MODEL",
-        help='path or hub id; "none" decodes plainly (default: the demo drafter with the demo target, else none)',
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
     settings = parser.add_argument_group("settings")
     for name, metavar, text in (
@@ -291,8 +296,6 @@ def _status(generated: _Generated) -> int:
         return BY_SIGNAL + generated.signal
     if generated.failure is None:
         return 0
-    if isinstance(generated.failure.__cause__, BrokenPipeError):
-        return BY_SIGNAL + signal.SIGPIPE
     raise generated.failure
 
 
@@ -367,7 +370,7 @@ async def _stream_text(
             for listener in listeners:
                 listener(event)
 
-        display.loading([model for model in (target, draft) if model is not None])
+        display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
         from runtime.engine import open as open_runtime
 
         runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))

@@ -10,16 +10,17 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.draft import DraftActor
+from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
+from actors.ngram import LookupActor
 from actors.session import Session
 from actors.target import TargetActor
 from actors.worker import Job, JobError, ThreadWorker, Worker
@@ -33,7 +34,8 @@ from protocol.errors import (
     SettingsError,
 )
 from protocol.messages import Close, Open
-from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.prices import Prices
+from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
@@ -89,10 +91,12 @@ class Runtime:
     def __init__(
         self,
         target: TargetActor,
-        draft: DraftActor | None,
+        draft: DraftActor | LookupActor | None,
         tokenizer: TokenizerWrapper | None,
         events: Events,
+        prices: Prices,
     ) -> None:
+        self._prices = prices
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -140,6 +144,7 @@ class Runtime:
             hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
+            estimates=self._prices.estimates,
         )
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
@@ -166,10 +171,14 @@ class Runtime:
         for session in self._sessions.values():
             counts.add(session.counts)
         counts.target_seconds = self._target.worker.busy_seconds
-        counts.draft_seconds = self._draft.worker.busy_seconds if self._draft else 0.0
+        counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
         elapsed = self._clock() - self._began
         return counts.snapshot(
-            elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None, peak_memory=peak_memory()
+            elapsed=elapsed,
+            generation_seconds=elapsed,
+            time_to_first_token=None,
+            peak_memory=peak_memory(),
+            estimates=self._prices.estimates(),
         )
 
     @property
@@ -218,9 +227,9 @@ class Runtime:
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
-        for actor in (self._target, self._draft):
-            if actor is not None:
-                actor.close_session(Close(id))
+        self._target.close_session(Close(id))
+        if self._draft is not None:
+            self._draft.close_session(Close(id))
 
     def _attribute(self, event: Event) -> None:
         """Count a worker's time for the session that it was spent on."""
@@ -293,22 +302,27 @@ def _interrupts_unwrapped() -> Iterator[None]:
 @trio.lowlevel.enable_ki_protection
 async def running(
     target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | None,
+    draft: tuple[Model, Worker] | Literal["ngram"] | None,
     *,
     tokenizer: TokenizerWrapper | None = None,
     events: Events | None = None,
+    prices: Prices | None = None,
+    make_policy: MakePolicy = policy_by_settings,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
     Args:
         target, draft: a model and the worker that it lives on; real ones, or scripted ones in simulated
-            time. Entering and leaving the workers is the caller's.
+            time. Entering and leaving the workers is the caller's. "ngram" looks up instead of drafting, and
+            None leaves the target to itself.
         tokenizer: the target's, or None.
         events: where the workers announce their spans.
+        prices: what is known of the models already; nothing if None.
+        make_policy: decides how far a session is drafted ahead.
 
     Cancellation: as `open`.
     """
-    events = events or Events()
+    events, prices = events or Events(), prices or Prices()
     async with _BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
@@ -316,16 +330,26 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, on_failure=on_failure)
-        draft_actor = None
-        if draft is not None:
-            draft_actor = DraftActor(
-                *draft, events, target=target_actor.mailbox, target_vocab_size=target[0].vocab_size
+        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        draft_actor: DraftActor | LookupActor | None = None
+        if draft == NGRAM:
+            draft_actor = LookupActor(
+                events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
             )
+        elif draft is not None:
+            draft_actor = DraftActor(
+                *draft,
+                events,
+                prices,
+                target=target_actor.mailbox,
+                target_vocab_size=target[0].vocab_size,
+                make_policy=make_policy,
+            )
+        if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices)
         before = _current.get()
         _current.set(runtime)
         try:
@@ -355,7 +379,8 @@ async def open(
     Args:
         target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
             a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or None for plain decoding through the same machinery.
+        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
+            earlier in the prompt and the text; or None for plain decoding through the same machinery.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
         rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
             every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
@@ -387,7 +412,7 @@ async def open(
         "target": check_device("target", target_device),
         "draft": check_device("draft", draft_device),
     }
-    if draft is not None:
+    if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     events = Events()
@@ -411,7 +436,7 @@ async def open(
                 for role in sources:
                     nursery.start_soon(load, role)
         ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if draft is not None else None
+        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
         if isinstance(listener, TimelineFile):
             listener.tokenizer = ours.tokenizer
         stack.enter_context(ours.model.evaluating_layers())
@@ -421,7 +446,7 @@ async def open(
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
         async with running(
             (ours.model, workers["target"]),
-            None if theirs is None else (theirs.model, workers["draft"]),
+            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
             tokenizer=ours.tokenizer,
             events=events,
         ) as runtime:

@@ -91,14 +91,14 @@ def broken_off(prompt: Sequence[int], after: int) -> Use:
                 if token.index == after:
                     break
 
-    return lambda simulation: read(simulation.runtime.stream(prompt, max_tokens=None))
+    return lambda simulation: read(simulation.runtime.stream(prompt, max_tokens=None, lookahead=4))
 
 
 @pytest.fixture(scope="module")
 def several() -> list[Event]:
     """A stream, one beside it that is cancelled, and one that nobody drafts for."""
     uses = [
-        generated([5, 6, 7], max_tokens=60),
+        generated([5, 6, 7], max_tokens=60, lookahead=4),
         broken_off([9, 8, 7], 12),
         generated([1, 2], max_tokens=9, lookahead=0),
     ]
@@ -147,7 +147,7 @@ def test_figures_are_those_of_the_statistics(settings, target, draft):
 
 
 def test_every_token_is_there_once_with_whom_it_is_from():
-    events, (completion,) = simulate(generated([5, 6, 7], max_tokens=60))
+    events, (completion,) = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
     (session,) = data_for(events, Words())["sessions"]
     tokens = [token for round in session["rounds"] for token in round["tokens"]]
     assert [alone for _, _, alone in tokens] == [f" w{token.id}" for token in completion.tokens]
@@ -170,7 +170,7 @@ def test_a_recovered_token_is_the_last_of_a_round_in_which_something_was_rejecte
 
 
 def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time():
-    events, _ = simulate(generated([5, 6, 7], max_tokens=60))
+    events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
     (session,) = data_for(events)["sessions"]
     assert [round["round"] for round in session["rounds"]] == list(range(len(session["rounds"])))
     for round in session["rounds"][:-1]:

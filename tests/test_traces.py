@@ -96,14 +96,14 @@ async def a_bit_of_everything(simulation: Simulation) -> None:
     """Streams at once, one that is cancelled, one that nobody drafts for, and one after the others."""
 
     async def cancelled() -> None:
-        stream = simulation.runtime.stream([9, 8, 7], max_tokens=200)
+        stream = simulation.runtime.stream([9, 8, 7], max_tokens=200, lookahead=4)
         async for token in stream:
             if token.index == 9:
                 break
         await stream.aclose()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(functools.partial(text_of, simulation, [5, 6, 7], max_tokens=40))
+        nursery.start_soon(functools.partial(text_of, simulation, [5, 6, 7], max_tokens=40, lookahead=4))
         nursery.start_soon(cancelled)
         nursery.start_soon(functools.partial(text_of, simulation, [1, 2], max_tokens=8, lookahead=0))
     await text_of(simulation, [3, 4], max_tokens=12, lookahead=3)
@@ -170,7 +170,7 @@ async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(even
 async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=priced(verify=64.0)) as simulation:
         with trio.move_on_after(40):  # in the first verify, while which is judged what was proposed
-            await text_of(simulation, [5, 6, 7], max_tokens=20)
+            await text_of(simulation, [5, 6, 7], max_tokens=20, lookahead=2)
     until_then = [e for e in simulation.events if not (isinstance(e, Span) and e.kind == "verify")]
     entries = json.loads(written(until_then))
     assert len(of(entries, "i", "proposal")) == 1
@@ -203,7 +203,7 @@ async def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_
 async def test_lanes_do_not_grow_with_the_number_of_streams(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful)) as simulation:
         for _ in range(5):
-            await text_of(simulation, [5, 6, 7], max_tokens=6)
+            await text_of(simulation, [5, 6, 7], max_tokens=6, lookahead=2)
     entries = json.loads(written(simulation.events))
     assert {proposal["tid"] for proposal in of(entries, "X", "proposal")} == {FIRST_STREAM}
     assert_flows_pair_up(entries)
@@ -233,7 +233,7 @@ async def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
 
 async def test_a_span_names_the_round_that_it_was_for(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75))) as simulation:
-        await text_of(simulation, [5, 6, 7], max_tokens=30)
+        await text_of(simulation, [5, 6, 7], max_tokens=30, lookahead=4)
     verdicts = simulation.instants("verdict")
     assert [span.round for span in simulation.spans("target", "verify", "decode")] == [v.round for v in verdicts]
     assert {span.round for span in simulation.spans("target", "prefill", "open", "close")} == {None}
@@ -244,7 +244,7 @@ async def test_a_span_names_the_round_that_it_was_for(autojump_clock):
 
 async def test_events_name_the_tokens_of_prompt_proposals_and_text(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75))) as simulation:
-        text = await text_of(simulation, [5, 6, 7], max_tokens=30)
+        text = await text_of(simulation, [5, 6, 7], max_tokens=30, lookahead=4)
     assert {instant.tokens for instant in simulation.instants("open")} == {(5, 6, 7)}
     commits = [instant.commit for instant in simulation.instants("verdict")]
     assert [token for commit in commits if commit is not None for token in commit.tokens] == text
@@ -272,7 +272,7 @@ def whole(path: Path) -> list[Entry]:
 async def test_a_path_gets_the_trace(kind, tmp_path):
     path = tmp_path / "trace.json"
     async with runtime.open((target(), None), (drafter(), None), trace=kind(path)) as rt:
-        completion = await rt.generate(prompt_of(8), max_tokens=30)
+        completion = await rt.generate(prompt_of(8), max_tokens=30, lookahead=3)
     entries = whole(path)
     verifies = of(entries, "X", "verify")
     assert len(verifies) == len(of(entries, "s")) == completion.statistics.rounds
@@ -307,7 +307,7 @@ class Striking(Exception):
 
 
 async def after(num_tokens: int, rt: runtime.Runtime, do: Callable[[], object]) -> None:
-    async for token in rt.stream(prompt_of(8), max_tokens=None):
+    async for token in rt.stream(prompt_of(8), max_tokens=None, lookahead=3):
         if token.index == num_tokens:
             do()
 
@@ -560,7 +560,7 @@ def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(cli, "Display", Interrupted)
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    arguments = ["generate", "def f(x):", "--trace", str(trace), "--timeline", str(page)]
+    arguments = ["generate", "def f(x):", "--lookahead", "3", "--trace", str(trace), "--timeline", str(page)]
     assert cli.main(arguments) == 130
     entries = whole(trace)
     assert len(of(entries, "X", "verify")) >= 4
