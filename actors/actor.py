@@ -12,7 +12,7 @@ import trio
 from actors.model import Model
 from actors.session import Session
 from actors.worker import Worker
-from protocol.books import Books, State
+from protocol.books import Books, Commit, State
 from protocol.errors import OutriderError
 from protocol.held import Held
 from protocol.messages import Close, Message
@@ -97,7 +97,7 @@ class Actor(ABC, Generic[S]):
         assert self._nursery is not None, "serve() is not running"
         part = self._join(session)
         self._parts[part.id] = part
-        self._note(part, "open", num_tokens=len(session.opened.prompt))
+        self._note(part, "open", num_tokens=len(session.opened.prompt), tokens=session.opened.prompt)
         self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
 
     def close_session(self, message: Close) -> None:
@@ -129,9 +129,18 @@ class Actor(ABC, Generic[S]):
     async def _take_part(self, part: S) -> None:
         """Play the part to its end."""
 
-    def _note(self, part: S, kind: InstantKind, *, round: int | None = None, num_tokens: int = 0) -> None:
+    def _note(
+        self,
+        part: S,
+        kind: InstantKind,
+        *,
+        round: int | None = None,
+        num_tokens: int = 0,
+        tokens: tuple[int, ...] = (),
+        commit: Commit | None = None,
+    ) -> None:
         round = part.books.round if round is None else round
-        self._on_event(Instant(self.name, kind, part.id, self._clock(), round, num_tokens))
+        self._on_event(Instant(self.name, kind, part.id, self._clock(), round, num_tokens, tokens, commit))
 
 
 class ModelActor(Actor[S]):

@@ -276,7 +276,7 @@ class DraftActor(ModelActor[DraftPart]):
             node.trail,
             part.policy.num_guesses,
         )
-        job = Job("draft", call, part.id, len(plan.feed))
+        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         beside = part.books.state is State.VERIFYING
         part.in_flight = node
         part.in_flight_until = self.worker.clock() + self.prices.draft(len(plan.feed), beside=beside)
@@ -310,7 +310,7 @@ class DraftActor(ModelActor[DraftPart]):
         assert isinstance(part.policy, Auto)
         plan = part.held.plan(part.books.committed, num_logits=0)
         call = partial(catch_up, line, plan, part.session.opened, self._target_vocab_size)
-        job = Job("draft", call, part.id, len(plan.feed))
+        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
             part.session.counts.draft_replayed_tokens += plan.keep - outcome.length
@@ -346,7 +346,7 @@ class DraftActor(ModelActor[DraftPart]):
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
             part.due = now + self.prices.verify(1 + len(proposal.tokens))
-            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens))
+            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _hear(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""

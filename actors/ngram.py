@@ -174,7 +174,7 @@ class LookupActor(Actor[LookupPart]):
             proposal = part.proposal(nodes)
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
-            self._note(part, "proposal", round=proposal.round, num_tokens=len(nodes))
+            self._note(part, "proposal", round=proposal.round, num_tokens=len(nodes), tokens=proposal.tokens)
 
     def _rest(self, part: LookupPart) -> None:
         """Leave some rounds to the target alone; or some more, as long as nothing turns up."""

@@ -151,5 +151,5 @@ class SimulatedWorker:
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]

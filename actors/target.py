@@ -130,7 +130,7 @@ class TargetActor(ModelActor[TargetPart]):
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
-        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted)
+        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
         if commit.round > 0:  # the first waits for the other's prefill
@@ -149,6 +149,7 @@ class TargetActor(ModelActor[TargetPart]):
             partial(verify, line, plan, proposal, part.session.opened, settle=settle),
             part.id,
             len(plan.feed) + len(proposal.tokens),
+            proposal.round,
         )
         verified = await self.worker.run(job)
         self.prices.verified(verified.width, job.began, job.ended)
@@ -180,7 +181,7 @@ class TargetActor(ModelActor[TargetPart]):
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
         go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
         token = await self.worker.run(
-            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1)
+            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1, books.round)
         )
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, books.round, books.next_position, 0, token)

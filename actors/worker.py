@@ -33,6 +33,7 @@ class Job(Generic[T]):
             evaluated arrays only.
         session: which session it is for, or None.
         num_tokens: tokens that go through the model.
+        round: which round of the session it is for, or None.
         began, ended: seconds on the worker's clock, once it is done.
     """
 
@@ -40,6 +41,7 @@ class Job(Generic[T]):
     call: Callable[[], T]
     session: int | None = None
     num_tokens: int = 0
+    round: int | None = None
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 
@@ -189,7 +191,7 @@ class ThreadWorker:
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
         trio.lowlevel.reschedule(waiting.task, as_job_error(job, result))
 
 

@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,11 @@ import trio
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, Settings, settings_from
 from protocol.statistics import Statistics
+from protocol.trace import Event
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.simulate_command import add_simulate
 from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
+from runtime.tracing import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
     pass
@@ -140,6 +143,10 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
+    output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
+    output.add_argument(
+        "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
+    )
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -256,7 +263,16 @@ def generate(arguments: argparse.Namespace) -> int:
     with warnings_at_the_end():
         with Display() as display:
             work = partial(
-                _stream_text, prompt, target, draft, settings, generated, display, None if arguments.json else output
+                _stream_text,
+                prompt,
+                target,
+                draft,
+                settings,
+                generated,
+                display,
+                None if arguments.json else output,
+                None if arguments.trace is None else ChromeFile(arguments.trace),
+                None if arguments.timeline is None else TimelineFile(arguments.timeline),
             )
             trio.run(_until_signal, work, generated, display)
         try:
@@ -335,17 +351,31 @@ async def _stream_text(
     generated: _Generated,
     display: Display,
     output: Output | None,
+    trace: ChromeFile | None,
+    timeline: TimelineFile | None,
 ) -> None:
-    """Load the models, generate, and write the text to `output` if there is one.
+    """Load the models, generate, and write the text to `output`, and what happened to the files, if there are any.
 
     Raises: OutriderError.
 
     Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
     """
-    display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
-    from runtime.engine import open as open_runtime
+    async with AsyncExitStack() as stack:
+        listeners = [display.on_event]
+        for recorder in (trace, timeline):
+            if recorder is not None:
+                listeners.append(await stack.enter_async_context(recorder))
 
-    async with open_runtime(target, draft, trace=display.on_event) as runtime:
+        def on_event(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
+        from runtime.engine import open as open_runtime
+
+        runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
+        if timeline is not None:
+            timeline.tokenizer = runtime.tokenizer
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:

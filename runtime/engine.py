@@ -42,6 +42,7 @@ from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
 from runtime.streaming import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
 
@@ -372,7 +373,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
-    trace: Callable[[Event], None] | None = None,
+    trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
@@ -391,7 +392,9 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
-        trace: called in trio's thread with each `Span` and `Instant`. It should return quickly.
+        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
+            ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
+            function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
@@ -414,12 +417,14 @@ async def open(
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     events = Events()
-    if trace is not None:
-        if not callable(trace):
-            raise SettingsError(f"trace must be a function of one event, got {trace!r}")
-        events.listen(_harmless(trace))
+    listener = check_trace(trace)
 
     async with AsyncExitStack() as stack:
+        if isinstance(listener, Recorder) and listener is not trace:
+            # First in, last out: a trace has the last of what the workers do.
+            await stack.enter_async_context(listener)
+        if listener is not None:
+            events.listen(_harmless(listener))
         stack.enter_context(wired_memory())
         workers = {role: await stack.enter_async_context(ThreadWorker(role, devices[role], events)) for role in sources}
         loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
@@ -433,6 +438,8 @@ async def open(
                     nursery.start_soon(load, role)
         ours = loaded["target"].unwrap()
         theirs = loaded["draft"].unwrap() if "draft" in loaded else None
+        if isinstance(listener, TimelineFile):
+            listener.tokenizer = ours.tokenizer
         stack.enter_context(ours.model.evaluating_layers())
         if theirs is not None:
             stack.enter_context(theirs.model.evaluating_layers())

@@ -457,7 +457,8 @@ def test_help_names_every_option_and_its_default(capfd):
         cli.main(["generate", "--help"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    for option in ("target", "draft", "max-tokens", "temperature", "seed", "lookahead", "acceptance", "json", "stats"):
+    settings = ("max-tokens", "temperature", "seed", "lookahead", "acceptance")
+    for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
     assert "(default: 256)" in text
 
