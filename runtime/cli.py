@@ -29,12 +29,22 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import Settings, settings_from
-from protocol.statistics import Statistics
+from runtime import blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
+from runtime.terminal import (
+    Display,
+    Output,
+    OutputError,
+    flush_stdout,
+    print_sections,
+    print_statistics,
+    print_text,
+    say,
+    warnings_at_the_end,
+)
 
 if TYPE_CHECKING:
-    pass
+    from protocol.statistics import Statistics
 
 FAILED = 1
 MISUSED = 2
@@ -55,16 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises: SystemExit: for `--help`, `--version` and what argparse cannot parse.
     """
-    arguments = _parser().parse_args(argv)
     try:
+        try:
+            arguments = _parser().parse_args(argv)
+        finally:
+            flush_stdout()  # `--help` and `--version` have printed something
+        _choose_blas(arguments)
         status: int = arguments.command(arguments)
+        return status
     except OutriderError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            return BY_SIGNAL + signal.SIGPIPE
         say(f"error: {error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
         return BY_SIGNAL + signal.SIGINT
-    return status
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
@@ -94,7 +110,7 @@ class _Version(argparse.Action):
             version = importlib.metadata.version("outrider")
         except importlib.metadata.PackageNotFoundError:
             version = "(not installed: running from a source tree)"
-        print("outrider", version)
+        print_text(f"outrider {version}\n")
         parser.exit()
 
 
@@ -132,6 +148,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
             default=argparse.SUPPRESS,
             help=f"{text} (default: {'a fresh one' if default is None else default})",
         )
+    _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
@@ -148,6 +165,28 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
     parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    _add_blas(parser)
+
+
+def _add_blas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blas",
+        metavar="BLAS",
+        help='Linux: compute with another BLAS than MLX\'s own: "openblas", or the path of a library '
+        f"(default: what {blas.VARIABLE} says, else MLX's own)",
+    )
+
+
+def _choose_blas(arguments: argparse.Namespace) -> None:
+    """Put the BLAS in front that the command line, or the environment, asks for.
+
+    Raises: SettingsError: that is not possible.
+    """
+    if not hasattr(arguments, "blas"):
+        return  # a command that computes nothing
+    blas.check()
+    if arguments.blas is not None:
+        blas.put_in_front(arguments.blas, num_workers=1 if _models(arguments)[1] is None else blas.WORKERS)
 
 
 def _value(text: str) -> int | float | str | None:
@@ -275,8 +314,6 @@ def _status(generated: _Generated) -> int:
         return BY_SIGNAL + generated.signal
     if generated.failure is None:
         return 0
-    if isinstance(generated.failure.__cause__, BrokenPipeError):
-        return BY_SIGNAL + signal.SIGPIPE
     raise generated.failure
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from protocol.errors import OutriderError
-from protocol.statistics import Statistics
 from protocol.trace import Event, Span
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
+
+    from protocol.statistics import Statistics
 
 
 def say(message: str) -> None:
@@ -85,6 +86,55 @@ class Output:
         """
         if self._is_terminal and self._is_in_line:
             self.write_now("\n")
+
+
+@contextmanager
+def printing() -> Iterator[Console]:
+    """A console; what is printed to it goes to stdout at the end of the block.
+
+    Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
+        stdout has gone.)
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        yield console
+    print_text(captured.get())
+
+
+def print_text(text: str) -> None:
+    """Print to stdout, as it is but for characters that its encoding lacks.
+
+    Raises: OutputError: it cannot be written.
+    """
+    if sys.stdout is None:
+        raise OutputError("cannot write to stdout: it is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    with _writing():
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+
+
+def flush_stdout() -> None:
+    """Write what Python has kept back for stdout, whoever has printed it.
+
+    Raises: OutputError: it cannot be written.
+    """
+    if sys.stdout is not None:
+        with _writing():
+            sys.stdout.flush()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # Python would try to write the rest once more as it exits, and complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
 
 # --- stderr ---------------------------------------------------------------------------------------
@@ -230,15 +280,17 @@ def _size(num_bytes: int) -> str:
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of names and findings on stdout."""
-    from rich.console import Console
+    """Print titled tables of names and findings on stdout.
+
+    Raises: OutputError: it cannot be written.
+    """
     from rich.table import Table
 
-    console = Console(highlight=False)
-    for i, (title, rows) in enumerate(sections):
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
-        for row in rows:
-            table.add_row(*row)
-        console.print("\n" * (i > 0) + title, style="bold", markup=False)
-        console.print(table)
+    with printing() as console:
+        for i, (title, rows) in enumerate(sections):
+            table = Table.grid(padding=(0, 2))
+            table.add_column(style="dim")
+            for row in rows:
+                table.add_row(*row)
+            console.print("\n" * (i > 0) + title, style="bold", markup=False)
+            console.print(table)
