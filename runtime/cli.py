@@ -35,7 +35,6 @@ from runtime.terminal import (
     Display,
     Output,
     OutputError,
-    flush_stdout,
     print_sections,
     print_statistics,
     print_text,
@@ -66,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: SystemExit: for `--help`, `--version` and what argparse cannot parse.
     """
     try:
-        try:
-            arguments = _parser().parse_args(argv)
-        finally:
-            flush_stdout()  # `--help` and `--version` have printed something
+        arguments = _parser().parse_args(argv)
         _choose_blas(arguments)
         status: int = arguments.command(arguments)
         return status
@@ -86,8 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the commands' arguments ----------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help is written, or fails, as everything else here."""
+
+    def print_help(self, file: Any = None) -> None:
+        print_text(self.format_help())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
         allow_abbrev=False,

@@ -111,25 +111,9 @@ def print_text(text: str) -> None:
     if sys.stdout is None:
         raise OutputError("cannot write to stdout: it is closed")
     encoding = sys.stdout.encoding or "utf-8"
-    with _writing():
+    try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
-
-
-def flush_stdout() -> None:
-    """Write what Python has kept back for stdout, whoever has printed it.
-
-    Raises: OutputError: it cannot be written.
-    """
-    if sys.stdout is not None:
-        with _writing():
-            sys.stdout.flush()
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         # Python would try to write the rest once more as it exits, and complain.
         with open(os.devnull, "w") as nowhere:
