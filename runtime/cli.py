@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
         allow_abbrev=False,
