@@ -16,6 +16,7 @@ from protocol.books import Books, State
 from protocol.errors import OutriderError
 from protocol.held import Held
 from protocol.messages import Close, Message
+from protocol.prices import Prices
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
 
@@ -52,17 +53,19 @@ class Actor(ABC, Generic[S]):
 
     name: ActorName
 
-    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None], prices: Prices) -> None:
         """An actor that does nothing until `serve` runs.
 
         Args:
             model: lives on the worker's thread.
             worker: does the forward passes, for all sessions in turn.
             on_event: called with each decision; see `protocol.trace`.
+            prices: of the runtime, kept by both actors.
         """
         self.model = model
         self.worker = worker
         self._on_event = on_event
+        self.prices = prices
         # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
         # So sending never waits, and the two actors cannot wait for each other's mailboxes.
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)

@@ -16,36 +16,55 @@ from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
 from actors.worker import Job, Worker
-from protocol.acceptance import choices, distribution, draw
-from protocol.books import State
+from protocol.acceptance import distribution, draw, likeliest, scores
+from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
-from protocol.lookahead import lookahead_for
-from protocol.messages import Message, Open, Proposal, Verdict, Withdraw
+from protocol.lookahead import Auto, Policy, View, policy_for
+from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
-from protocol.settings import MAX_LOOKAHEAD
+from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
 from protocol.tree import Guess, LookaheadTree, Node
 
 logger = logging.getLogger("outrider")
 
 
+# Rounds for which the drafter leaves the target alone at a time.
+REST = 8
+
+MakePolicy = Callable[[Settings, Prices], Policy]
+
+
+def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
+    """The policy that a session's settings ask for."""
+    return policy_for(settings.lookahead, prices, (settings.rule, round(settings.temperature, 1)))
+
+
 class DraftPart(Part):
     """The drafter's part in one session: its books, its tree, and what it decides from them."""
 
     def __init__(
-        self, session: Session, context_length: int | None, hear: Callable[[DraftPart, Verdict], None]
+        self,
+        session: Session,
+        context_length: int | None,
+        policy: Policy,
+        hear: Callable[[DraftPart, Verdict], None],
     ) -> None:
         super().__init__(session)
         self._hear = hear
         opened = session.opened
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
-        self.lookahead = lookahead_for(opened.settings.lookahead)
+        self.policy = policy
         self.context_length = context_length
         self.is_ready = False  # prefilled
         # False once the cache could not lose again what is not committed: then only committed tokens
         # are fed, and one token beyond them can be guessed.
         self.can_look_ahead = True
+        self.due = 0.0  # when the verdict on what is proposed is expected
+        self.in_flight: Node | None = None
+        self.in_flight_until = 0.0
 
     def receive(self, message: Message) -> None:
         """Take a verdict, and answer it."""
@@ -73,20 +92,39 @@ class DraftPart(Part):
             most = min(most, self.context_length - self.books.next_position + 1)
         return max(0, most)
 
-    def next_expansion(self) -> Node | None:
-        """What to draft after next, or None to rest."""
-        node = self.lookahead.expansion(self.tree, self.useful_depth)
-        # Nothing comes after the end of the text.
-        return None if node is None or self._ends_text(node) else node
+    @property
+    def num_behind(self) -> int:
+        """Committed tokens that the drafter has not read."""
+        return len(self.books.committed) - len(self.held)
 
-    def next_proposal(self) -> Proposal | None:
+    def view(self, now: float) -> View:
+        """What the policy may look at."""
+        # The verdict brings a token of its own, so the last one that may come need not be proposed.
+        limit = MAX_LOOKAHEAD if self.books.remaining is None else min(MAX_LOOKAHEAD, self.books.remaining - 1)
+        return View(
+            tree=self.tree,
+            limit=limit,
+            depth=self.useful_depth,
+            can_expand=self._may_go_on,
+            width=self._width,
+            now=now,
+            due=self.due if self.books.state is State.VERIFYING else None,
+            in_flight=self.in_flight,
+            in_flight_until=self.in_flight_until,
+        )
+
+    def next_expansion(self, now: float) -> Node | None:
+        """What to draft after next, or None to do nothing until something changes."""
+        if self.books.state not in (State.PROPOSING, State.VERIFYING):
+            return None
+        return self.policy.expansion(self.view(now))
+
+    def next_proposal(self, now: float) -> Proposal | None:
         """What to send now, or None to draft on, or because it is not the drafter's turn."""
         books = self.books
         if books.state is not State.PROPOSING or not self.is_ready:
             return None
-        # The verdict brings a token of its own, so the last one that may come need not be proposed.
-        limit = self.lookahead.most if books.remaining is None else books.remaining - 1
-        nodes = self.lookahead.proposal(self.tree, limit, can_grow=self.next_expansion() is not None)
+        nodes = self.policy.proposal(self.view(now))
         if nodes is None:
             return None
         guesses = [node.guess for node in nodes if node.guess is not None]
@@ -98,8 +136,24 @@ class DraftPart(Part):
             tuple(guess.probs for guess in guesses if guess.probs is not None),
         )
 
-    def _ends_text(self, node: Node) -> bool:
-        return node is not self.tree.root and node.token in self.session.opened.stop_tokens
+    def learn(self, commit: Commit, num_judged: int) -> None:
+        """See which guesses were right."""
+        if not isinstance(self.policy, Auto):
+            return
+        by_match = self.session.opened.settings.rule == "match"
+        for index, guess, was_right in self.tree.outcomes(commit.tokens):
+            # Under the rejection rule a draw that was not judged may differ from the token that came and would
+            # have stood all the same.
+            if by_match or guess.rank > 0 or index < num_judged:
+                self.policy.calibration.observe(guess, was_right)
+
+    def _may_go_on(self, node: Node) -> bool:
+        """Whether anything comes after a node, other than the end of the text."""
+        return node is self.tree.root or node.token not in self.session.opened.stop_tokens
+
+    def _width(self, node: Node) -> int:
+        """How many tokens must be fed to draft after a node."""
+        return len(self.held.plan(self.books.committed, self.tree.path(node)).feed)
 
 
 class DraftActor(Actor[DraftPart]):
@@ -112,22 +166,27 @@ class DraftActor(Actor[DraftPart]):
         model: Model,
         worker: Worker,
         on_event: Callable[[Event], None],
+        prices: Prices,
         *,
         target: trio.MemorySendChannel[Message],
         target_vocab_size: int,
+        make_policy: MakePolicy = policy_by_settings,
     ) -> None:
         """As `Actor`, and:
 
         Args:
             target: the target's mailbox.
             target_vocab_size: the width of its logits.
+            make_policy: decides how far a session is drafted ahead.
         """
-        super().__init__(model, worker, on_event)
+        super().__init__(model, worker, on_event, prices)
         self._target = target
         self._target_vocab_size = target_vocab_size
+        self._make_policy = make_policy
 
     def _join(self, session: Session) -> DraftPart:
-        return DraftPart(session, self.model.context_length, self._hear)
+        policy = self._make_policy(session.opened.settings, self.prices)
+        return DraftPart(session, self.model.context_length, policy, self._hear)
 
     async def _take_part(self, part: DraftPart) -> None:
         opened = part.session.opened
@@ -157,45 +216,53 @@ class DraftActor(Actor[DraftPart]):
 
     async def _draft_on(self, part: DraftPart, line: Line) -> None:
         """Draft, and send proposals, until the session is over."""
+        self._take_turn(part)
         while part.books.state is not State.CLOSED:
             if part.is_past_context:
                 self._withdraw(part)
                 return
-            self._propose(part)
-            node = part.next_expansion()
+            if part.books.state is State.RESTING and part.policy.should_catch_up(part.num_behind):
+                await self._catch_up(part, line)
+                continue
+            node = part.next_expansion(self.worker.clock())
             if node is None:
                 await part.change()
                 continue
-            guess = await self._draft(part, line, node)
+            guesses = await self._draft(part, line, node)
             # The text may have gone another way meanwhile, and taken the node with it.
-            if guess is not None and node.alive:
-                part.tree.expand(node, guess)
+            if guesses and node.alive:
+                part.tree.expand(node, *guesses)
+            self._propose(part)
 
-    async def _draft(self, part: DraftPart, line: Line, node: Node) -> Guess | None:
-        beyond = part.tree.path(node)
-        plan = part.held.plan(part.books.committed, beyond)
+    async def _draft(self, part: DraftPart, line: Line, node: Node) -> tuple[Guess, ...]:
+        """The guesses at what comes after a node; none where the cache has to be brought in line first."""
+        plan = part.held.plan(part.books.committed, part.tree.path(node))
         if plan.keep < len(part.held):
             self._note(part, "rewind", num_tokens=len(part.held) - plan.keep)
-        drafted = await self.worker.run(
-            Job(
-                "draft",
-                partial(
-                    draft,
-                    line,
-                    plan,
-                    len(part.books.committed),
-                    part.session.opened,
-                    self._target_vocab_size,
-                ),
-                part.id,
-                len(plan.feed),
-            )
+        call = partial(
+            draft,
+            line,
+            plan,
+            len(part.books.committed),
+            part.session.opened,
+            self._target_vocab_size,
+            node.trail,
+            part.policy.num_guesses,
         )
+        job = Job("draft", call, part.id, len(plan.feed))
+        beside = part.books.state is State.VERIFYING
+        part.in_flight = node
+        part.in_flight_until = self.worker.clock() + self.prices.draft(len(plan.feed), beside=beside)
+        try:
+            drafted = await self.worker.run(job)
+        finally:
+            part.in_flight = None
         match drafted:
             case Drafted():
+                self.prices.drafted(len(plan.feed), job.began, job.ended, beside=beside)
                 part.can_look_ahead = drafted.can_look_ahead
                 part.held.follow(plan)
-                return drafted.guess
+                return self._calibrated(part, drafted)
             case FellBack():
                 # Ask again for the same node, with more to feed.
                 part.session.counts.draft_replayed_tokens += plan.keep - drafted.length
@@ -203,29 +270,84 @@ class DraftActor(Actor[DraftPart]):
             case Refused():
                 part.can_look_ahead = False
                 part.held.rewind(plan.keep)
-        return None
+        return ()
+
+    def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
+        if not isinstance(part.policy, Auto):
+            return drafted.guesses
+        calibration = part.policy.calibration
+        return tuple(attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw)) for guess in drafted.guesses)
+
+    async def _catch_up(self, part: DraftPart, line: Line) -> None:
+        """Read what the target has committed in a rest, and see what would have been guessed right."""
+        assert isinstance(part.policy, Auto)
+        plan = part.held.plan(part.books.committed, num_logits=0)
+        call = partial(catch_up, line, plan, part.session.opened, self._target_vocab_size)
+        job = Job("draft", call, part.id, len(plan.feed))
+        outcome = await self.worker.run(job)
+        if isinstance(outcome, FellBack):
+            part.session.counts.draft_replayed_tokens += plan.keep - outcome.length
+            part.held.rewind(outcome.length)
+            return
+        self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
+        part.held.follow(plan)
+        # Of the last, what comes is not known yet.
+        came = part.books.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
+        by_match = part.session.opened.settings.rule == "match"
+        for (token, raw), actual in zip(outcome, came, strict=False):
+            if by_match:
+                part.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
+            else:
+                part.policy.calibration.expect(raw)
+
+    def _take_turn(self, part: DraftPart) -> None:
+        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target alone."""
+        if part.books.state is State.PROPOSING and part.is_ready and part.policy.should_rest():
+            self._rest(part)
+        else:
+            self._propose(part)
+
+    def _rest(self, part: DraftPart) -> None:
+        rest = Rest(part.id, part.books.round + REST)
+        if part.books.rest(rest):
+            self._target.send_nowait(rest)
+            self._note(part, "rest", num_tokens=REST)
 
     def _propose(self, part: DraftPart) -> None:
-        if (proposal := part.next_proposal()) is not None:
+        now = self.worker.clock()
+        if (proposal := part.next_proposal(now)) is not None:
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
+            part.due = now + self.prices.verify(1 + len(proposal.tokens))
             self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens))
 
     def _hear(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""
+        was_resting, proposal = part.books.state is State.RESTING, part.books.outstanding
         commit = part.books.apply(verdict)
         if commit is None:
             part.session.counts.stale_proposals += 1
             return
         if commit.finish_reason is not None:
             return
-        if part.tree.advance(commit.tokens):
+        part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
+        was_hit = part.tree.advance(commit.tokens)
+        if was_resting:
+            part.session.counts.resting_rounds += 1
+            if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on():
+                self._rest(part)
+        else:
+            self._count_hit(part, verdict, was_hit)
+        self._take_turn(part)
+
+    def _count_hit(self, part: DraftPart, verdict: Verdict, was_hit: bool) -> None:
+        self.prices.hits.observe(float(was_hit))
+        if was_hit:
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))
         else:
             part.session.counts.lookahead_misses += 1
             self._note(part, "miss", round=verdict.round)
-        self._propose(part)
 
 
 # --- on the drafter's thread ----------------------------------------------------------------------
@@ -233,9 +355,14 @@ class DraftActor(Actor[DraftPart]):
 
 @attrs.frozen
 class Drafted:
-    """A drafted token, and whether the cache could now take one that is not committed and lose it again."""
+    """What may come after a node.
 
-    guess: Guess
+    Attributes:
+        guesses: the drafter's choice first.
+        can_look_ahead: whether the cache could now take one that is not committed and lose it again.
+    """
+
+    guesses: tuple[Guess, ...]
     can_look_ahead: bool
 
 
@@ -251,7 +378,9 @@ class Refused:
     """The cache could not lose the text again if it came to that; nothing was fed."""
 
 
-def draft(line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int) -> Drafted | FellBack | Refused:
+def draft(
+    line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int, trail: int, num_guesses: int
+) -> Drafted | FellBack | Refused:
     """Draft one token.
 
     Args:
@@ -261,9 +390,11 @@ def draft(line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int) -
         opened: of the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
+        trail: of the text that the token comes after.
+        num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
 
-    Returns: the token, its confidence, and under the rejection rule the distribution that it was drawn from; or
-        what stood against it.
+    Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
+        distribution that it was drawn from; or what stood against it.
     """
     if (length := line.rewind(plan.keep)) < plan.keep:
         return FellBack(length)
@@ -274,20 +405,59 @@ def draft(line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int) -
     assert rows is not None
     logits = rows[:, :vocab_size]
     settings, seed = opened.settings, opened.seed
-    # Confidence at temperature 0 is the model's own at 1: an argmax says nothing of how sure it is.
-    probs = distribution(logits[0], settings.temperature or 1.0)
     if settings.rule == "match":
-        token = choices(logits, settings.temperature, seed, position, vocab_size)[0]
-        confidence = probs[token]
-        mx.eval(token, confidence)
-        sent_with_it = None
+        found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
+        guesses = _ranked(found)
     else:
-        token = draw(probs, key_for(seed, Purpose.DRAFT, position))
-        # What a draw from this q may expect, not what this draw may: a decision to propose a token must
-        # not depend on the token (see protocol.lookahead).
-        confidence = (probs * probs).sum()
-        mx.eval(token, confidence, probs)
-        sent_with_it = probs
+        # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
+        # what a draw from this q may expect, not what this draw may.
+        probs = distribution(logits[0], settings.temperature)
+        drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
+        expected = (probs * probs).sum()
+        found = likeliest(mx.log(probs)[None], num_guesses)
+        mx.eval(drawn, expected, probs, *found)
+        token, confidence = cast(int, drawn.item()), cast(float, expected.item())
+        others = [guess for guess in _ranked(found, first=1) if guess.token != token]
+        guesses = (Guess(token, confidence, probs, raw=confidence), *others[: num_guesses - 1])
     line.check(position)
-    guess = Guess(cast(int, token.item()), cast(float, confidence.item()), sent_with_it)
-    return Drafted(guess, line.prepare(1, settled) is not Rung.SINGLE)
+    return Drafted(guesses, line.prepare(1, settled) is not Rung.SINGLE)
+
+
+def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
+    """One row of `likeliest` as guesses, with ranks from `first` on."""
+    mx.eval(*found)
+    (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
+    return tuple(
+        Guess(token, share, rank=rank, raw=share)
+        for rank, (token, share) in enumerate(zip(tokens, shares, strict=True), start=first)
+    )
+
+
+# Rows of logits that are looked at when catching up, at most: each is as wide as the vocabulary.
+MOST_ROWS = 32
+
+
+def catch_up(line: Line, plan: Plan, opened: Open, vocab_size: int) -> list[tuple[int, float]] | FellBack:
+    """Read committed tokens, and guess what comes after each.
+
+    Args: as `draft`.
+
+    Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
+    """
+    if (length := line.rewind(plan.keep)) < plan.keep:
+        return FellBack(length)
+    num_rows = min(len(plan.feed), MOST_ROWS)
+    end = plan.keep + len(plan.feed)
+    rows = line.feed(plan.feed, num_rows)
+    assert rows is not None
+    logits, settings = rows[:, :vocab_size], opened.settings
+    if settings.rule == "match":
+        start = end - num_rows + 1
+        tokens, shares = likeliest(scores(logits, settings.temperature, opened.seed, start, vocab_size), 1)
+        tokens, shares = tokens[:, 0], shares[:, 0]
+    else:
+        probs = distribution(logits, settings.temperature)
+        tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+    mx.eval(tokens, shares)
+    line.check(end)
+    return list(zip(cast(list[int], tokens.tolist()), cast(list[float], shares.tolist()), strict=True))

@@ -19,8 +19,8 @@ from protocol.acceptance import Judgement, choices, distribution, draw, judge_by
 from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
-from protocol.messages import Message, Open, Proposal, Verdict, Withdraw
-from protocol.prices import WidthPrice
+from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
 from protocol.trace import Event
@@ -46,6 +46,8 @@ class TargetPart(Part):
             case Proposal():
                 if not self.books.propose(message):
                     self.session.counts.stale_proposals += 1
+            case Rest():
+                self.books.rest(message)
             case Withdraw():
                 self.books.withdraw(message)
             case _:
@@ -63,6 +65,7 @@ class TargetActor(Actor[TargetPart]):
         model: Model,
         worker: Worker,
         on_event: Callable[[Event], None],
+        prices: Prices,
         *,
         on_failure: Callable[[OutriderError], None],
         drafter: trio.MemorySendChannel[Message] | None = None,
@@ -73,10 +76,9 @@ class TargetActor(Actor[TargetPart]):
             on_failure: called once the model has failed, after which no session can go on.
             drafter: the drafter's mailbox.
         """
-        super().__init__(model, worker, on_event)
+        super().__init__(model, worker, on_event, prices)
         self._on_failure = on_failure
         self.drafter = drafter
-        self._price = WidthPrice()
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -114,9 +116,10 @@ class TargetActor(Actor[TargetPart]):
 
     async def _round(self, part: TargetPart, line: Line) -> Commit:
         """Wait for a proposal, judge it, tell the drafter, and return what was committed."""
+        began = self.worker.clock()
         while part.books.state is State.PROPOSING:
             await part.change()
-        proposal = part.books.outstanding
+        proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
         verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
         # A job that runs is not abandoned, so the session may have been closed under it.
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -124,13 +127,19 @@ class TargetActor(Actor[TargetPart]):
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
         self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted)
-        if proposal is not None and self.drafter is not None:
+        if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
+        if commit.round > 0:  # the first waits for the other's prefill
+            seconds = self.worker.clock() - began
+            if proposal is None:
+                self.prices.plain.observe(seconds)
+            else:
+                self.prices.round_over(len(commit.tokens), seconds)
         return commit
 
     async def _verify(self, part: TargetPart, line: Line, proposal: Proposal) -> Verdict:
         plan = part.held.plan(part.books.committed)
-        settle = part.replay.should_settle(len(plan.feed) - 1, self._price, part.seconds_per_token)
+        settle = part.replay.should_settle(len(plan.feed) - 1, self.prices.verify, part.seconds_per_token)
         job = Job(
             "verify",
             partial(verify, line, plan, proposal, part.session.opened, settle=settle),
@@ -138,7 +147,7 @@ class TargetActor(Actor[TargetPart]):
             len(plan.feed) + len(proposal.tokens),
         )
         verified = await self.worker.run(job)
-        self._price.observe(verified.width, job.seconds)
+        self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
         part.held.follow(Plan(plan.keep, plan.feed + proposal.tokens[: verified.width - len(plan.feed)]))
@@ -158,12 +167,14 @@ class TargetActor(Actor[TargetPart]):
         )
 
     async def _decode(self, part: TargetPart, line: Line) -> Verdict:
-        """A round without a proposal, and every later one: nobody drafts any more."""
+        """A round without a proposal: the drafter rests, or nobody drafts any more."""
         books = part.books
         if part.decoder is None:
             part.decoder = PlainDecoder(line, part.session.opened)
         plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
-        go_ahead = books.remaining is None or books.remaining > 1
+        # Only where the next token is the target's own as well, whatever this one is.
+        goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
+        go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
         token = await self.worker.run(
             Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1)
         )

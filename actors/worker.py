@@ -33,14 +33,20 @@ class Job(Generic[T]):
             evaluated arrays only.
         session: which session it is for, or None.
         num_tokens: tokens that go through the model.
-        seconds: how long it took, once it is done.
+        began, ended: seconds on the worker's clock, once it is done.
     """
 
     kind: SpanKind
     call: Callable[[], T]
     session: int | None = None
     num_tokens: int = 0
-    seconds: float = attrs.field(default=0.0, init=False)
+    began: float = attrs.field(default=0.0, init=False)
+    ended: float = attrs.field(default=0.0, init=False)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is done."""
+        return self.ended - self.began
 
 
 class JobError(OutriderError):
@@ -180,7 +186,7 @@ class ThreadWorker:
 
     def _finish(self, waiting: _Waiting, result: outcome.Outcome[Any], began: float, ended: float) -> None:
         job = waiting.job
-        job.seconds = ended - began
+        job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))

@@ -59,12 +59,42 @@ def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_s
 
     Returns: (n,) token ids, lazy.
     """
+    return mx.argmax(scores(logits, temperature, seed, start, noise_size), axis=-1)
+
+
+def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
+    """That of which the token that a model takes is the argmax, under the match rule: (n, V), lazy.
+
+    Args: as `choices`.
+    """
     if temperature == 0:
-        return mx.argmax(logits, axis=-1)
+        return logits
     noise = mx.stack(
         [mx.random.gumbel((noise_size,), key=key_for(seed, Purpose.NOISE, start + i)) for i in range(logits.shape[0])]
     )
-    return mx.argmax(_tempered(logits, temperature) + noise[:, : logits.shape[1]], axis=-1)
+    return _tempered(logits, temperature) + noise[:, : logits.shape[1]]
+
+
+def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The best tokens by score, best first, and the share that a softmax of the scores gives each.
+
+    Args:
+        scores: (n, V).
+        count: >= 1.
+
+    Returns: (n, count) token ids and (n, count) shares in [0, 1], lazy.
+    """
+    left = scores.astype(mx.float32)
+    total = mx.logsumexp(left, axis=-1, keepdims=True)
+    ids = mx.arange(left.shape[1])
+    tokens, shares = [], []
+    for i in range(count):
+        best = mx.argmax(left, axis=-1, keepdims=True)
+        tokens.append(best)
+        shares.append(mx.exp(mx.take_along_axis(left, best, axis=-1) - total))
+        if i + 1 < count:
+            left = mx.where(ids == best, -mx.inf, left)
+    return mx.concatenate(tokens, axis=-1), mx.concatenate(shares, axis=-1)
 
 
 def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:

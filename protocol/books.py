@@ -3,7 +3,11 @@
     state        event      next state
     PROPOSING    Proposal   VERIFYING     the drafter's turn is over
     VERIFYING    Verdict    PROPOSING     text is committed, or the session ends
+    PROPOSING    Rest       RESTING       for some rounds the target goes alone
+    RESTING      Rest       RESTING       … for some more
+    RESTING      Verdict    RESTING       or PROPOSING, once those rounds are over
     PROPOSING    Withdraw   UNDRAFTED     from here on the target goes alone
+    RESTING      Withdraw   UNDRAFTED
     VERIFYING    Withdraw   UNDRAFTED     … once it has judged what is on the table
     UNDRAFTED    Verdict    UNDRAFTED
     any          Close      CLOSED
@@ -21,7 +25,7 @@ from typing import Literal
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Message, Open, Proposal, Verdict, Withdraw
+from protocol.messages import Close, Message, Open, Proposal, Rest, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
 
@@ -31,6 +35,7 @@ class State(enum.Enum):
 
     PROPOSING = "proposing"
     VERIFYING = "verifying"
+    RESTING = "resting"
     UNDRAFTED = "undrafted"
     CLOSED = "closed"
 
@@ -38,11 +43,16 @@ class State(enum.Enum):
 TRANSITIONS: dict[tuple[State, type], State] = {
     (State.PROPOSING, Proposal): State.VERIFYING,
     (State.VERIFYING, Verdict): State.PROPOSING,
+    (State.PROPOSING, Rest): State.RESTING,
+    (State.RESTING, Rest): State.RESTING,
+    (State.RESTING, Verdict): State.RESTING,  # and on to PROPOSING in the round that ends the rest
     (State.PROPOSING, Withdraw): State.UNDRAFTED,
+    (State.RESTING, Withdraw): State.UNDRAFTED,
     (State.VERIFYING, Withdraw): State.UNDRAFTED,
     (State.UNDRAFTED, Verdict): State.UNDRAFTED,
     (State.PROPOSING, Close): State.CLOSED,
     (State.VERIFYING, Close): State.CLOSED,
+    (State.RESTING, Close): State.CLOSED,
     (State.UNDRAFTED, Close): State.CLOSED,
 }
 
@@ -84,6 +94,7 @@ class Books:
         round: the round that is under way, from 0.
         committed: the text so far, prompt included. It only ever grows.
         outstanding: the proposal that awaits its verdict, or None.
+        rests_until: the round that ends the last rest.
         finish_reason: set by the commit that ended the text.
         num_stale: messages dropped because their round was over.
     """
@@ -94,6 +105,7 @@ class Books:
         self.round = 0
         self.committed: list[int] = list(opened.prompt)
         self.outstanding: Proposal | None = None
+        self.rests_until = 0
         self.finish_reason: FinishReason | None = None
         self.num_stale = 0
 
@@ -149,6 +161,14 @@ class Books:
         self.outstanding = proposal
         return True
 
+    def rest(self, message: Rest) -> bool:
+        """Leave the rounds until another to the target alone. False if they are over and nothing changed."""
+        if message.until <= max(self.round, self.rests_until) or self.state in (State.UNDRAFTED, State.CLOSED):
+            return False
+        self._move(message)
+        self.rests_until = message.until
+        return True
+
     def withdraw(self, message: Withdraw) -> None:
         """The drafter leaves; what it has on the table stays there."""
         if self.state not in (State.UNDRAFTED, State.CLOSED):
@@ -174,6 +194,8 @@ class Books:
         self.committed += commit.tokens
         self.outstanding = None
         self.round += 1
+        if self.state is State.RESTING and self.round >= self.rests_until:
+            self.state = State.PROPOSING
         if commit.finish_reason is not None:
             self.finish_reason = commit.finish_reason
             self.close(Close(self.opened.session))

@@ -1,70 +1,250 @@
 """How far to draft ahead, and when to send: decisions over a lookahead tree.
 
-Under the rejection rule a decision may depend on the text before a token, on the distribution that
-it was drawn from and on time, never on the drawn token itself. These look at depths only.
+Under the rejection rule a decision may depend on the text before a token, on the distribution that it was drawn
+from and on time, never on the drawn token itself. So a proposal is made of the drafter's own draws alone, and
+`reach` is there made of what a draw from that distribution may expect (see `actors.draft`).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import attrs
 
+from protocol.calibration import Calibration
+from protocol.prices import Prices
 from protocol.tree import LookaheadTree, Node
-
-AUTO_AFTER_MISS = 2
-AUTO_MOST = 4
 
 
 @attrs.frozen
-class Lookahead:
-    """A fixed policy over a single chain.
+class View:
+    """What a policy may look at.
 
     Attributes:
-        enough: tokens for which a proposal is worth waiting; it is sent as soon as they are there.
-        most: tokens that go into one proposal where more than `enough` lie ready.
+        tree: what is drafted.
+        limit: most tokens that are of use in a proposal, >= 0.
+        depth: how many tokens beyond the root are of use at all.
+        can_expand: whether anything may come after a node.
+        width: tokens that the drafter must feed to draft after a node.
+        now: seconds on the actors' clock.
+        due: when the verdict is expected; None where it is the drafter's turn.
+        in_flight: the node that is being drafted after, or None.
+        in_flight_until: when that is expected to be done.
     """
 
-    enough: int
-    most: int
+    tree: LookaheadTree
+    limit: int
+    depth: int
+    can_expand: Callable[[Node], bool]
+    width: Callable[[Node], int]
+    now: float
+    due: float | None = None
+    in_flight: Node | None = None
+    in_flight_until: float = 0.0
+
+    def growable(self) -> Node | None:
+        """The end of the chain, if drafting after it would lengthen the proposal."""
+        chain = self.tree.chain()
+        end = chain[-1] if chain else self.tree.root
+        return end if len(chain) < self.limit and self.is_open(end) else None
+
+    def is_open(self, node: Node) -> bool:
+        """Whether it is of use to draft after a node."""
+        return not node.children and self.tree.depth(node) < self.depth and self.can_expand(node)
+
+
+class Policy(Protocol):
+    """Decides for one session."""
 
     @property
-    def horizon(self) -> int:
-        """How far beyond the committed text to draft while a verdict is due.
+    def num_guesses(self) -> int:
+        """How many tokens are wanted after a node: the drafter's choice, and runners-up."""
+        ...
 
-        A proposal of `most`, a guess at the token that the target will put after it, and the next
-        proposal behind that: with every guess right, the next proposal is there when the verdict is.
-        """
-        return 2 * self.most + 1
+    def proposal(self, view: View) -> list[Node] | None:
+        """What to propose now, maybe nothing; or None to wait for more. Asked on the drafter's turn."""
+        ...
 
-    def proposal(self, tree: LookaheadTree, limit: int, *, can_grow: bool) -> list[Node] | None:
-        """What to propose now.
+    def expansion(self, view: View) -> Node | None:
+        """The node to draft after next, or None to do nothing until something changes."""
+        ...
 
-        Args:
-            tree: what is drafted.
-            limit: most tokens that are of use, >= 0.
-            can_grow: whether the tree can be grown by waiting.
+    def should_rest(self) -> bool:
+        """Whether to leave some rounds to the target alone. Asked when the drafter's turn begins."""
+        ...
 
-        Returns: nodes in order, maybe none of them; or None to wait for more.
-        """
-        ready = tree.chain()[: min(self.most, limit)]
-        if can_grow and len(ready) < min(self.enough, limit):
+    def should_rest_on(self) -> bool:
+        """Whether to leave it some more. Asked shortly before a rest ends; if not, speculating begins anew."""
+        ...
+
+    def should_catch_up(self, num_tokens: int) -> bool:
+        """Whether to read, in a rest, the tokens that were committed meanwhile, and see which were guessed right."""
+        ...
+
+
+@attrs.frozen
+class Chain:
+    """A fixed lookahead over a single chain.
+
+    Attributes:
+        most: tokens in a proposal, and for which a proposal is worth waiting.
+        overlaps: whether to draft ahead while a verdict is due.
+    """
+
+    most: int
+    overlaps: bool = True
+    num_guesses: int = 1
+
+    def proposal(self, view: View) -> list[Node] | None:
+        """See `Policy.proposal`."""
+        ready = view.tree.chain()[: min(self.most, view.limit)]
+        return None if len(ready) < self.most and view.growable() is not None else ready
+
+    def expansion(self, view: View) -> Node | None:
+        """See `Policy.expansion`."""
+        if view.due is not None and not self.overlaps:
             return None
-        return ready
+        # A proposal, a guess at the token that the target will put after it, and the next proposal behind that:
+        # with every guess right, the next proposal is there when the verdict is.
+        deepest = 2 * self.most + 1
+        chain = view.tree.chain()
+        end = chain[-1] if chain else view.tree.root
+        return end if len(chain) < deepest and view.is_open(end) else None
 
-    def expansion(self, tree: LookaheadTree, reach_limit: int) -> Node | None:
-        """The node to draft after next, or None to rest.
+    def should_rest(self) -> bool:
+        """See `Policy.should_rest`."""
+        return False
 
-        Args:
-            tree: what is drafted.
-            reach_limit: how many tokens beyond the root are of use at all.
-        """
-        deepest = min(self.horizon, reach_limit)
-        return next((n for n in tree.frontier() if tree.depth(n) < deepest), None)
+    def should_rest_on(self) -> bool:
+        """See `Policy.should_rest_on`."""
+        return False
+
+    def should_catch_up(self, num_tokens: int) -> bool:
+        """See `Policy.should_catch_up`."""
+        return False
 
 
-def lookahead_for(setting: int | Literal["auto"]) -> Lookahead:
-    """The policy that a setting asks for."""
+# Tokens to propose before anything was measured.
+UNPRICED = 2
+# Nodes that will hardly ever be asked for are not worth their electricity.
+LEAST_REACH = 0.02
+# By what factor speculating must promise to be better before a rest is ended.
+BETTER = 1.02
+# The part of the time of a rest that may go into finding out whether it should end.
+PROBING = 0.02
+# Rounds of a rest after which a model that was wrong is believed again, but for 1/e.
+TRUST_MEMORY = 100.0
+# Tokens that are worth catching up with at once.
+CATCH_UP = 6
+
+
+@attrs.define
+class Auto:
+    """The rules over measured prices.
+
+    *Send or wait*: a token goes into the proposal if `reach > R (ΔT_v + wait)`: what it may bring, against what else
+    could be had in the time that it costs.
+    *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`: the time that it may
+    save, against the time that the target is later for it; `overrun` is how far it would run past the verdict, which
+    then waits for a step that was of no use.
+    *Speculate at all*: where speculating brings less than decoding plainly.
+
+    Attributes:
+        prices: of the runtime.
+        calibration: of the drafter, under the session's rule.
+        num_guesses: see `Policy`; 1 makes a single chain of the tree.
+    """
+
+    prices: Prices
+    calibration: Calibration
+    num_guesses: int = 3
+    # How far the model of speculating is to be believed: what it brought, of what the model had said.
+    _trust: float = 1.0
+    _allowance: float = 0.0
+
+    def proposal(self, view: View) -> list[Node] | None:
+        """See `Policy.proposal`."""
+        chain = view.tree.chain()[: view.limit]
+        if not self.prices.is_known and len(chain) >= UNPRICED:
+            return chain
+        worth, per_token = self.prices.rate, self.prices.verify.per_token
+        ready = [node for node in chain if node.reach > worth * per_token]  # reach falls along a chain
+        end = view.growable()
+        if len(ready) < len(chain) or end is None:
+            return ready
+        wait = self._wait(view, end)
+        return None if end.reach * self.calibration.mean > worth * (per_token + wait) else ready
+
+    def _wait(self, view: View, end: Node) -> float:
+        """Seconds until the chain is one token longer."""
+        left = max(0.0, view.in_flight_until - view.now) if view.in_flight is not None else 0.0
+        if view.in_flight is end:
+            return left
+        return left + self.prices.draft(view.width(end), beside=False)
+
+    def expansion(self, view: View) -> Node | None:
+        """See `Policy.expansion`."""
+        if view.due is None:
+            return view.growable()
+        best, best_value = None, 0.0
+        for node in view.tree.frontier():
+            if node.reach < LEAST_REACH:
+                break
+            if view.is_open(node):
+                value = node.reach / max(self.prices.draft(view.width(node), beside=True), 1e-9)
+                if value > best_value:
+                    best, best_value = node, value
+        if best is None or not self._is_worth_drafting(view, best):
+            return None
+        return best
+
+    def _is_worth_drafting(self, view: View, node: Node) -> bool:
+        assert view.due is not None
+        step = self.prices.draft(view.width(node), beside=True)
+        saved = self.prices.draft(1, beside=False)
+        overrun = min(step, max(0.0, view.now + step - view.due))
+        return node.reach * saved > self.prices.verify.delay * step + (1.0 - node.reach) * overrun
+
+    def should_rest(self) -> bool:
+        """See `Policy.should_rest`."""
+        prices = self.prices
+        if not prices.is_known:
+            return False
+        if not prices.speculative_rate:
+            prices.speculate_afresh()
+        if prices.speculative_rate >= prices.plain_rate:
+            return False
+        self._trust = min(1.0, prices.speculative_rate / prices.modelled_rate(self.calibration.mean))
+        return True
+
+    def should_rest_on(self) -> bool:
+        """See `Policy.should_rest_on`."""
+        expected = self._trust * self.prices.modelled_rate(self.calibration.mean)
+        if expected < BETTER * self.prices.plain_rate:
+            return True
+        self.prices.speculate_afresh()
+        return False
+
+    def should_catch_up(self, num_tokens: int) -> bool:
+        """See `Policy.should_catch_up`."""
+        self._trust += (1.0 - self._trust) / TRUST_MEMORY
+        self._allowance += PROBING * self.prices.plain.value
+        cost = self.prices.verify.delay * self.prices.draft(num_tokens, beside=True)
+        if num_tokens < CATCH_UP or cost > self._allowance:
+            return False
+        self._allowance -= cost
+        return True
+
+
+def policy_for(setting: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
+    """The policy that a setting asks for.
+
+    Args:
+        setting: the session's `lookahead`.
+        prices: of the runtime.
+        rule: tells acceptance rules apart, between which the drafter's confidence means different things.
+    """
     if setting == "auto":
-        return Lookahead(enough=AUTO_AFTER_MISS, most=AUTO_MOST)
-    return Lookahead(enough=setting, most=setting)
+        return Auto(prices, prices.calibration(rule))
+    return Chain(setting)

@@ -9,6 +9,7 @@ A session, seen from outside (drafter on the left, target on the right):
     Proposal  ─────────────────>  "for round r, from position s, I propose these"
     Verdict   <─────────────────  "of those I accepted n, and this token comes next"
       … one proposal and one verdict a round, in turn …
+    Rest      ─────────────────>  "until round r, go alone": where speculating does not pay at present
     Withdraw  ─────────────────>  "I draft no more for this session" (a failure, or nothing to offer)
     Close     ─────────────────>  both, from the runtime
 """
@@ -117,6 +118,20 @@ class Verdict:
 
 
 @attrs.frozen
+class Rest:
+    """The drafter proposes nothing for a while, and the target decodes by itself, which is faster so.
+
+    Attributes:
+        session: what it belongs to.
+        until: the first round for which a proposal is made again. A rest may be prolonged while it lasts; said too
+            late, that is another rest.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    until: int = attrs.field(validator=ge(1))
+
+
+@attrs.frozen
 class Withdraw:
     """The drafter takes no further part in a session."""
 
@@ -130,4 +145,4 @@ class Close:
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | Proposal | Verdict | Withdraw | Close
+Message = Open | Proposal | Rest | Verdict | Withdraw | Close

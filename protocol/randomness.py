@@ -1,4 +1,4 @@
-"""Every random number of a session, as a function of (seed, purpose, position) and nothing else.
+"""Every random number of a session, as a function of (seed, purpose, position) and of the text before alone.
 
 A number that depends on where it is used, and not on how many were drawn before, makes the schedule
 irrelevant: work thrown away, repeated or done in another order changes nothing. For the rejection
@@ -27,17 +27,28 @@ class Purpose(enum.IntEnum):
     RECOVER = 4  # a token drawn from the residual, or the bonus token
 
 
-def key_for(seed: int, purpose: Purpose, position: int) -> mx.array:
+def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:
     """A random key for one decision.
 
     Args:
         seed: of the session, in [0, 2**64).
         purpose: what the key is for.
         position: absolute position of the token it is for, 0 being the prompt's first; >= 0.
+        trail: see `further`; 0 where the text before does not matter.
 
     Returns: an MLX random key.
     """
-    return mx.random.key(_mix(_mix(_mix(seed) ^ int(purpose)) ^ position))
+    mixed = _mix(_mix(_mix(seed) ^ int(purpose)) ^ position)
+    return mx.random.key(_mix(mixed ^ trail) if trail else mixed)
+
+
+def further(trail: int, token: int) -> int:
+    """The trail of a text with one more token: a number in [0, 2**64) that tells texts apart, from 0 on.
+
+    Two branches of the lookahead tree draw at the same position. With the same key their draws would be the same
+    noise, and what the one let the drafter do could tell something of the other.
+    """
+    return _mix(trail ^ (token + 1))
 
 
 def _mix(x: int) -> int:

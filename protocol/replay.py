@@ -7,9 +7,22 @@ that feeds committed tokens only settles them, and still commits one token.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import attrs
 
-from protocol.prices import WidthPrice
+
+class Price(Protocol):
+    """What a forward pass takes, by its width."""
+
+    @property
+    def per_token(self) -> float:
+        """Seconds that one more token in a pass costs."""
+        ...
+
+    def __call__(self, width: int) -> float:
+        """Seconds of a pass."""
+        ...
 
 
 @attrs.define
@@ -22,7 +35,7 @@ class ReplayDebt:
 
     _rent: float = attrs.field(default=0.0, init=False)
 
-    def should_settle(self, num_pending: int, price: WidthPrice, seconds_per_token: float) -> bool:
+    def should_settle(self, num_pending: int, price: Price, seconds_per_token: float) -> bool:
         """Decide for the round that begins, and charge it.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import attrs
 
 from protocol.books import Commit
+from protocol.prices import Estimates
 
 
 @attrs.frozen
@@ -24,6 +25,7 @@ class Statistics:
         bonus: tokens of the target's own after a full acceptance.
         rounds: verify passes that gave the consumer a token.
         n1_rounds: of those, the ones in which nothing could be undone (lookahead 1, nothing rewound).
+        resting_rounds: rounds that were left to the target alone, where speculating did not pay.
         settling_rounds: rounds that fed committed tokens only, to settle what was to be replayed.
         replayed_tokens: committed tokens that the target had to process again after restoring a checkpoint.
         draft_replayed_tokens: likewise the drafter.
@@ -39,6 +41,7 @@ class Statistics:
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
         elapsed: seconds from the call to the last token, or to now while the stream runs.
         peak_memory: most bytes that MLX has held at once in this process.
+        estimates: what the runtime has measured of its models by now.
     """
 
     prompt_tokens: int
@@ -50,6 +53,7 @@ class Statistics:
     rounds: int
     n1_rounds: int
     settling_rounds: int
+    resting_rounds: int
     replayed_tokens: int
     draft_replayed_tokens: int
     stale_proposals: int
@@ -65,6 +69,7 @@ class Statistics:
     draft_busy: float
     elapsed: float
     peak_memory: int
+    estimates: Estimates
 
 
 @attrs.define
@@ -79,6 +84,7 @@ class Counts:
     rounds: int = 0
     n1_rounds: int = 0
     settling_rounds: int = 0
+    resting_rounds: int = 0
     replayed_tokens: int = 0
     draft_replayed_tokens: int = 0
     stale_proposals: int = 0
@@ -114,6 +120,7 @@ class Counts:
         generation_seconds: float,
         time_to_first_token: float | None,
         peak_memory: int,
+        estimates: Estimates,
     ) -> Statistics:
         """The counts with their rates; times in seconds, memory in bytes."""
         proposed = self.accepted + self.rejected
@@ -130,6 +137,7 @@ class Counts:
             draft_busy=min(1.0, _ratio(self.draft_seconds, elapsed)),
             elapsed=elapsed,
             peak_memory=peak_memory,
+            estimates=estimates,
         )
 
 

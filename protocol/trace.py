@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 
 Actor = Literal["target", "draft"]
-SpanKind = Literal["load", "open", "prefill", "draft", "verify", "decode", "close"]
-InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "withdraw", "finish", "cancel"]
+SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close"]
+InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "withdraw", "finish", "cancel"]
 
 
 @attrs.frozen

@@ -1,8 +1,9 @@
 """The lookahead tree: what has been drafted ahead of the committed text.
 
 The root is the last committed token. A node is a token after its parent; `reach` is the modelled
-probability that the committed text will pass through it. A verdict moves the root along what was
-committed, and what hangs off other branches is dropped.
+probability that the committed text will pass through it. Running the draft model on a node *expands* it: its own
+choice comes after it, and the runners-up as *corrections*, in case the choice falls. A verdict moves the root
+along what was committed, and what hangs off other branches is dropped.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import attrs
 import mlx.core as mx
 
 from protocol.errors import ProtocolError
+from protocol.randomness import further
 
 
 @attrs.frozen
 class Guess:
-    """A drafted token.
+    """A token that may come after a node.
 
     Attributes:
         token: its id.
-        confidence: modelled probability, in [0, 1], that the target will put it there.
-        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule.
+        confidence: modelled probability, in [0, 1], that the committed text has it there.
+        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, and for a
+            correction.
+        rank: 0 for the drafter's own choice, which may be proposed; 1, 2, … for its runners-up.
+        raw: the drafter's own confidence, before calibration, in [0, 1].
     """
 
     token: int
     confidence: float
     probs: mx.array | None = attrs.field(default=None, eq=False, repr=False)
+    rank: int = 0
+    raw: float = 0.0
 
 
 class Node:
@@ -37,17 +44,19 @@ class Node:
         guess: the drafted token; None at a root that was not drafted.
         token: its id.
         position: absolute position of the token in the text.
+        trail: of the text up to here; see `protocol.randomness.further`.
         parent: None at the root.
-        children: by token.
+        children: by token; none until the node is expanded.
         reach: modelled probability, in [0, 1], that the committed text passes through here.
         alive: False once a verdict has gone another way.
     """
 
-    __slots__ = ("alive", "children", "guess", "parent", "position", "reach", "token")
+    __slots__ = ("alive", "children", "guess", "parent", "position", "reach", "token", "trail")
 
-    def __init__(self, token: int, position: int, parent: Node | None, guess: Guess | None) -> None:
+    def __init__(self, token: int, position: int, trail: int, parent: Node | None, guess: Guess | None) -> None:
         self.token = token
         self.position = position
+        self.trail = trail
         self.parent = parent
         self.guess = guess
         self.children: dict[int, Node] = {}
@@ -57,26 +66,44 @@ class Node:
     def __repr__(self) -> str:
         return f"Node(token={self.token}, position={self.position}, reach={self.reach:.3g})"
 
+    @property
+    def choice(self) -> Node | None:
+        """The drafter's own choice after this; None until it is expanded."""
+        return next((child for child in self.children.values() if child.guess and child.guess.rank == 0), None)
+
 
 class LookaheadTree:
     """What is drafted beyond the committed text of one session."""
 
     def __init__(self, last_token: int, position: int) -> None:
         """A tree of its root alone: the last committed token, and its absolute position."""
-        self.root = Node(last_token, position, None, None)
+        self.root = Node(last_token, position, further(0, last_token), None, None)
 
-    def expand(self, node: Node, guess: Guess) -> Node:
-        """Put a drafted token after a node; the first is the node's own draw, others are corrections.
+    def expand(self, node: Node, *guesses: Guess) -> Node:
+        """Put drafted tokens after a node.
 
-        Raises: ProtocolError: the node was dropped, or has that token already.
+        Returns: the node of the first of them.
+        Raises: ProtocolError: the node was dropped, or has one of these tokens already.
         """
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
-        if guess.token in node.children:
-            raise ProtocolError(f"{node!r} already has token {guess.token} after it")
-        child = Node(guess.token, node.position + 1, node, guess)
-        node.children[guess.token] = child
-        return child
+        for guess in guesses:
+            if guess.token in node.children:
+                raise ProtocolError(f"{node!r} already has token {guess.token} after it")
+            trail = further(node.trail, guess.token)
+            node.children[guess.token] = Node(guess.token, node.position + 1, trail, node, guess)
+        return node.children[guesses[0].token]
+
+    def outcomes(self, tokens: Sequence[int]) -> Iterator[tuple[int, Guess, bool]]:
+        """What was guessed along tokens that were committed: (index of the token, guess, whether it was right)."""
+        node: Node | None = self.root
+        for index, token in enumerate(tokens):
+            if node is None:
+                return
+            for child in node.children.values():
+                if child.guess is not None:
+                    yield index, child.guess, child.token == token
+            node = node.children.get(token)
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """Move the root along tokens that were committed.
@@ -87,12 +114,13 @@ class LookaheadTree:
         """
         if not tokens:
             raise ProtocolError("a verdict moves the root by one token at least")
-        node: Node | None = self.root
+        old, trail = self.root, self.root.trail
+        node: Node | None = old
         for token in tokens:
             node = node.children.get(token) if node else None
-        old = self.root
+            trail = further(trail, token)
         if node is None:
-            self.root = Node(tokens[-1], old.position + len(tokens), None, None)
+            self.root = Node(tokens[-1], old.position + len(tokens), trail, None, None)
         else:
             assert node.parent is not None
             del node.parent.children[node.token]
@@ -104,11 +132,12 @@ class LookaheadTree:
         return node is not None
 
     def chain(self) -> list[Node]:
-        """The likeliest path down from the root, root excluded."""
-        path, node = [], self.root
-        while node.children:
-            node = max(node.children.values(), key=lambda child: child.reach)
+        """The drafter's own choices, one after the other from the root on, root excluded."""
+        path: list[Node] = []
+        node = self.root.choice
+        while node is not None:
             path.append(node)
+            node = node.choice
         return path
 
     def frontier(self) -> list[Node]:

@@ -17,7 +17,7 @@ import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.draft import DraftActor
+from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
 from actors.session import Session
@@ -33,6 +33,7 @@ from protocol.errors import (
     SettingsError,
 )
 from protocol.messages import Close, Open
+from protocol.prices import Prices
 from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
@@ -91,7 +92,9 @@ class Runtime:
         draft: DraftActor | None,
         tokenizer: TokenizerWrapper | None,
         events: Events,
+        prices: Prices,
     ) -> None:
+        self._prices = prices
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -139,6 +142,7 @@ class Runtime:
             hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
+            estimates=self._prices.estimates,
         )
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
@@ -168,7 +172,11 @@ class Runtime:
         counts.draft_seconds = self._draft.worker.busy_seconds if self._draft else 0.0
         elapsed = self._clock() - self._began
         return counts.snapshot(
-            elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None, peak_memory=peak_memory()
+            elapsed=elapsed,
+            generation_seconds=elapsed,
+            time_to_first_token=None,
+            peak_memory=peak_memory(),
+            estimates=self._prices.estimates(),
         )
 
     @property
@@ -296,6 +304,8 @@ async def running(
     *,
     tokenizer: TokenizerWrapper | None = None,
     events: Events | None = None,
+    prices: Prices | None = None,
+    make_policy: MakePolicy = policy_by_settings,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -304,10 +314,12 @@ async def running(
             time. Entering and leaving the workers is the caller's.
         tokenizer: the target's, or None.
         events: where the workers announce their spans.
+        prices: what is known of the models already; nothing if None.
+        make_policy: decides how far a session is drafted ahead.
 
     Cancellation: as `open`.
     """
-    events = events or Events()
+    events, prices = events or Events(), prices or Prices()
     async with _BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
@@ -315,16 +327,21 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, on_failure=on_failure)
+        target_actor = TargetActor(*target, events, prices, on_failure=on_failure)
         draft_actor = None
         if draft is not None:
             draft_actor = DraftActor(
-                *draft, events, target=target_actor.mailbox, target_vocab_size=target[0].vocab_size
+                *draft,
+                events,
+                prices,
+                target=target_actor.mailbox,
+                target_vocab_size=target[0].vocab_size,
+                make_policy=make_policy,
             )
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices)
         before = _current.get()
         _current.set(runtime)
         try:

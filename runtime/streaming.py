@@ -12,6 +12,7 @@ from actors.mlx_model import peak_memory
 from actors.session import Session
 from protocol.books import Commit, FinishReason
 from protocol.errors import RuntimeClosedError, StreamBusyError
+from protocol.prices import Estimates
 from protocol.statistics import Statistics
 from runtime.text import Detokenizer
 
@@ -75,6 +76,7 @@ class TokenStream:
         hang_up: Callable[[], None],
         clock: Callable[[], float],
         on_token: Callable[[Commit, int], None],
+        estimates: Callable[[], Estimates],
     ) -> None:
         """Made by `Runtime.stream`.
 
@@ -85,6 +87,7 @@ class TokenStream:
             hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
+            estimates: what the runtime has measured by now.
         """
         self._session = session
         self._commits = commits
@@ -92,6 +95,7 @@ class TokenStream:
         self._hang_up = hang_up
         self._clock = clock
         self._on_token = on_token
+        self._estimates = estimates
         self._commit: Commit | None = None
         self._next_in_commit = 0
         self._is_waiting = False
@@ -164,6 +168,7 @@ class TokenStream:
             generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
             time_to_first_token=None if self._first_at is None else self._first_at - self._began,
             peak_memory=peak_memory(),
+            estimates=self._estimates(),
         )
 
     async def _current_commit(self) -> Commit:

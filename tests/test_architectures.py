@@ -248,15 +248,16 @@ PAIRS = [
     ("jamba", "rwkv7"),
     ("llama4", "qwen3_next"),
 ]
-# Of the drafter, where the first would leave a guess to rounding.
-SEEDS = {("mamba", "mamba"): 102}
+# Where the first would leave a token to rounding.
+TARGET_SEEDS = {"gpt_oss": 1}
+DRAFT_SEEDS = {("mamba", "mamba"): 102}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target_name", "draft_name"), PAIRS)
 async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name: str) -> None:
-    target = Leaning(build(target_name))
-    draft = Leaning(build(draft_name, seed=SEEDS.get((target_name, draft_name), 100)))
+    target = Leaning(build(target_name, seed=TARGET_SEEDS.get(target_name)))
+    draft = Leaning(build(draft_name, seed=DRAFT_SEEDS.get((target_name, draft_name), 100)))
     text = greedy(target)
     right = [guess == token for guess, token in zip(guesses(draft, text), text[len(PROMPT) :], strict=True)]
     async with runtime.open((target, None), (draft, None)) as rt:

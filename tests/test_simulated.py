@@ -1,0 +1,162 @@
+"""Workers in simulated time: what a job takes, alone and beside another on a device that both share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from actors.simulated import Contention, SimulatedWorker
+from actors.worker import Job
+from protocol.errors import SettingsError
+from protocol.trace import Actor, Event, Span, SpanKind
+
+
+@attrs.define
+class Device:
+    """Two workers on one device, and when their jobs ran."""
+
+    target: SimulatedWorker
+    draft: SimulatedWorker
+    spans: list[Span]
+
+    def times(self, actor: Actor) -> list[tuple[float, float]]:
+        """When each job of an actor began and ended, counted from the start of the test."""
+        return [(span.began, span.ended) for span in self.spans if span.actor == actor]
+
+
+def device(kappa: float | None) -> Device:
+    """Two workers whose jobs say themselves what they cost: `num_tokens` seconds, or quarters of one for drafts."""
+    spans: list[Span] = []
+
+    def note(event: Event) -> None:
+        assert isinstance(event, Span)
+        spans.append(event)
+
+    contention = None if kappa is None else Contention(kappa)
+    target = SimulatedWorker("target", lambda job: float(job.num_tokens), note, contention)
+    draft = SimulatedWorker("draft", lambda job: job.num_tokens / 4, note, contention)
+    return Device(target, draft, spans)
+
+
+def job(kind: SpanKind, num_tokens: int) -> Job[Any]:
+    return Job(kind, lambda: kind, num_tokens=num_tokens)
+
+
+async def run_together(*jobs: tuple[SimulatedWorker, float, Job[Any]]) -> None:
+    """Hand jobs to workers, each at its time."""
+
+    async def run(worker: SimulatedWorker, at: float, job: Job[Any]) -> None:
+        await trio.sleep_until(at)
+        assert await worker.run(job) == job.kind
+
+    async with trio.open_nursery() as nursery:
+        for worker, at, job in jobs:
+            nursery.start_soon(run, worker, at, job)
+
+
+# --- what a job takes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kappa", [None, 0.0, 0.5, 1.0])
+async def test_a_job_that_is_alone_takes_its_price(kappa, autojump_clock):
+    d = device(kappa)
+    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 8.0, job("draft", 3)))
+    assert d.times("target") == [(0.0, 8.0)]
+    assert d.times("draft") == [(8.0, 8.75)]
+
+
+@pytest.mark.parametrize("kappa", [None, 0.0])
+async def test_separate_devices_cost_each_other_nothing(kappa, autojump_clock):
+    d = device(kappa)
+    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job("draft", 3)))
+    assert d.times("target") == [(0.0, 8.0)]
+    assert d.times("draft") == [(1.0, 1.75)]
+
+
+@pytest.mark.parametrize("kappa", [0.25, 0.5, 1.0])
+async def test_a_draft_step_costs_the_target_kappa_of_its_time(kappa, autojump_clock):
+    d = device(kappa)
+    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job("draft", 8)))
+    assert d.times("draft") == [(1.0, 1.0 + 2.0 * (1.0 + kappa))]
+    assert d.times("target") == [(0.0, 8.0 + 2.0 * kappa)]
+
+
+async def test_several_steps_under_one_verify_add_up(autojump_clock):
+    d = device(0.5)
+    steps = [(d.draft, 0.0, job("draft", 4))] * 3
+    await run_together((d.target, 0.0, job("verify", 8)), *steps)
+    assert d.times("draft") == [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
+    assert d.times("target") == [(0.0, 9.5)]
+
+
+async def test_a_step_that_outlasts_the_verify_is_alone_for_the_rest(autojump_clock):
+    d = device(1.0)
+    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 1.0, job("draft", 16)))
+    # The target has 1 s left, which takes 2; by then the step has done 1 s of its 4.
+    assert d.times("target") == [(0.0, 3.0)]
+    assert d.times("draft") == [(1.0, 6.0)]
+
+
+async def test_jobs_that_end_together_both_end(autojump_clock):
+    d = device(1.0)
+    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 0.0, job("draft", 8)))
+    assert d.times("target") == d.times("draft") == [(0.0, 4.0)]
+    await run_together((d.target, 4.0, job("verify", 1)))
+    assert d.times("target")[1:] == [(4.0, 5.0)]
+
+
+@pytest.mark.parametrize("kind", ["open", "close"])
+async def test_what_does_not_go_through_a_model_costs_the_other_nothing(kind, autojump_clock):
+    d = device(1.0)
+    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job(kind, 8)))
+    assert d.times("target") == [(0.0, 8.0)]
+    assert d.times("draft") == [(1.0, 3.0)]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "draft", "verify", "decode"])
+async def test_whatever_goes_through_a_model_wants_the_device(kind, autojump_clock):
+    d = device(1.0)
+    await run_together((d.target, 0.0, job(kind, 1)), (d.draft, 0.0, job("draft", 4)))
+    assert d.times("target") == d.times("draft") == [(0.0, 2.0)]
+
+
+async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump_clock):
+    d = device(0.5)
+    with trio.move_on_at(1.0) as scope:
+        assert await d.target.run(job("verify", 2)) == "verify"
+        await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert d.times("target") == [(0.0, 2.0)]
+
+
+async def test_a_job_that_waits_for_its_turn_does_not_use_the_device(autojump_clock):
+    d = device(1.0)
+    await run_together(
+        (d.target, 0.0, job("verify", 2)), (d.target, 1.0, job("verify", 2)), (d.draft, 5.0, job("draft", 4))
+    )
+    assert d.times("target") == [(0.0, 2.0), (2.0, 4.0)]
+    assert d.times("draft") == [(5.0, 6.0)]
+
+
+async def test_a_free_job_takes_no_time(autojump_clock):
+    d = device(1.0)
+    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 1.0, job("draft", 0)))
+    assert d.times("draft") == [(1.0, 1.0)]
+    assert d.times("target") == [(0.0, 2.0)]
+
+
+async def test_workers_count_the_time_that_a_job_took_and_not_its_price(autojump_clock):
+    d = device(1.0)
+    verify = job("verify", 2)
+    await run_together((d.target, 0.0, verify), (d.draft, 0.0, job("draft", 4)))
+    assert verify.seconds == d.target.busy_seconds == 3.0
+    assert d.draft.busy_seconds == 2.0
+
+
+@pytest.mark.parametrize("kappa", [-0.1, 1.5, float("nan"), float("inf")])
+def test_contention_outside_its_range_is_refused(kappa):
+    with pytest.raises(SettingsError, match=r"contention must be in \[0, 1\]"):
+        Contention(kappa)

@@ -1,0 +1,246 @@
+"""The simulator: its pair of models says what the scenario says, and its times are the ones that follow from it."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import mlx.core as mx
+import pytest
+import trio
+
+from actors.model import Line, Model, Rung
+from protocol.errors import RewindError, SettingsError
+from runtime.simulation import PROMPT, VOCAB_SIZE, Scenario, ScriptedDraft, ScriptedTarget, played
+
+NUM_POSITIONS = 4000
+
+
+def opened(model: Model) -> Line:
+    line = model.open_line(beside_another=True)
+    line.feed(PROMPT, 0)
+    return line
+
+
+def text(scenario: Scenario, length: int) -> tuple[int, ...]:
+    """The target's own text, decoded one token at a time."""
+    line, token, tokens = ScriptedTarget(scenario).open_line(beside_another=False), PROMPT[0], []
+    for _ in range(length):
+        token = argmaxes(line.feed((token,), 1))[0]
+        tokens.append(token)
+    return tuple(tokens)
+
+
+def argmaxes(rows: mx.array) -> list[int]:
+    return mx.argmax(rows, axis=-1).tolist()
+
+
+@attrs.frozen
+class Drafted:
+    """What a draft said along the true text: its two likeliest tokens and their probabilities."""
+
+    text: tuple[int, ...]
+    first: list[int]
+    second: list[int]
+    confidence: list[float]
+    confidence_of_second: list[float]
+
+    def share_right(self, begin: int = 0, end: int | None = None) -> float:
+        pairs = list(zip(self.first, self.text, strict=True))[begin:end]
+        return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
+    tokens = text(scenario, length)
+    rows = ScriptedDraft(scenario).open_line(beside_another=True).feed(PROMPT + tokens[:-1], length)
+    probs = mx.softmax(rows, axis=-1).tolist()
+    order = mx.argsort(rows, axis=-1).tolist()
+    first, second = [row[-1] for row in order], [row[-2] for row in order]
+    return Drafted(
+        tokens,
+        first,
+        second,
+        [row[token] for row, token in zip(probs, first, strict=True)],
+        [row[token] for row, token in zip(probs, second, strict=True)],
+    )
+
+
+# --- the scripted pair ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 50.0])
+def test_the_draft_is_right_as_often_as_the_scenario_says(acceptance, spread):
+    d = drafted(Scenario(acceptance, 0.1, spread=spread, seed=1))
+    # Five standard errors of a share of so many positions.
+    assert abs(d.share_right() - acceptance) < 5 * 0.5 / math.sqrt(NUM_POSITIONS)
+
+
+@pytest.mark.parametrize("acceptance", [0, 0.0, 1, 1.0])
+def test_a_draft_that_is_always_or_never_right_is_so_at_every_position(acceptance):
+    assert drafted(Scenario(acceptance, 0.1), 500).share_right() == acceptance
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 10.0])
+def test_the_draft_is_right_as_often_as_it_is_sure_of(spread):
+    d = drafted(Scenario(0.6, 0.1, spread=spread))
+    right = [token == true for token, true in zip(d.first, d.text, strict=True)]
+    second_right = [token == true for token, true in zip(d.second, d.text, strict=True)]
+    for confidences, outcomes in ((d.confidence, right), (d.confidence_of_second, second_right)):
+        bins: dict[int, list[tuple[float, bool]]] = {}
+        for confidence, outcome in zip(confidences, outcomes, strict=True):
+            bins.setdefault(int(confidence * 8), []).append((confidence, outcome))
+        for of_bin in bins.values():
+            expected = sum(confidence for confidence, _ in of_bin)
+            variance = sum(confidence * (1 - confidence) for confidence, _ in of_bin)
+            # An argmax has at least an equal share of the probability, also where it has no chance at all.
+            slack = 5 * math.sqrt(variance) + len(of_bin) / VOCAB_SIZE + 1
+            assert abs(sum(outcome for _, outcome in of_bin) - expected) < slack
+
+
+def test_a_small_spread_sets_positions_apart_and_a_large_one_does_not():
+    def deviation(spread: float) -> float:
+        confidence = drafted(Scenario(0.6, 0.1, spread=spread), 1000).confidence
+        mean = sum(confidence) / len(confidence)
+        return math.sqrt(sum((c - mean) ** 2 for c in confidence) / len(confidence))
+
+    assert deviation(0.2) > 0.35
+    assert 0.2 < deviation(2.0) < 0.35
+    assert deviation(1000.0) < 0.03
+
+
+@pytest.mark.parametrize("second_choice", [0.0, 0.5, 1.0])
+def test_where_the_first_choice_is_wrong_the_second_is_right_as_often_as_asked(second_choice):
+    d = drafted(Scenario(0.8, 0.1, spread=50.0, second_choice=second_choice))
+    missed = [s == t for f, s, t in zip(d.first, d.second, d.text, strict=True) if f != t]
+    assert abs(sum(missed) / len(missed) - second_choice) < 0.1
+
+
+def test_an_overconfident_draft_says_the_same_and_is_surer_of_it():
+    honest, boasting = drafted(Scenario(0.6, 0.1)), drafted(Scenario(0.6, 0.1, overconfidence=1.0))
+    assert boasting.first == honest.first
+    assert sum(boasting.confidence) / NUM_POSITIONS > 0.05 + sum(honest.confidence) / NUM_POSITIONS
+
+
+def test_the_acceptance_changes_where_the_scenario_says():
+    d = drafted(Scenario(1.0, 0.1, acceptance_changes=((1000, 0.0), (1500, 0.5))), 3000)
+    assert d.share_right(0, 1000) == 1.0
+    assert d.share_right(1000, 1500) == 0.0
+    assert abs(d.share_right(1500) - 0.5) < 0.1
+
+
+def test_after_a_wrong_token_the_text_goes_another_way():
+    scenario = Scenario(0.6, 0.1)
+    tokens = text(scenario, 50)
+    wrong = ((tokens[0] + 1) % VOCAB_SIZE, *tokens[1:])
+    after = argmaxes(opened(ScriptedTarget(scenario)).feed(wrong, 50))
+    assert sum(a == b for a, b in zip(after[:-1], tokens[1:], strict=True)) < 10
+
+
+def test_the_text_depends_on_the_seed_alone():
+    tokens = text(Scenario(0.6, 0.1, seed=3), 50)
+    assert text(Scenario(0.9, 1.0, contention=1.0, seed=3), 50) == tokens
+    assert text(Scenario(0.6, 0.1, seed=4), 50) != tokens
+    assert len(set(tokens)) > 20
+
+
+@pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
+def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
+    scenario = Scenario(0.6, 0.1)
+    tokens = text(scenario, 12)
+    at_once = opened(model(scenario)).feed(tokens, len(tokens))
+
+    line = opened(model(scenario))
+    one_by_one = [line.feed((token,), 1) for token in tokens]
+    assert mx.array_equal(mx.concatenate(one_by_one), at_once)
+
+    assert line.prepare(3, 13) is Rung.TRIM
+    line.feed((1, 2, 3), 0)
+    assert line.rewind(1 + 5) == 6
+    line.check(6)
+    assert mx.array_equal(line.feed(tokens[5:], 7), at_once[5:])
+
+    line.rewind(1 + 11)
+    assert mx.array_equal(line.feed_lazy(mx.array([tokens[11]])), at_once[11:])
+    line.check(13)
+
+
+@pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
+def test_a_line_knows_what_it_holds(model):
+    line = opened(model(Scenario(0.6, 0.1)))
+    assert line.feed((1, 2, 3), 0) is None
+    with pytest.raises(RewindError, match="asked to rewind to 5 tokens a script that holds 4"):
+        line.rewind(5)
+    with pytest.raises(RewindError, match="should hold 3 tokens, it holds 4"):
+        line.check(3)
+    assert line.rewind(0) == 0
+    line.check(0)
+
+
+# --- playing a scenario ---------------------------------------------------------------------------
+
+
+def test_plain_decoding_has_speed_one():
+    result = played(Scenario(0.6, 0.1), num_tokens=50, lookahead=0)
+    assert result.speed == 1.0
+    assert result.seconds == 50.0
+    assert result.statistics.generated_tokens == 50
+
+
+def test_a_perfect_free_draft_is_worth_what_it_proposes():
+    result = played(Scenario(1.0, 1e-9, verify_slope=0.0), num_tokens=400, lookahead=3)
+    assert result.statistics.rounds == 100
+    assert result.seconds == pytest.approx(100.0, abs=1e-6)
+
+
+def test_what_a_pass_costs_grows_with_its_width():
+    scenario = Scenario(0.6, 0.1, verify_slope=0.5, draft_slope=0.25, overhead=0.125)
+    assert [scenario.verify_seconds(m) for m in (1, 2, 5)] == [1.125, 1.625, 3.125]
+    assert [scenario.draft_seconds(m) for m in (1, 5)] == [0.125 + 0.1, 0.125 + 0.2]
+    assert Scenario(0.6, 0.1, verify_slope=0.5).draft_seconds(3) == 0.2
+
+
+def test_contention_costs_speed():
+    speeds = [played(Scenario(0.8, 0.1, contention=k), num_tokens=200, lookahead=4).speed for k in (0.0, 0.5, 1.0)]
+    assert speeds[0] > speeds[1] > speeds[2]
+
+
+def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls():
+    # Times that are sums of powers of two, so that jobs end at the same moment all the time.
+    scenario = Scenario(0.75, 0.125, contention=0.5, verify_slope=0.0)
+    results = set()
+    for dice in range(5):
+        trio._core._run._r.seed(dice)
+        result = played(scenario, num_tokens=150)
+        results.add((result.seconds, attrs.evolve(result.statistics, peak_memory=0)))
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("acceptance", 1.1, "in [0, 1]"),
+        ("acceptance", math.nan, "in [0, 1]"),
+        ("acceptance", "0.5", "in [0, 1]"),
+        ("cost_ratio", 0.0, "above 0"),
+        ("cost_ratio", math.inf, "above 0"),
+        ("contention", -0.1, "in [0, 1]"),
+        ("verify_slope", -1.0, "of at least 0"),
+        ("draft_slope", -1.0, "of at least 0"),
+        ("overhead", -1.0, "of at least 0"),
+        ("second_choice", 2.0, "in [0, 1]"),
+        ("spread", 0.0, "above 0"),
+        ("overconfidence", -0.5, "of at least 0"),
+        ("acceptance_changes", ((0, 0.5),), "from 1 and rising"),
+        ("acceptance_changes", ((5, 0.5), (5, 0.6)), "from 1 and rising"),
+        ("acceptance_changes", ((5, 1.5),), "in [0, 1]"),
+        ("acceptance_changes", (5,), "pairs"),
+        ("seed", -1, "in [0, 18446744073709551615]"),
+        ("seed", 0.5, "whole number"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_refused(field, value, bound):
+    with pytest.raises(SettingsError) as caught:
+        Scenario(**{"acceptance": 0.5, "cost_ratio": 0.1, field: value})
+    assert field in str(caught.value)
+    assert bound in str(caught.value)
