@@ -29,7 +29,7 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import Settings, settings_from
-from runtime import blas
+from runtime import bench_command, blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.terminal import (
     Display,
@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_doctor(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -168,6 +169,23 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
     parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    _add_blas(parser)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure what speculation buys on this machine",
+        description="Measure what speculation buys on this machine: mlx-lm's plain and speculative decoding, and this "
+        "runtime's, of the same prompts, in turn. It takes some minutes; nothing else should run meanwhile.",
+        epilog="Ctrl-C ends it, and shows what was measured until then.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=bench)
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    models.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    bench_command.add_arguments(parser)
     _add_blas(parser)
 
 
@@ -308,8 +326,8 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated) -> int:
-    """The exit status after a generation.
+def _status(generated: _Generated | bench_command.Outcome) -> int:
+    """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
     """
@@ -322,7 +340,7 @@ def _status(generated: _Generated) -> int:
 
 async def _until_signal(
     work: Callable[[], Awaitable[None]],
-    generated: _Generated,
+    generated: _Generated | bench_command.Outcome,
     display: Display,
     quit_now: Callable[[int], object] = os._exit,
 ) -> None:
@@ -417,3 +435,16 @@ def doctor(arguments: argparse.Namespace) -> int:
         diagnosis = trio.run(partial(examine, target, draft, on_progress=display.doing))
     print_sections(report(diagnosis))
     return 0
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command `bench`: measure what speculation buys.
+
+    Returns: the exit status.
+
+    Raises: OutriderError: it failed; what was measured until then has been shown.
+    """
+    return _status(bench_command.bench(arguments, *_models(arguments), _until_signal))

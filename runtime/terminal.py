@@ -89,8 +89,11 @@ class Output:
 
 
 @contextmanager
-def printing() -> Iterator[Console]:
+def printing(pipe_width: int | None = None) -> Iterator[Console]:
     """A console; what is printed to it goes to stdout at the end of the block.
+
+    Args:
+        pipe_width: how wide it is where stdout is no terminal, and the environment does not say; None for 80.
 
     Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
         stdout has gone.)
@@ -98,6 +101,8 @@ def printing() -> Iterator[Console]:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if pipe_width is not None and not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = pipe_width
     with console.capture() as captured:
         yield console
     print_text(captured.get())
@@ -268,13 +273,18 @@ def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
 
     Raises: OutputError: it cannot be written.
     """
+    with printing() as console:
+        show_sections(console, sections)
+
+
+def show_sections(console: Console, sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Print titled tables of names and findings on a console."""
     from rich.table import Table
 
-    with printing() as console:
-        for i, (title, rows) in enumerate(sections):
-            table = Table.grid(padding=(0, 2))
-            table.add_column(style="dim")
-            for row in rows:
-                table.add_row(*row)
-            console.print("\n" * (i > 0) + title, style="bold", markup=False)
-            console.print(table)
+    for i, (title, rows) in enumerate(sections):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        for row in rows:
+            table.add_row(*row)
+        console.print("\n" * (i > 0) + title, style="bold", markup=False)
+        console.print(table)
