@@ -23,7 +23,7 @@ from protocol.errors import ModelError, PromptError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD, settings_from
 from protocol.trace import Actor
 from runtime import blas
-from runtime.contenders import PLAIN, Contender, Lookahead, Run, Stage, Switch
+from runtime.contenders import PLAIN, Contender, Lookahead, Run, Stage, Switch, blas_threads
 from runtime.demo import DEMO_PROMPTS
 from runtime.opening import Loaded, Source, check_source, load_onto
 from runtime.text import check_vocabularies, encode_prompt
@@ -107,8 +107,8 @@ class Plan:
 
 
 def order(contenders: Sequence[Contender], turn: int) -> tuple[Contender, ...]:
-    """Who runs after whom, the `turn`-th time: each turn begins elsewhere, and every other one goes backwards."""
-    begin = turn % len(contenders)
+    """Who runs after whom, the `turn`-th time: every other turn goes backwards, and every two begin elsewhere."""
+    begin = turn // 2 % len(contenders)
     rotated = (*contenders[begin:], *contenders[:begin])
     return rotated if turn % 2 == 0 else rotated[::-1]
 
@@ -430,6 +430,9 @@ async def _note_circumstances(
     }
     if (library := blas.blas_in_use()) is not None:
         measured.machine["linear algebra"] = library
+    if (threads := blas_threads()) is not None:
+        theirs, ours = threads
+        measured.machine["BLAS threads"] = f"{theirs} for mlx-lm, {ours} for each of this runtime's two models"
 
 
 def _name(source: Source) -> str:

@@ -50,7 +50,7 @@ def draw(result: Benchmark, path: Path) -> None:
     if plain is not None:
         axes.axvline(plain, color="black", lw=0.8, ls=":")
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.set_xlabel("tokens per second (bars: median; whiskers: slowest and fastest; orange: if drafting were free)")
+    axes.set_xlabel("tokens per second: median, slowest and fastest repeat; orange: were drafting free")
     axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
     axes.margins(x=0.2)
     axes.spines[["top", "right"]].set_visible(False)

@@ -255,11 +255,16 @@ def threads_in_front() -> int | None:
     return None if get is None else int(get())
 
 
+def can_set_threads_in_front() -> bool:
+    """Whether how many threads there are is decided here: the library can be told, and the user has said nothing."""
+    return _in_front.are_threads_ours and hasattr(_in_front.handle, "openblas_set_num_threads")
+
+
 def set_threads_in_front(threads: int) -> None:
-    """Give the library that was put in front another number of threads, where that was decided here."""
-    set_num_threads = getattr(_in_front.handle, "openblas_set_num_threads", None)
-    if _in_front.are_threads_ours and set_num_threads is not None:
-        set_num_threads(ctypes.c_int(threads))
+    """Give the library that was put in front another number of threads, if that is decided here."""
+    if can_set_threads_in_front():
+        assert _in_front.handle is not None
+        _in_front.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
 _NAMES = (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS"))

@@ -142,12 +142,15 @@ class Stage:
         """
         gc.collect()
         if contender.engine == "mlx-lm":
-            # Its models take turns, so each may have all the cores; ours compute at the same time.
-            blas.set_threads_in_front(blas.num_usable_cores())
+            self._share_out_threads(0)
             return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        blas.set_threads_in_front(max(1, blas.num_usable_cores() // blas.WORKERS))
+        self._share_out_threads(1)
         with self._evaluating_layers():
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
+
+    def _share_out_threads(self, whose: int) -> None:
+        if (threads := blas_threads()) is not None:
+            blas.set_threads_in_front(threads[whose])
 
     # --- ours -------------------------------------------------------------------------------------
 
@@ -236,6 +239,15 @@ class Stage:
             proposed=proposed,
             accepted=sum(moment.from_draft for moment in moments),
         )
+
+
+def blas_threads() -> tuple[int, int] | None:
+    """Threads of the BLAS for mlx-lm, whose models take turns and may have all cores each, and for each of ours.
+
+    None where that is not to be decided here: MLX's own has one, and a user may have set a number.
+    """
+    cores = blas.num_usable_cores()
+    return (cores, max(1, cores // blas.WORKERS)) if blas.can_set_threads_in_front() else None
 
 
 class Switch:
