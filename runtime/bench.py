@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -353,14 +354,14 @@ async def _take_turns(
 ) -> None:
     plan = measured.plan
     total = len(plan.contenders) * (1 + plan.repeats * len(prompts))
-    done = 0
+    began, done = time.perf_counter(), 0
 
     async def run(contender: Contender, prompt: tuple[int, ...], when: str) -> Run | None:
         nonlocal done
         done += 1
         if contender in measured.failures:
             return None
-        on_progress(f"{when}: {contender.name} ({done} of {total} runs)")
+        on_progress(f"{when}: {contender.name} ({done} of {total} runs{_time_left(began, done - 1, total)})")
         try:
             return await stage.run(contender, prompt, plan.max_tokens, plan.temperature)
         except JobError as error:
@@ -379,6 +380,13 @@ async def _take_turns(
             for contender in order(plan.contenders, repeat * len(prompts) + number):
                 if (result := await run(contender, prompt, when)) is not None:
                     turn[contender] = result
+
+
+def _time_left(began: float, done: int, total: int) -> str:
+    if done == 0:
+        return ""
+    seconds = (time.perf_counter() - began) / done * (total - done)
+    return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
 
 
 async def _load(worker: Worker, role: str, source: Source, dtype: str | None) -> Loaded:

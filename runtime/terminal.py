@@ -158,10 +158,13 @@ class Display:
         self.clear()
 
     def doing(self, what: str) -> None:
-        """Say what is being done, in place of what was said before."""
+        """Say what is being done, in place of what was said before.
+
+        Nothing moves meanwhile: it may be something that is timed, and what draws would take its time from it.
+        """
         self.clear()
         if _is_terminal():
-            self._show(what, None)
+            self._show(what, None, moves=False)
 
     def loading(self, models: Sequence[str | Path]) -> None:
         """Say that models are being loaded."""
@@ -201,13 +204,17 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _show(self, description: str, num_tokens: int | None) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        if moves:
+            columns.insert(0, SpinnerColumn())
         if num_tokens is not None:
             columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
-        self._progress = Progress(*columns, console=_console(), transient=True, redirect_stdout=False)
+        self._progress = Progress(
+            *columns, console=_console(), auto_refresh=moves, transient=True, redirect_stdout=False
+        )
         self._task = self._progress.add_task(description, total=num_tokens)
         self._progress.start()
 
