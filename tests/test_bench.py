@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
@@ -22,6 +24,8 @@ import trio
 from models import Padded, greedy, llama, mamba, near, save
 
 import runtime
+from actors.mlx_model import CacheOptions, MLXModel
+from actors.worker import Job, ThreadWorker
 from protocol.trace import Span
 from runtime import bench_command, cli
 from runtime.bench import Benchmark, Measured, Plan, Row, measure, order
@@ -30,6 +34,8 @@ from runtime.contenders import (
     Contender,
     Moment,
     Run,
+    Stage,
+    Switch,
     Window,
     count_rounds,
     take_until_cancelled,
@@ -352,6 +358,38 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
     assert [type(layer) for layer in target.layers] == kinds
 
 
+async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
+    # A late step of the drafter's, which ends some time after the text.
+    ours, events, late, log = Contender("outrider", 0), Switch(), threading.Event(), []
+    async with AsyncExitStack() as stack:
+        workers: dict[str, Any] = {}
+        made = {}
+        for role, model in zip(("target", "draft"), pair, strict=True):
+            workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
+            made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
+        stage = Stage(made, workers, events)
+        await stage.open_runtimes(stack, [ours])
+        (rt, _) = stage._runtimes[ours]
+
+        async def end_it_late() -> None:
+            while not rt.num_streams:
+                await trio.lowlevel.checkpoint()
+            while rt.num_streams:
+                await trio.lowlevel.checkpoint()
+            log.append("ended")
+            late.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(workers["draft"].run, Job("draft", late.wait))
+            nursery.start_soon(end_it_late)
+            try:
+                await stage.run(ours, (1, 2, 3), 16, 0.0)
+            finally:
+                log.append("returned")
+                late.set()
+    assert log == ["ended", "returned"]
+
+
 async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
     opened = []
     import runtime.contenders
@@ -448,13 +486,15 @@ class OnThread:
 
 
 async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
+    given: list[int] = []
     ended_on: list[int] = []
     ran_on: list[int] = []
 
     def generate() -> Iterator[tuple[int, bool]]:
         ran_on.append(threading.get_ident())
         try:
-            for token in range(10**9):
+            for token in range(1000):
+                given.append(token)
                 if token == 3:
                     trio.from_thread.run_sync(scope.cancel)
                 yield token, False
@@ -464,6 +504,7 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
     with trio.CancelScope() as scope:
         await take_until_cancelled(OnThread(), generate)  # type: ignore[arg-type]
     assert scope.cancelled_caught
+    assert len(given) < 1000
     assert ended_on == ran_on
     assert ended_on[0] != threading.get_ident()
 
@@ -644,6 +685,17 @@ def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsy
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "warming up"}))
     assert cli.main(arguments(saved)) == 130
     assert capsys.readouterr() == ("", "outrider: nothing was measured yet\n")
+
+
+def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
+    async def measure_then_signal(*arguments: Any, **options: Any) -> Benchmark:
+        result = await measure(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(runtime.bench, "measure", measure_then_signal)
+    assert cli.main(arguments(saved, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["is_complete"]
 
 
 def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, capsys):
