@@ -179,8 +179,11 @@ def bench(
     measured, outcome = Measured(plan), Outcome()
 
     async def work() -> None:
-        await measure(target, draft, measured=measured, on_progress=display.doing)
-        outcome.finish_reason = "length"
+        try:
+            await measure(target, draft, measured=measured, on_progress=display.doing)
+        finally:
+            if measured.result().is_complete:
+                outcome.finish_reason = "length"
 
     with warnings_at_the_end(), Display() as display:
         trio.run(partial(until_signal, work, outcome, display))
