@@ -334,7 +334,7 @@ class DraftActor(Actor[DraftPart]):
         was_hit = part.tree.advance(commit.tokens)
         if was_resting:
             part.session.counts.resting_rounds += 1
-            if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on():
+            if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:
             self._count_hit(part, verdict, was_hit)

@@ -16,7 +16,6 @@ from protocol.prices import Prices
 
 TEXT = 8  # tokens before the first pass
 WIDTHS = (1, 4, 1, 4)
-DRAFT_STEPS = 3
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
@@ -32,17 +31,17 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
     # The first pass of each width builds kernels and buffers.
     for width in sorted(set(WIDTHS)):
         await target_worker.run(_pass(ours, width))
-    await draft_worker.run(_pass(theirs, 1))
+        await draft_worker.run(_pass(theirs, width))
     for width in WIDTHS:
         job = _pass(ours, width)
         await target_worker.run(job)
         prices.verified(width, job.began, job.ended)
         if width == 1:
             prices.plain.observe(job.seconds)
-    for _ in range(DRAFT_STEPS):
-        job = _pass(theirs, 1)
+    for width in WIDTHS:
+        job = _pass(theirs, width)
         await draft_worker.run(job)
-        prices.drafted(1, job.began, job.ended, beside=False)
+        prices.drafted(width, job.began, job.ended, beside=False)
     await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
     await target_worker.run(Job("close", ours.close))
     await draft_worker.run(Job("close", theirs.close))

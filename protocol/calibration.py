@@ -17,6 +17,9 @@ BIN_MEMORY = 100.0
 # change their character, and a bin alone would take long to notice.
 SHIFT_STEP = 0.15
 SHIFT_KEPT = 0.97
+# How often a drafter is taken to be right before it was tried, and for how many observations' worth: hopeful, since
+# one that is never tried is never known.
+HOPE, HOPE_WEIGHT = 0.8, 12.0
 LEAST, MOST = 0.002, 0.998
 
 
@@ -63,9 +66,14 @@ class Calibration:
     """
 
     memory: float = 30.0
-    mean: float = 0.6
+    mean: float = HOPE
     _curves: dict[int, _Curve] = attrs.field(factory=dict)
-    _weight: float = 4.0
+    _weight: float = HOPE_WEIGHT
+
+    def begin_text(self) -> None:
+        """Hope anew: another text is another chance, and what was seen last was about the last one."""
+        if self._weight > HOPE_WEIGHT:
+            self._weight, self.mean = HOPE_WEIGHT, (self.mean + HOPE) / 2
 
     def __call__(self, rank: int, raw: float) -> float:
         """The modelled probability, in (0, 1), that the committed text takes a guess."""

@@ -74,8 +74,12 @@ class Policy(Protocol):
         """Whether to leave some rounds to the target alone. Asked when the drafter's turn begins."""
         ...
 
-    def should_rest_on(self) -> bool:
-        """Whether to leave it some more. Asked shortly before a rest ends; if not, speculating begins anew."""
+    def should_rest_on(self, num_behind: int) -> bool:
+        """Whether to leave it some more. Asked shortly before a rest ends; if not, speculating begins anew.
+
+        Args:
+            num_behind: tokens that the drafter will have to read first.
+        """
         ...
 
     def should_catch_up(self, num_tokens: int) -> bool:
@@ -116,7 +120,7 @@ class Chain:
         """See `Policy.should_rest`."""
         return False
 
-    def should_rest_on(self) -> bool:
+    def should_rest_on(self, num_behind: int) -> bool:
         """See `Policy.should_rest_on`."""
         return False
 
@@ -131,6 +135,12 @@ UNPRICED = 2
 LEAST_REACH = 0.02
 # By what factor speculating must promise to be better before a rest is ended.
 BETTER = 1.02
+# Tokens over which catching up must pay for itself.
+AMORTISED = 100.0
+# By what factor it must have been worse before one begins.
+WORSE = 0.99
+# Proposals in a row that may have nothing in them, before one begins.
+MOST_EMPTY = 8
 # The part of the time of a rest that may go into finding out whether it should end.
 PROBING = 0.02
 # Rounds of a rest after which a model that was wrong is believed again, but for 1/e.
@@ -162,9 +172,16 @@ class Auto:
     # How far the model of speculating is to be believed: what it brought, of what the model had said.
     _trust: float = 1.0
     _allowance: float = 0.0
+    _num_empty: int = 0  # proposals in a row with nothing in them
 
     def proposal(self, view: View) -> list[Node] | None:
         """See `Policy.proposal`."""
+        nodes = self._proposal(view)
+        if nodes is not None:
+            self._num_empty = 0 if nodes else self._num_empty + 1
+        return nodes
+
+    def _proposal(self, view: View) -> list[Node] | None:
         chain = view.tree.chain()[: view.limit]
         if not self.prices.is_known and len(chain) >= UNPRICED:
             return chain
@@ -181,7 +198,8 @@ class Auto:
         left = max(0.0, view.in_flight_until - view.now) if view.in_flight is not None else 0.0
         if view.in_flight is end:
             return left
-        return left + self.prices.draft(view.width(end), beside=False)
+        # A drafter that has fallen behind catches up once; that is not the price of this token.
+        return left + self.prices.draft(1, beside=False)
 
     def expansion(self, view: View) -> Node | None:
         """See `Policy.expansion`."""
@@ -213,15 +231,24 @@ class Auto:
             return False
         if not prices.speculative_rate:
             prices.speculate_afresh()
-        if prices.speculative_rate >= prices.plain_rate:
+        if self._num_empty >= MOST_EMPTY:
+            self._num_empty = 0
+            return True
+        modelled = prices.modelled_rate(self.calibration.mean)
+        self._trust += (min(1.0, prices.speculative_rate / modelled) - self._trust) / TRUST_MEMORY
+        # A few dozen rounds say little where the two are close, and the model says more.
+        if (prices.speculative_rate + 2 * self._trust * modelled) / 3 >= WORSE * prices.plain_rate:
             return False
-        self._trust = min(1.0, prices.speculative_rate / prices.modelled_rate(self.calibration.mean))
+        self._trust = min(1.0, prices.speculative_rate / modelled)
         return True
 
-    def should_rest_on(self) -> bool:
+    def should_rest_on(self, num_behind: int) -> bool:
         """See `Policy.should_rest_on`."""
         expected = self._trust * self.prices.modelled_rate(self.calibration.mean)
-        if expected < BETTER * self.prices.plain_rate:
+        if expected <= 0.0:
+            return True
+        seconds = 1.0 / expected + self.prices.draft(num_behind, beside=False) / AMORTISED
+        if seconds * self.prices.plain_rate * BETTER > 1.0:
             return True
         self.prices.speculate_afresh()
         return False
@@ -246,5 +273,7 @@ def policy_for(setting: int | Literal["auto"], prices: Prices, rule: object) -> 
         rule: tells acceptance rules apart, between which the drafter's confidence means different things.
     """
     if setting == "auto":
-        return Auto(prices, prices.calibration(rule))
+        calibration = prices.calibration(rule)
+        calibration.begin_text()
+        return Auto(prices, calibration)
     return Chain(setting)

@@ -183,7 +183,7 @@ class Estimates:
 
 
 # Rounds over which the rate of speculating is averaged.
-RATE_MEMORY = 24.0
+RATE_MEMORY = 40.0
 
 
 @attrs.define
@@ -194,7 +194,8 @@ class Prices:
 
     Attributes:
         verify: a target's pass.
-        draft_alone, draft_beside: a draft step by width, while the target waits and while it works.
+        draft_alone: a draft step by width, while the target waits.
+        slowdown: by what factor it takes longer while the target works.
         plain: seconds of a token decoded without a drafter, the way through the event loop included.
         round_overhead: seconds of a speculative round for which the target neither worked nor waited for a draft.
         hits: how often, of late, a verdict's text had been drafted for, in [0, 1].
@@ -202,7 +203,7 @@ class Prices:
 
     verify: ContendedPrice = attrs.field(factory=ContendedPrice)
     draft_alone: WidthPrice = attrs.field(factory=WidthPrice)
-    draft_beside: WidthPrice = attrs.field(factory=WidthPrice)
+    slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     plain: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     round_overhead: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     hits: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
@@ -217,7 +218,11 @@ class Prices:
 
     def drafted(self, width: int, began: float, ended: float, *, beside: bool) -> None:
         """Take note of a draft step, and of whether the target worked meanwhile."""
-        (self.draft_beside if beside else self.draft_alone).observe(width, ended - began)
+        seconds = ended - began
+        if not beside or not self.draft_alone.is_known:
+            self.draft_alone.observe(width, seconds)
+        elif (expected := self.draft_alone(width)) > 0:
+            self.slowdown.observe(min(seconds / expected, MOST_SURPRISE))
         self._drafts.append((began, ended))
         self._price_passes(until=ended)
 
@@ -249,14 +254,12 @@ class Prices:
     @property
     def is_known(self) -> bool:
         """Whether both models' passes were seen."""
-        return self.verify.is_known and (self.draft_alone.is_known or self.draft_beside.is_known)
+        return self.verify.is_known and self.draft_alone.is_known
 
     def draft(self, width: int, *, beside: bool) -> float:
         """Seconds of a draft step over `width` tokens."""
-        here, there = self.draft_beside, self.draft_alone
-        if not beside:
-            here, there = there, here
-        return here(width) if here.is_known else there(width)
+        alone = self.draft_alone(width)
+        return alone * self.slowdown.value if beside and self.slowdown.is_known else alone
 
     @property
     def plain_rate(self) -> float:
@@ -304,10 +307,7 @@ class Prices:
     @property
     def contention(self) -> float:
         """κ: by how much of a draft step's own time the target is later for it."""
-        alone, beside = self.draft_alone(1), self.draft_beside(1)
-        return (
-            self.verify.delay * (beside / alone if alone > 0 and beside > 0 else 1.0) if self.verify.is_known else 0.0
-        )
+        return self.verify.delay * (self.slowdown.value if self.slowdown.is_known else 1.0)
 
     # --- passes and what was drafted beside them ----------------------------------------------------
 
