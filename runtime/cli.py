@@ -207,7 +207,9 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
         return  # a command that computes nothing
     blas.check()
     if arguments.blas is not None:
-        blas.put_in_front(arguments.blas, num_workers=1 if _models(arguments)[1] is None else blas.WORKERS)
+        # A lookup computes nothing.
+        is_alone = _models(arguments)[1] in (None, "ngram")
+        blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
 def _value(text: str) -> int | float | str | None:
