@@ -27,6 +27,9 @@ from protocol.trace import Event, Span
 from runtime import blas
 from runtime.engine import Events, Runtime, running
 
+# A BLAS thread that has nothing more to do looks out for work before it sleeps, OpenBLAS's for a tenth of a second.
+BLAS_IDLE_S = 0.2
+
 Lookahead = int | Literal["auto"]
 
 
@@ -142,15 +145,17 @@ class Stage:
         """
         gc.collect()
         if contender.engine == "mlx-lm":
-            self._share_out_threads(0)
+            await self._share_out_threads(0)
             return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        self._share_out_threads(1)
+        await self._share_out_threads(1)
         with self._evaluating_layers():
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
 
-    def _share_out_threads(self, whose: int) -> None:
-        if (threads := blas_threads()) is not None:
+    async def _share_out_threads(self, whose: int) -> None:
+        threads = blas_threads()
+        if threads is not None and threads[whose] != blas.threads_in_front():
             blas.set_threads_in_front(threads[whose])
+            await trio.sleep(BLAS_IDLE_S)
 
     # --- ours -------------------------------------------------------------------------------------
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
+import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -29,6 +32,7 @@ from actors.worker import Job, ThreadWorker
 from protocol.trace import Span
 from runtime import bench_command, cli
 from runtime.bench import Benchmark, Measured, Plan, Row, measure, order
+from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates
 from runtime.contenders import (
     PLAIN,
     Contender,
@@ -43,6 +47,7 @@ from runtime.contenders import (
     within,
 )
 
+ROOT = Path(__file__).parent.parent
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
 
@@ -704,6 +709,33 @@ def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, caps
     assert cli.main(arguments(saved, "--repeats", "9", "--json")) == 130
     said = json.loads(capsys.readouterr().out)
     assert (said["repeats"], said["repeats_done"], said["is_complete"]) == (9, 1, False)
+
+
+NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(os.uname().machine)))
+
+
+@pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
+def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(saved):
+    def machine(**variables: str) -> dict[str, str]:
+        code = f"import sys; from runtime.cli import main; sys.exit(main({asked!r}))"
+        inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, *THREAD_VARIABLES)}
+        environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        said: dict[str, str] = json.loads(done.stdout)["machine"]
+        return said
+
+    asked = arguments(saved, "--json", "--repeats", "1", "--blas", "openblas")
+    cores = runtime.blas.num_usable_cores()
+    theirs_to_decide = machine()
+    assert theirs_to_decide["linear algebra"].startswith("OpenBLAS")
+    expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's two models"
+    assert theirs_to_decide["BLAS threads"] == expected
+    decided = machine(OPENBLAS_NUM_THREADS="1")
+    assert decided["linear algebra"].endswith(", 1 thread)")
+    assert "BLAS threads" not in decided
 
 
 def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
