@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -156,7 +156,7 @@ class DraftPart(Part):
         return len(self.held.plan(self.books.committed, self.tree.path(node)).feed)
 
 
-class DraftActor(Actor[DraftPart]):
+class DraftActor(ModelActor[DraftPart]):
     """Drafts one token a job, for all sessions in turn."""
 
     name = "draft"
@@ -172,7 +172,7 @@ class DraftActor(Actor[DraftPart]):
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
     ) -> None:
-        """As `Actor`, and:
+        """As `ModelActor`, and:
 
         Args:
             target: the target's mailbox.

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -55,7 +55,7 @@ class TargetPart(Part):
         self.wake()
 
 
-class TargetActor(Actor[TargetPart]):
+class TargetActor(ModelActor[TargetPart]):
     """Verifies what is proposed, one forward pass a round."""
 
     name = "target"
@@ -69,16 +69,19 @@ class TargetActor(Actor[TargetPart]):
         *,
         on_failure: Callable[[OutriderError], None],
         drafter: trio.MemorySendChannel[Message] | None = None,
+        beside_another: bool = True,
     ) -> None:
-        """As `Actor`, and:
+        """As `ModelActor`, and:
 
         Args:
             on_failure: called once the model has failed, after which no session can go on.
             drafter: the drafter's mailbox.
+            beside_another: whether a drafter, if there is one, has a model too.
         """
         super().__init__(model, worker, on_event, prices)
         self._on_failure = on_failure
         self.drafter = drafter
+        self._beside_another = beside_another
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -86,8 +89,9 @@ class TargetActor(Actor[TargetPart]):
     async def _take_part(self, part: TargetPart) -> None:
         opened, session = part.session.opened, part.session
         try:
+            beside_another = opened.drafted and self._beside_another
             line = await self.worker.run(
-                Job("open", partial(self.model.open_line, beside_another=opened.drafted), part.id)
+                Job("open", partial(self.model.open_line, beside_another=beside_another), part.id)
             )
             try:
                 await prefill(self.worker, line, part.held, opened)

@@ -24,8 +24,8 @@ class Guess:
     Attributes:
         token: its id.
         confidence: modelled probability, in [0, 1], that the committed text has it there.
-        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, and for a
-            correction.
+        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, for a correction,
+            and for a token that was looked up and not drawn.
         rank: 0 for the drafter's own choice, which may be proposed; 1, 2, … for its runners-up.
         raw: the drafter's own confidence, before calibration, in [0, 1].
     """

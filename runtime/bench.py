@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -21,7 +21,7 @@ import mlx.core as mx
 from actors.mlx_model import CacheOptions, MLXModel, wired_memory
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.errors import ModelError, PromptError, SettingsError
-from protocol.settings import MAX_LOOKAHEAD, settings_from
+from protocol.settings import MAX_LOOKAHEAD, NGRAM, settings_from
 from protocol.trace import Actor
 from runtime import blas
 from runtime.contenders import PLAIN, Contender, Lookahead, Run, Stage, Switch, blas_threads
@@ -30,7 +30,6 @@ from runtime.opening import Loaded, Source, check_source, load_onto
 from runtime.text import check_vocabularies, encode_prompt
 
 DTYPES = ("float32", "bfloat16", "float16")
-ROLES: tuple[Actor, ...] = get_args(Actor)
 
 # So that there is something to time behind the first round.
 MIN_TOKENS = 16
@@ -312,7 +311,7 @@ async def measure(
     """Have all contenders decode all prompts, in turn.
 
     Args:
-        target, draft: as for `runtime.open`; both must be models.
+        target, draft: as for `runtime.open`. With "ngram" for a draft, mlx-lm only decodes plainly.
         plan: what to measure; None for the defaults.
         measured: where it is collected, made from the same plan; what is in it is of use also after a cancellation.
         on_progress: called with what is being done.
@@ -326,18 +325,23 @@ async def measure(
     Cancellation: strikes after the forward passes that are under way.
     """
     measured = measured or Measured(plan or Plan())
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft == NGRAM:
+        measured.draft = NGRAM
+        measured.plan = attrs.evolve(measured.plan, num_draft_tokens=())
+    else:
+        sources["draft"] = check_source("draft", draft)
     plan = measured.plan
-    sources: dict[Actor, Source] = {"target": check_source("target", target), "draft": check_source("draft", draft)}
     if plan.dtype is not None and any(isinstance(source, tuple) for source in sources.values()):
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     async with AsyncExitStack() as stack:
         stack.enter_context(wired_memory())
         events = Switch()
         workers: dict[str, Worker] = {
-            role: await stack.enter_async_context(ThreadWorker(role, on_event=events)) for role in ROLES
+            role: await stack.enter_async_context(ThreadWorker(role, on_event=events)) for role in sources
         }
         loaded: dict[str, Loaded] = {}
-        for role in ROLES:
+        for role in sources:
             on_progress(f"loading the {role}")
             loaded[role] = await _load(workers[role], role, sources[role], plan.dtype)
         models = {role: one.model for role, one in loaded.items()}
@@ -406,8 +410,8 @@ async def _encode(worker: Worker, loaded: dict[str, Loaded], plan: Plan) -> list
 
     Raises: PromptError, VocabularyMismatchError.
     """
-    target, draft = loaded["target"], loaded["draft"]
-    if target.tokenizer is not None and draft.tokenizer is not None:
+    target, draft = loaded["target"], loaded.get("draft")
+    if draft is not None and target.tokenizer is not None and draft.tokenizer is not None:
         try:
             await worker.run(Job("load", partial(check_vocabularies, target.tokenizer, draft.tokenizer)))
         except JobError as error:
@@ -426,8 +430,10 @@ async def _encode(worker: Worker, loaded: dict[str, Loaded], plan: Plan) -> list
 async def _note_circumstances(
     measured: Measured, sources: dict[Actor, Source], models: dict[str, MLXModel], workers: dict[str, Worker]
 ) -> None:
-    measured.target, measured.draft = (_name(sources[role]) for role in ROLES)
-    for role in ROLES:
+    measured.target = _name(sources["target"])
+    if "draft" in sources:
+        measured.draft = _name(sources["draft"])
+    for role in sources:
         anatomy = await workers[role].run(Job("load", models[role].anatomy))
         measured.dtypes[role] = anatomy.dtypes
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
@@ -438,9 +444,9 @@ async def _note_circumstances(
     }
     if (library := blas.blas_in_use()) is not None:
         measured.machine["linear algebra"] = library
-    if (threads := blas_threads()) is not None:
+    if (threads := blas_threads(len(sources))) is not None:
         theirs, ours = threads
-        measured.machine["BLAS threads"] = f"{theirs} for mlx-lm, {ours} for each of this runtime's two models"
+        measured.machine["BLAS threads"] = f"{theirs} for mlx-lm, {ours} for each of this runtime's models"
 
 
 def _name(source: Source) -> str:

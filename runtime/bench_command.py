@@ -231,7 +231,7 @@ def print_benchmark(result: Benchmark) -> None:
 
 def _circumstances(result: Benchmark) -> Iterator[tuple[str, str]]:
     yield "target", f"{result.target}, {', '.join(result.dtypes['target'])}"
-    yield "draft", f"{result.draft}, {', '.join(result.dtypes['draft'])}"
+    yield "draft", ", ".join([result.draft, *result.dtypes.get("draft", ())])
     yield "texts", f"{result.num_prompts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
     yield "repeats", _repeats(result)
     yield from result.machine.items()

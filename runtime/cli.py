@@ -28,9 +28,10 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import Settings, settings_from
+from protocol.settings import NGRAM, Settings, settings_from
 from runtime import bench_command, blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.simulate_command import add_simulate
 from runtime.terminal import (
     Display,
     Output,
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    add_simulate(commands)
     return parser
 
 
@@ -133,7 +135,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     models.add_argument(
         "--draft",
         metavar="MODEL",
-        help='path or hub id; "none" decodes plainly (default: the demo drafter with the demo target, else none)',
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
     settings = parser.add_argument_group("settings")
     for name, metavar, text in (
@@ -184,7 +187,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(command=bench)
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    models.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    models.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help='path or hub id of a draft model; "ngram" for prompt lookup',
+    )
     bench_command.add_arguments(parser)
     _add_blas(parser)
 
@@ -208,7 +215,7 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
     blas.check()
     if arguments.blas is not None:
         # A lookup computes nothing.
-        is_alone = _models(arguments)[1] in (None, "ngram")
+        is_alone = _models(arguments)[1] in (None, NGRAM)
         blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
@@ -399,7 +406,7 @@ async def _stream_text(
 
     Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
     """
-    display.loading([model for model in (target, draft) if model is not None])
+    display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
     from runtime.engine import open as open_runtime
 
     async with open_runtime(target, draft, trace=display.on_event) as runtime:

@@ -23,6 +23,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx_model import MLXModel
 from actors.worker import Job, Worker
+from protocol.settings import NGRAM
 from protocol.trace import Event, Span
 from runtime import blas
 from runtime.engine import Events, Runtime, running
@@ -111,13 +112,15 @@ class Stage:
         """A stage on which nobody stands yet.
 
         Args:
-            models, workers: by role, "target" and "draft"; each model was made on its worker.
+            models, workers: by role, "target" and "draft"; each model was made on its worker. Without a drafter,
+                the runtime looks up instead.
             events: where the workers announce their spans.
         """
         self._models = models
         self._workers = workers
         self._events = events
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
+        self._spans: list[Span] = []  # of the run that is under way
 
     async def open_runtimes(self, stack: AsyncExitStack, contenders: Iterable[Contender]) -> None:
         """A runtime for each contender that needs one, so that none learns from another's streams.
@@ -131,8 +134,11 @@ class Stage:
                 if contender.engine == "outrider":
                     events = Events()
                     self._events.listener = events
-                    pairs = [(self._models[role], self._workers[role]) for role in ("target", "draft")]
-                    runtime = await stack.enter_async_context(running(pairs[0], pairs[1], events=events))
+                    events.listen(self._note)
+                    pairs = {role: (model, self._workers[role]) for role, model in self._models.items()}
+                    runtime = await stack.enter_async_context(
+                        running(pairs["target"], pairs.get("draft", NGRAM), events=events)
+                    )
                     self._runtimes[contender] = (runtime, events)
             await self._rest()
 
@@ -152,10 +158,14 @@ class Stage:
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
 
     async def _share_out_threads(self, whose: int) -> None:
-        threads = blas_threads()
+        threads = blas_threads(len(self._workers))
         if threads is not None and threads[whose] != blas.threads_in_front():
             blas.set_threads_in_front(threads[whose])
             await trio.sleep(BLAS_IDLE_S)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Span):
+            self._spans.append(event)
 
     # --- ours -------------------------------------------------------------------------------------
 
@@ -165,16 +175,7 @@ class Stage:
         runtime, events = self._runtimes[contender]
         spans: list[Span] = []
         moments: list[Moment] = []
-
-        def note(event: Event) -> None:
-            if isinstance(event, Span):
-                spans.append(event)
-
-        def listen(event: Event) -> None:
-            events(event)
-            note(event)
-
-        self._events.listener = listen
+        self._events.listener, self._spans = events, spans
         stream = runtime.stream(
             prompt, max_tokens=max_tokens, temperature=temperature, lookahead=contender.lookahead, ignore_eos=True
         )
@@ -227,7 +228,7 @@ class Stage:
         steps = partial(
             _mlx_lm_steps,
             self._models["target"].module,
-            self._models["draft"].module,
+            self._models["draft"].module if contender.lookahead != 0 else None,
             prompt,
             int(contender.lookahead),
             max_tokens,
@@ -246,13 +247,13 @@ class Stage:
         )
 
 
-def blas_threads() -> tuple[int, int] | None:
+def blas_threads(num_workers: int) -> tuple[int, int] | None:
     """Threads of the BLAS for mlx-lm, whose models take turns and may have all cores each, and for each of ours.
 
     None where that is not to be decided here: MLX's own has one, and a user may have set a number.
     """
     cores = blas.num_usable_cores()
-    return (cores, max(1, cores // blas.WORKERS)) if blas.can_set_threads_in_front() else None
+    return (cores, max(1, cores // num_workers)) if blas.can_set_threads_in_front() else None
 
 
 class Switch:
@@ -275,7 +276,12 @@ def _nothing() -> None:
 
 
 def _mlx_lm_steps(
-    target: Module, draft: Module, prompt: tuple[int, ...], num_draft_tokens: int, max_tokens: int, temperature: float
+    target: Module,
+    draft: Module | None,
+    prompt: tuple[int, ...],
+    num_draft_tokens: int,
+    max_tokens: int,
+    temperature: float,
 ) -> Iterator[tuple[int, bool]]:
     """Tokens, and whether they were proposed, as mlx-lm generates them."""
     sampler = make_sampler(temp=temperature)

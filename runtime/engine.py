@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import outcome
@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
+from actors.ngram import LookupActor
 from actors.session import Session
 from actors.target import TargetActor
 from actors.worker import Job, JobError, ThreadWorker, Worker
@@ -34,7 +35,7 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
@@ -89,7 +90,7 @@ class Runtime:
     def __init__(
         self,
         target: TargetActor,
-        draft: DraftActor | None,
+        draft: DraftActor | LookupActor | None,
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
@@ -169,7 +170,7 @@ class Runtime:
         for session in self._sessions.values():
             counts.add(session.counts)
         counts.target_seconds = self._target.worker.busy_seconds
-        counts.draft_seconds = self._draft.worker.busy_seconds if self._draft else 0.0
+        counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
         elapsed = self._clock() - self._began
         return counts.snapshot(
             elapsed=elapsed,
@@ -225,9 +226,9 @@ class Runtime:
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
-        for actor in (self._target, self._draft):
-            if actor is not None:
-                actor.close_session(Close(id))
+        self._target.close_session(Close(id))
+        if self._draft is not None:
+            self._draft.close_session(Close(id))
 
     def _attribute(self, event: Event) -> None:
         """Count a worker's time for the session that it was spent on."""
@@ -300,7 +301,7 @@ def _interrupts_unwrapped() -> Iterator[None]:
 @trio.lowlevel.enable_ki_protection
 async def running(
     target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | None,
+    draft: tuple[Model, Worker] | Literal["ngram"] | None,
     *,
     tokenizer: TokenizerWrapper | None = None,
     events: Events | None = None,
@@ -311,7 +312,8 @@ async def running(
 
     Args:
         target, draft: a model and the worker that it lives on; real ones, or scripted ones in simulated
-            time. Entering and leaving the workers is the caller's.
+            time. Entering and leaving the workers is the caller's. "ngram" looks up instead of drafting, and
+            None leaves the target to itself.
         tokenizer: the target's, or None.
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
@@ -327,9 +329,13 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, prices, on_failure=on_failure)
-        draft_actor = None
-        if draft is not None:
+        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        draft_actor: DraftActor | LookupActor | None = None
+        if draft == NGRAM:
+            draft_actor = LookupActor(
+                events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
+            )
+        elif draft is not None:
             draft_actor = DraftActor(
                 *draft,
                 events,
@@ -338,6 +344,7 @@ async def running(
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
             )
+        if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
@@ -371,7 +378,8 @@ async def open(
     Args:
         target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
             a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or None for plain decoding through the same machinery.
+        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
+            earlier in the prompt and the text; or None for plain decoding through the same machinery.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
         rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
             every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
@@ -401,7 +409,7 @@ async def open(
         "target": check_device("target", target_device),
         "draft": check_device("draft", draft_device),
     }
-    if draft is not None:
+    if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     events = Events()
@@ -423,7 +431,7 @@ async def open(
                 for role in sources:
                     nursery.start_soon(load, role)
         ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if draft is not None else None
+        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
         stack.enter_context(ours.model.evaluating_layers())
         if theirs is not None:
             stack.enter_context(theirs.model.evaluating_layers())
@@ -431,7 +439,7 @@ async def open(
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
         async with running(
             (ours.model, workers["target"]),
-            None if theirs is None else (theirs.model, workers["draft"]),
+            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
             tokenizer=ours.tokenizer,
             events=events,
         ) as runtime:

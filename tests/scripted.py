@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import mlx.core as mx
@@ -430,7 +430,7 @@ class Simulation:
 @asynccontextmanager
 async def simulated(
     target: ScriptedModel,
-    draft: ScriptedModel | None = None,
+    draft: ScriptedModel | Literal["ngram"] | None = None,
     *,
     price: Price | None = None,
     draft_price: Price | None = None,
@@ -442,7 +442,7 @@ async def simulated(
     Leaving it asserts that no task is left over, no line is open, and none was misused.
 
     Args:
-        target, draft: the models.
+        target, draft: the models; or "ngram" for a drafter that has none.
         price: seconds that a job takes, on either worker.
         draft_price: the same for the drafter's worker, where that is another.
         listener: called with each event.
@@ -453,15 +453,16 @@ async def simulated(
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     events = Events()
     target_worker = BookkeepingWorker("target", price, events)
-    draft_worker = None if draft is None else BookkeepingWorker("draft", draft_price or price, events)
+    draft_model = draft if isinstance(draft, ScriptedModel) else None
+    draft_worker = None if draft_model is None else BookkeepingWorker("draft", draft_price or price, events)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
             (target, target_worker),
-            None if draft is None or draft_worker is None else (draft, draft_worker),
+            draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
             events=events,
         ) as runtime:
-            simulation = Simulation(runtime, target, draft, target_worker, draft_worker)
+            simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)
             if listener is not None:
                 events.listen(listener)

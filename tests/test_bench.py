@@ -314,6 +314,18 @@ async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
         assert (row.acceptance, row.tokens_per_round) == (1.0, 4.0)
 
 
+async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
+    measured = Measured(small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]]))
+    result = await measure((pair[0], None), "ngram", measured=measured)
+    assert [row.name for row in result.rows] == [
+        "mlx-lm plain", "outrider lookahead 0", "outrider lookahead 2", "outrider lookahead auto"
+    ]  # fmt: skip
+    assert (result.draft, result.dtypes, result.is_complete) == ("ngram", {"target": ("float32",)}, True)
+    assert [row.same_texts for row in result.rows] == [1, 1, 1, 1]
+    assert result.rows[2].acceptance is not None
+    assert not outrider_threads()
+
+
 class Watched(models.Wrapped):
     """A model that notes on which thread, and as what, it is called."""
 
@@ -731,7 +743,7 @@ def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(sa
     cores = runtime.blas.num_usable_cores()
     theirs_to_decide = machine()
     assert theirs_to_decide["linear algebra"].startswith("OpenBLAS")
-    expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's two models"
+    expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's models"
     assert theirs_to_decide["BLAS threads"] == expected
     decided = machine(OPENBLAS_NUM_THREADS="1")
     assert decided["linear algebra"].endswith(", 1 thread)")

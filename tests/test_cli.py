@@ -171,6 +171,24 @@ def test_lookahead_reaches_the_drafter(endless, capfd):
     assert json.loads(capfd.readouterr().out)["statistics"]["proposed"] == 0
 
 
+def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
+    prompt = " ".join(["w1 w2 w3"] * 4)
+    arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
+    said = []
+    for draft in ("none", "ngram"):
+        assert run_here(*arguments, "--draft", draft, "--lookahead", "3") == 0
+        said.append(json.loads(capfd.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"]
+    assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
+
+
+def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capfd):
+    assert run_here(PROMPT, "--target", "ngram") == 2
+    assert "target must be a model here" in capfd.readouterr().err
+    assert cli.main(["doctor", "--draft", "ngram"]) == 2
+    assert "draft must be a model here" in capfd.readouterr().err
+
+
 def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
     def text(seed: int) -> str:
         settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
