@@ -23,6 +23,7 @@ from actors.model import Model
 from actors.ngram import LookupActor
 from actors.session import Session
 from actors.target import TargetActor
+from actors.warm_up import warm_up
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.books import Commit
 from protocol.errors import (
@@ -437,13 +438,27 @@ async def open(
             stack.enter_context(theirs.model.evaluating_layers())
         if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
+        prices = Prices()
+        if theirs is not None:
+            await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
         async with running(
             (ours.model, workers["target"]),
             (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
             tokenizer=ours.tokenizer,
             events=events,
+            prices=prices,
         ) as runtime:
             yield runtime
+
+
+async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
+    """What both models cost, for the rules to begin with."""
+    try:
+        with _interrupts_unwrapped():
+            await warm_up(target, draft, prices)
+    except JobError as error:
+        # Streams will meet the same error, where it can be told whose it is.
+        logger.info("the models could not be timed: %s", error)
 
 
 async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:
