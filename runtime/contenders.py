@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -22,7 +22,9 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx_model import MLXModel
-from actors.worker import Job, Worker
+from actors.warm_up import warm_up
+from actors.worker import Job, JobError, Worker
+from protocol.prices import Prices
 from protocol.settings import NGRAM
 from protocol.trace import Event, Span
 from runtime import blas
@@ -136,8 +138,13 @@ class Stage:
                     self._events.listener = events
                     events.listen(self._note)
                     pairs = {role: (model, self._workers[role]) for role, model in self._models.items()}
+                    prices = Prices()
+                    if "draft" in pairs:
+                        # As `runtime.open` does; what fails here fails again where it can be told whose it is.
+                        with suppress(JobError):
+                            await warm_up(pairs["target"], pairs["draft"], prices)
                     runtime = await stack.enter_async_context(
-                        running(pairs["target"], pairs.get("draft", NGRAM), events=events)
+                        running(pairs["target"], pairs.get("draft", NGRAM), events=events, prices=prices)
                     )
                     self._runtimes[contender] = (runtime, events)
             await self._rest()

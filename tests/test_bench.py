@@ -288,6 +288,10 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair):
         else:
             assert (row.hit_rate, row.target_busy, row.limit, row.estimates) == (None, None, None, None)
     rows = by_name(result)
+    # Prices that plain decoding does not show: they were measured before, as `open` does.
+    before = rows["outrider lookahead 0"].estimates
+    assert before is not None
+    assert before["verify_seconds"] > 0 < before["draft_seconds"]
     assert rows["mlx-lm plain"].acceptance is rows["outrider lookahead 0"].acceptance is None
     for name in ("mlx-lm speculative 3", "outrider lookahead 2"):
         acceptance = rows[name].acceptance
