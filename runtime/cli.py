@@ -30,15 +30,24 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, Settings, settings_from
-from protocol.statistics import Statistics
-from protocol.trace import Event
+from runtime import bench_command, blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.simulate_command import add_simulate
-from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
+from runtime.terminal import (
+    Display,
+    Output,
+    OutputError,
+    print_sections,
+    print_statistics,
+    print_text,
+    say,
+    warnings_at_the_end,
+)
 from runtime.tracing import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
-    pass
+    from protocol.statistics import Statistics
+    from protocol.trace import Event
 
 FAILED = 1
 MISUSED = 2
@@ -59,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises: SystemExit: for `--help`, `--version` and what argparse cannot parse.
     """
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
+        _choose_blas(arguments)
         status: int = arguments.command(arguments)
+        return status
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return BY_SIGNAL + signal.SIGPIPE
@@ -70,14 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
         return BY_SIGNAL + signal.SIGINT
-    return status
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help is written, or fails, as everything else here."""
+
+    def print_help(self, file: Any = None) -> None:
+        print_text(self.format_help())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
         allow_abbrev=False,
@@ -86,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_doctor(commands)
+    _add_bench(commands)
     add_simulate(commands)
     return parser
 
@@ -101,7 +119,7 @@ class _Version(argparse.Action):
             version = importlib.metadata.version("outrider")
         except importlib.metadata.PackageNotFoundError:
             version = "(not installed: running from a source tree)"
-        print("outrider", version)
+        print_text(f"outrider {version}\n")
         parser.exit()
 
 
@@ -140,6 +158,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
             default=argparse.SUPPRESS,
             help=f"{text} (default: {'a fresh one' if default is None else default})",
         )
+    _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
@@ -160,6 +179,51 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
     parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    _add_blas(parser)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure what speculation buys on this machine",
+        description="Measure what speculation buys on this machine: mlx-lm's plain and speculative decoding, and this "
+        "runtime's, of the same prompts, in turn. It takes some minutes; nothing else should run meanwhile.",
+        epilog="Ctrl-C ends it, and shows what was measured until then.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=bench)
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    models.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help='path or hub id of a draft model; "ngram" for prompt lookup',
+    )
+    bench_command.add_arguments(parser)
+    _add_blas(parser)
+
+
+def _add_blas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blas",
+        metavar="BLAS",
+        help='Linux: compute with another BLAS than MLX\'s own: "openblas", or the path of a library '
+        f"(default: what {blas.VARIABLE} says, else MLX's own)",
+    )
+
+
+def _choose_blas(arguments: argparse.Namespace) -> None:
+    """Put the BLAS in front that the command line, or the environment, asks for.
+
+    Raises: SettingsError: that is not possible.
+    """
+    if not hasattr(arguments, "blas"):
+        return  # a command that computes nothing
+    blas.check()
+    if arguments.blas is not None:
+        # A lookup computes nothing.
+        is_alone = _models(arguments)[1] in (None, NGRAM)
+        blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
 def _value(text: str) -> int | float | str | None:
@@ -287,8 +351,8 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated) -> int:
-    """The exit status after a generation.
+def _status(generated: _Generated | bench_command.Outcome) -> int:
+    """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
     """
@@ -301,7 +365,7 @@ def _status(generated: _Generated) -> int:
 
 async def _until_signal(
     work: Callable[[], Awaitable[None]],
-    generated: _Generated,
+    generated: _Generated | bench_command.Outcome,
     display: Display,
     quit_now: Callable[[int], object] = os._exit,
 ) -> None:
@@ -410,3 +474,16 @@ def doctor(arguments: argparse.Namespace) -> int:
         diagnosis = trio.run(partial(examine, target, draft, on_progress=display.doing))
     print_sections(report(diagnosis))
     return 0
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command `bench`: measure what speculation buys.
+
+    Returns: the exit status.
+
+    Raises: OutriderError: it failed; what was measured until then has been shown.
+    """
+    return _status(bench_command.bench(arguments, *_models(arguments), _until_signal))

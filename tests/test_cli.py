@@ -440,6 +440,18 @@ def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
     assert capfd.readouterr().err == "outrider: warning: drafting failed: no more room\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
+    with Path(os.devnull).open("w") as stdout, Path(os.devnull).open() as read_only:
+        os.dup2(read_only.fileno(), stdout.fileno())
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(arguments) == 1
+        assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(arguments) == 1
+    assert capfd.readouterr().err == "outrider: error: cannot write to stdout: it is closed\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]]
 )
@@ -608,6 +620,18 @@ async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endl
         await process.stdout.aclose()
         assert await read_all(process.stderr) == ""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
+async def test_no_command_complains_of_a_reader_that_has_left(buffering, endless, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    for name, value in buffering.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (["doctor", endless], ["--version"], ["--help"], ["doctor", "--help"]):
+        async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+            await process.stdout.aclose()
+            assert await read_all(process.stderr) == ""
+        assert process.returncode == 141, arguments
 
 
 async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_heard(monkeypatch):
