@@ -335,10 +335,12 @@ class DraftActor(ModelActor[DraftPart]):
             self._propose(part)
 
     def _rest(self, part: DraftPart) -> None:
+        was_resting = part.books.state is State.RESTING
         rest = Rest(part.id, part.books.round + REST)
         if part.books.rest(rest):
             self._target.send_nowait(rest)
-            self._note(part, "rest", num_tokens=REST)
+            if not was_resting:
+                self._note(part, "rest", num_tokens=REST)
 
     def _propose(self, part: DraftPart) -> None:
         now = self.worker.clock()
