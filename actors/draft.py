@@ -362,7 +362,6 @@ class DraftActor(ModelActor[DraftPart]):
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
         if was_resting:
-            part.session.counts.resting_rounds += 1
             if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:

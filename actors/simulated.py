@@ -137,8 +137,10 @@ class SimulatedWorker:
         """Seconds on trio's clock."""
         return trio.current_time()
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """See `Worker.run`."""
+        if meanwhile is not None:
+            meanwhile()
         async with self._turn:
             began = self.clock()
             seconds = self._price(job)

@@ -58,8 +58,12 @@ class JobError(OutriderError):
 class Worker(Protocol):
     """Does jobs, one at a time, in the order in which they were handed in."""
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Do a job and return its result.
+
+        Args:
+            job: what to do.
+            meanwhile: called, in trio's thread, once the job is handed over; must neither wait nor raise.
 
         Cancellation: a job that has not begun is taken back. One that has begun is never abandoned:
         the call waits for its end and returns its result, and the cancellation strikes at the caller's
@@ -146,11 +150,13 @@ class ThreadWorker:
         """Seconds, from an arbitrary moment on."""
         return time.perf_counter()
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """See `Worker.run`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         waiting = _Waiting(job, trio.lowlevel.current_task())
         self._jobs.put(waiting)
+        if meanwhile is not None:
+            meanwhile()
 
         def take_back(_: Callable[[], BaseException]) -> trio.lowlevel.Abort:
             with waiting.lock:

@@ -13,8 +13,8 @@
     any          Close      CLOSED
 
 What is not in `TRANSITIONS` is a `ProtocolError`, and so is a message from a round that has not come
-yet. A message of this session from a round that is *over* is not an error: late and duplicated
-messages are what asynchrony looks like. It is dropped and counted (`stale`).
+yet. A message of this session from a round that is *over*, as all are once it is closed, is not an error:
+late and duplicated messages are what asynchrony looks like. It is dropped and counted (`stale`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Commit:
             proposed beyond the end of the text were never needed and do not count.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
+        resting: whether the drafter had left the round to the target.
         finish_reason: why the text ends with the last token, or None where it goes on.
     """
 
@@ -82,6 +83,7 @@ class Commit:
     bonus: bool = False
     single_step: bool = False
     settles: bool = False
+    resting: bool = False
     finish_reason: FinishReason | None = None
 
 
@@ -143,7 +145,8 @@ class Books:
             # A second copy of the proposal on the table, or one from before the drafter withdrew.
             or (isinstance(message, Proposal) and self.state is not State.PROPOSING)
         )
-        if over and message.round <= self.round:
+        # Of a session that is closed, all rounds are over: in a rest, the other side may be some of them ahead.
+        if over and (message.round <= self.round or self.state is State.CLOSED):
             self.num_stale += 1
             return True
         if message.round != self.round or message.start != self.next_position:
@@ -225,6 +228,7 @@ class Books:
             bonus=whole and judged > 0 and judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,
+            resting=self.state is State.RESTING,
             finish_reason=finish_reason,
         )
 

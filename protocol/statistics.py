@@ -102,6 +102,7 @@ class Counts:
             self.rounds += 1
             self.n1_rounds += commit.single_step and not commit.settles
             self.settling_rounds += commit.settles
+            self.resting_rounds += commit.resting
         if index < commit.num_from_draft:
             self.accepted += 1
         else:

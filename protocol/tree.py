@@ -100,11 +100,13 @@ class LookaheadTree:
             raise ProtocolError(f"{node!r} is no longer in the tree")
         for guess in guesses:
             known = node.children.get(guess.token)
+            if known is not None and (known.guess is None or known.guess.rank != LOOKED_UP):
+                raise ProtocolError(f"{node!r} already has token {guess.token} after it")
+        for guess in guesses:
+            known = node.children.get(guess.token)
             if known is None:
                 self._add(node, guess)
-            elif known.guess is None or known.guess.rank != LOOKED_UP:
-                raise ProtocolError(f"{node!r} already has token {guess.token} after it")
-            elif guess.rank == 0 and guess.confidence > known.guess.confidence:
+            elif guess.rank == 0 and known.guess is not None and guess.confidence > known.guess.confidence:
                 known.guess = guess  # the same token, and the likelier way to have come by it
                 self._rescale(known, node.reach * guess.confidence)
         node.is_expanded = True

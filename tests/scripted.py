@@ -355,7 +355,7 @@ class BookkeepingWorker(SimulatedWorker):
         self._is_target = actor == "target"
         self._lines: dict[int | None, ScriptedLine] = {}
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         line, num_committed = self._lines.get(job.session), 0
         if line is not None:
             assert job.session is not None
@@ -365,7 +365,7 @@ class BookkeepingWorker(SimulatedWorker):
         handed = Handed(job, self.clock())
         self.handed.append(handed)
         try:
-            result = await super().run(job)
+            result = await super().run(job, meanwhile=meanwhile)
         except JobError:
             # What a model that failed in the middle of a job holds, nobody knows.
             self._lines.pop(job.session, None)

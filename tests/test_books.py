@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import protocol.books
 from protocol.books import TRANSITIONS, Books, Commit, State
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Open, Proposal, Verdict, Withdraw
+from protocol.messages import Close, Open, Proposal, Rest, Verdict, Withdraw
 from protocol.settings import Settings
 
 SESSION = 7
@@ -57,7 +57,7 @@ def a_round(of: Books, proposed: tuple[int, ...], num_accepted: int, token: int 
 
 def snapshot(of: Books):
     """All of a copy's state but the count of stale messages."""
-    return of.state, of.round, tuple(of.committed), of.outstanding, of.finish_reason
+    return of.state, of.round, tuple(of.committed), of.outstanding, of.finish_reason, of.rests_until
 
 
 def in_state(state: State) -> Books:
@@ -66,6 +66,8 @@ def in_state(state: State) -> Books:
     match state:
         case State.VERIFYING:
             of.propose(proposal(of, 8, 9))
+        case State.RESTING:
+            of.rest(Rest(SESSION, of.round + 2))
         case State.UNDRAFTED:
             of.withdraw(Withdraw(SESSION))
         case State.CLOSED:
@@ -79,6 +81,7 @@ def in_state(state: State) -> Books:
 EVENTS = {
     Proposal: lambda of: of.propose(proposal(of, 8, 9)),
     Verdict: lambda of: of.apply(verdict(of, 0, 5)),
+    Rest: lambda of: of.rest(Rest(SESSION, max(of.round, of.rests_until) + 2)),
     Withdraw: lambda of: of.withdraw(Withdraw(SESSION)),
     Close: lambda of: of.close(Close(SESSION)),
 }
@@ -86,15 +89,18 @@ EVENTS = {
 # What is not in the table and no error all the same, with what each returns and how often it counts.
 DROPPED = {
     (State.VERIFYING, Proposal): (False, 1),
+    (State.RESTING, Proposal): (False, 1),
     (State.UNDRAFTED, Proposal): (False, 1),
     (State.CLOSED, Proposal): (False, 1),
     (State.CLOSED, Verdict): (None, 1),
+    (State.UNDRAFTED, Rest): (False, 0),
+    (State.CLOSED, Rest): (False, 0),
     (State.UNDRAFTED, Withdraw): (None, 0),
     (State.CLOSED, Withdraw): (None, 0),
     (State.CLOSED, Close): (None, 0),
 }
 
-ERRORS = {(State.PROPOSING, Verdict)}
+ERRORS = {(State.PROPOSING, Verdict), (State.VERIFYING, Rest)}
 
 
 def test_every_state_has_an_answer_to_every_message():
@@ -142,19 +148,35 @@ def test_the_docstring_draws_the_table_as_it_is():
 # --- what may not be said -------------------------------------------------------------------------
 
 
+HANDLERS = (
+    (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
+    (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
+)
+
+
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
-def test_another_sessions_or_a_later_rounds_message_is_an_error_in_every_state(state, changes):
-    for handler, message in (
-        (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
-        (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
-    ):
+def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_rounds(state, changes):
+    for handler, message in HANDLERS:
         of = in_state(state)
         before = snapshot(of)
+        if state is State.CLOSED and "session" not in changes:
+            continue
         with pytest.raises(ProtocolError, match="session 7"):
             handler(of, attrs.evolve(message, **changes))
         assert snapshot(of) == before
         assert of.num_stale == 0
+
+
+def test_of_a_closed_session_every_rounds_messages_are_dropped():
+    # In a rest, the target may have been rounds ahead when the drafter's copy was closed.
+    for handler, message in HANDLERS:
+        of = in_state(State.CLOSED)
+        before = snapshot(of)
+        for later in range(4):
+            assert not handler(of, attrs.evolve(message, round=later, start=3 + later))
+        assert snapshot(of) == before
+        assert of.num_stale == 4
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
@@ -266,6 +288,100 @@ def test_a_single_step_that_disagrees_rejects_the_one_token_it_compared():
     of = books()
     commit = a_round(of, (4, 5, 6), 0, 9, single_step=True)
     assert commit == Commit(SESSION, 0, 3, (9,), num_from_draft=0, num_rejected=1, single_step=True)
+
+
+# --- the drafter rests ----------------------------------------------------------------------------
+
+
+def resting(*, num_rounds: int, **changes) -> Books:
+    of = books(**changes)
+    assert of.rest(Rest(SESSION, num_rounds))
+    return of
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 5])
+def test_a_rest_leaves_so_many_rounds_to_the_target_and_then_it_is_the_drafters_turn(num_rounds):
+    of = resting(num_rounds=num_rounds)
+    for i in range(num_rounds):
+        assert of.state is State.RESTING
+        commit = of.apply(verdict(of, 0, 4 + i))
+        assert commit == Commit(SESSION, round=i, start=3 + i, tokens=(4 + i,), num_from_draft=0, resting=True)
+    assert of.state is State.PROPOSING
+    assert a_round(of, (4, 5), 2, 6).round == num_rounds
+
+
+def test_a_rest_may_be_prolonged_while_it_lasts():
+    of = resting(num_rounds=2)
+    of.apply(verdict(of, 0, 4))
+    assert of.rest(Rest(SESSION, 4))
+    states = []
+    for token in (5, 6, 7):
+        of.apply(verdict(of, 0, token))
+        states.append(of.state)
+    assert states == [State.RESTING, State.RESTING, State.PROPOSING]
+
+
+def test_a_rest_that_is_prolonged_too_late_is_another_rest():
+    # The drafter said it when the last round of its rest was still to come; here that round is over.
+    of = resting(num_rounds=1)
+    of.apply(verdict(of, 0, 4))
+    assert of.state is State.PROPOSING
+    assert of.rest(Rest(SESSION, 3))
+    of.apply(verdict(of, 0, 5))
+    assert of.state is State.RESTING
+    of.apply(verdict(of, 0, 6))
+    assert of.state is State.PROPOSING
+
+
+@pytest.mark.parametrize("until", [1, 2, 3])
+def test_a_rest_is_never_cut_short(until):
+    of = resting(num_rounds=3)
+    before = snapshot(of)
+    assert not of.rest(Rest(SESSION, until))
+    assert snapshot(of) == before
+
+
+@pytest.mark.parametrize("state", [State.PROPOSING, State.VERIFYING, State.RESTING])
+@pytest.mark.parametrize("rounds_ago", [0, 1])
+def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
+    of = in_state(state)
+    before = snapshot(of)
+    assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
+    assert snapshot(of) == before
+
+
+def test_a_proposal_for_a_round_that_was_left_to_the_target_is_dropped():
+    of = resting(num_rounds=2)
+    assert not of.propose(proposal(of, 8, 9))
+    assert of.outstanding is None
+    with pytest.raises(ProtocolError, match="accepts more than the 0 tokens"):
+        of.apply(verdict(of, 1, 5))
+
+
+def test_a_drafter_may_leave_in_a_rest_which_then_has_no_end():
+    of = resting(num_rounds=2)
+    of.withdraw(Withdraw(SESSION))
+    for token in (4, 5, 6):
+        of.apply(verdict(of, 0, token))
+        assert of.state is State.UNDRAFTED
+
+
+def test_a_session_may_be_closed_in_a_rest():
+    of = resting(num_rounds=2)
+    of.close(Close(SESSION))
+    assert (of.state, of.finish_reason) == (State.CLOSED, None)
+    assert of.apply(verdict(of, 0, 5)) is None
+
+
+@pytest.mark.parametrize("num_rounds", [2, 3, 9])
+def test_a_text_may_end_in_a_rest_or_with_its_last_round(num_rounds):
+    for bounds, finish_reason in (({"stop_tokens": {5}}, "stop"), ({"max_tokens": 2}, "length")):
+        of = resting(num_rounds=num_rounds, **bounds)
+        of.apply(verdict(of, 0, 4))
+        commit = of.apply(verdict(of, 0, 5))
+        assert commit is not None
+        assert commit.finish_reason == of.finish_reason == finish_reason
+        assert of.state is State.CLOSED
 
 
 # --- the drafter leaves ---------------------------------------------------------------------------
@@ -461,9 +577,9 @@ class TwoCopies(RuleBasedStateMachine):
         )
         self.drafter, self.target = Books(begun), Books(begun)
         self.text = text
-        self.to_target: deque[Proposal | Withdraw] = deque()
+        self.to_target: deque[Proposal | Rest | Withdraw] = deque()
         self.to_drafter: deque[Verdict] = deque()
-        self.arrived: list[tuple[Books, Proposal | Verdict | Withdraw]] = []
+        self.arrived: list[tuple[Books, Proposal | Rest | Verdict | Withdraw]] = []
         self.late = {"drafter": 0, "target": 0}
         self.commits: list[Commit] = []
         self.is_closed_from_outside = False
@@ -497,6 +613,15 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.drafter.propose(message)
         self.to_target.append(message)
 
+    @precondition(lambda self: self.drafter.state in (State.PROPOSING, State.RESTING))
+    @rule(num_rounds=st.integers(1, 4))
+    def rest(self, num_rounds):
+        # Also in a rest: whether the target is still in it when it hears that it is longer is up to the wire.
+        message = Rest(SESSION, max(self.drafter.round, self.drafter.rests_until) + num_rounds)
+        assert self.drafter.rest(message)
+        assert self.drafter.state is State.RESTING
+        self.to_target.append(message)
+
     @precondition(lambda self: not self.has_withdrawn)
     @rule(overtakes=st.booleans())
     def withdraw(self, overtakes):
@@ -512,7 +637,7 @@ class TwoCopies(RuleBasedStateMachine):
 
     # What the target does.
 
-    @precondition(lambda self: self.target.state in (State.VERIFYING, State.UNDRAFTED))
+    @precondition(lambda self: self.target.state in (State.VERIFYING, State.RESTING, State.UNDRAFTED))
     @rule(single_step=st.booleans())
     def verify(self, single_step):
         start, outstanding = self.target.next_position, self.target.outstanding
@@ -524,10 +649,11 @@ class TwoCopies(RuleBasedStateMachine):
         if single_step and num_accepted:
             token = None
         message = verdict(self.target, num_accepted, token, single_step=single_step)
+        is_awaited = self.target.state is not State.UNDRAFTED
         commit = self.target.apply(message)
         assert commit is not None
         self.commits.append(commit)
-        if outstanding is not None:
+        if is_awaited:
             self.to_drafter.append(message)
 
     # What the wire does.
@@ -542,13 +668,15 @@ class TwoCopies(RuleBasedStateMachine):
     def deliver_to_drafter(self):
         self.deliver(self.drafter, self.to_drafter.popleft())
 
-    def deliver(self, to: Books, message: Proposal | Verdict | Withdraw) -> None:
+    def deliver(self, to: Books, message: Proposal | Rest | Verdict | Withdraw) -> None:
         """The first arrival of a message."""
         if isinstance(message, Withdraw):
             on_the_table = to.outstanding
             to.withdraw(message)
             assert to.outstanding is on_the_table
             assert to.state in (State.UNDRAFTED, State.CLOSED)
+        elif isinstance(message, Rest):
+            assert to.rest(message) is (to.state not in (State.UNDRAFTED, State.CLOSED))
         else:
             is_late = to.state is State.CLOSED or (isinstance(message, Proposal) and to.state is State.UNDRAFTED)
             assert bool(hear(to, message)) is not is_late
@@ -562,6 +690,8 @@ class TwoCopies(RuleBasedStateMachine):
         before = snapshot(to)
         if isinstance(message, Withdraw):
             to.withdraw(message)
+        elif isinstance(message, Rest):
+            assert not to.rest(message)
         else:
             assert not hear(to, message)
             self.late["target" if to is self.target else "drafter"] += 1
@@ -606,9 +736,16 @@ class TwoCopies(RuleBasedStateMachine):
                 assert of.state is not State.VERIFYING
 
     @invariant()
-    def at_most_one_round_apart(self):
-        if self.drafter is not None and not self.has_withdrawn and not self.is_closed_from_outside:
-            assert self.target.round - self.drafter.round in (0, 1)
+    def the_target_is_no_further_than_the_drafter_let_it_go(self):
+        if self.drafter is None or self.has_withdrawn or self.is_closed_from_outside:
+            return
+        match self.drafter.state:
+            case State.PROPOSING:
+                assert self.target.round == self.drafter.round
+            case State.VERIFYING:
+                assert self.target.round - self.drafter.round in (0, 1)
+            case State.RESTING:
+                assert self.drafter.round <= self.target.round <= self.drafter.rests_until
 
     def teardown(self) -> None:
         if self.drafter is None:
@@ -622,7 +759,8 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.target.committed == [*PROMPT, *self.whole]
         assert (self.target.state, self.target.finish_reason) == (State.CLOSED, self.finish_reason)
         if not self.has_withdrawn:
-            assert snapshot(self.drafter) == snapshot(self.target)
+            # But for a rest that the drafter wished for after the end.
+            assert snapshot(self.drafter)[:-1] == snapshot(self.target)[:-1]
 
     def run_to_the_end(self) -> None:
         """Let both go on, undisturbed, while there is anything to do."""
@@ -631,7 +769,7 @@ class TwoCopies(RuleBasedStateMachine):
                 self.deliver_to_target()
             while self.to_drafter:
                 self.deliver_to_drafter()
-            if self.target.state in (State.VERIFYING, State.UNDRAFTED):
+            if self.target.state in (State.VERIFYING, State.RESTING, State.UNDRAFTED):
                 self.verify(single_step=False)
             elif self.target.state is self.drafter.state is State.PROPOSING:
                 self.propose(num_right=1, wrong=[0])

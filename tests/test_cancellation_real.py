@@ -24,7 +24,8 @@ import runtime
 from protocol.trace import Event, Instant, Span
 
 PROMPT = tuple(prompt_of(33))
-CHUNKED = {"prefill_step_size": 8}
+# A lookahead of its own choice might leave such small models undrafted, and nothing would hit or miss.
+SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 
 EVENTS = [
     (Instant, "target", "open"),
@@ -111,7 +112,7 @@ def outrider_threads() -> list[str]:
 
 
 async def the_next_text_is_right(rt: runtime.Runtime) -> None:
-    completion = await rt.generate(PROMPT, max_tokens=12, **CHUNKED)
+    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
     assert [token.id for token in completion.tokens] == text(12)
     assert completion.statistics.draft_failures == 0
 
@@ -130,7 +131,7 @@ def nothing_is_left(trigger: Trigger) -> None:
 async def by_scope(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
     with trio.CancelScope() as scope:
         arm(scope.cancel)
-        async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+        async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
             pass
     assert scope.cancelled_caught
 
@@ -142,7 +143,7 @@ async def by_timeout(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], 
             scope.deadline = -math.inf
 
         arm(expire)
-        async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+        async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
             pass
     assert scope.cancelled_caught
 
@@ -150,7 +151,7 @@ async def by_timeout(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], 
 async def by_aclose(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
     struck = trio.Event()
     arm(struck.set)
-    stream = rt.stream(PROMPT, max_tokens=400, **CHUNKED)
+    stream = rt.stream(PROMPT, max_tokens=400, **SETTINGS)
     await struck.wait()
     await stream.aclose()
     await stream.aclose()
@@ -161,14 +162,14 @@ async def by_aclose(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], N
 async def by_leaving(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
     struck = trio.Event()
     arm(struck.set)
-    async with rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+    async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
         await struck.wait()
 
 
 async def by_break(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
     struck = trio.Event()
     arm(struck.set)
-    async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+    async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
         if struck.is_set():
             break
 
@@ -176,7 +177,7 @@ async def by_break(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], No
 async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
     struck = trio.Event()
     arm(struck.set)
-    stream = rt.stream(PROMPT, max_tokens=400, **CHUNKED)
+    stream = rt.stream(PROMPT, max_tokens=400, **SETTINGS)
     await struck.wait()
     del stream
     gc.collect()
@@ -239,7 +240,7 @@ async def test_cancelling_when_the_text_is_over_already(event: Kind) -> None:
                 struck.set()
 
             trigger.at(event, strike)
-            tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **CHUNKED)]
+            tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **SETTINGS)]
             # What was given before is right; with the text over, nothing more can be cut off.
             assert tokens == text(6)
             await trio.sleep_forever()
@@ -385,7 +386,7 @@ async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str,
             held.hold()
         else:
             trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
-        async with rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+        async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
             await held.is_in()
         # Here the consumer is back, and the forward pass has not moved.
         assert outrider_threads() != []
@@ -410,7 +411,7 @@ async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str
             with scope:
                 async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
                     trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
-                    async for _ in rt.stream(PROMPT, max_tokens=400, **CHUNKED):
+                    async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
                         pass
             left.set()
 

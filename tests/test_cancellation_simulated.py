@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from scripted import (
@@ -327,7 +328,8 @@ async def test_a_cancelled_stream_has_counted_the_tokens_it_gave(autojump_clock:
         await trio.sleep(100)
         assert statistics.generated_tokens == 4
         assert statistics.accepted == sum(token.from_draft for token in given)
-        assert stream.statistics() == statistics
+        # But for the prices, which are the runtime's, and of which the last jobs to end still have something to say.
+        assert attrs.evolve(stream.statistics(), estimates=statistics.estimates) == statistics
         assert simulation.runtime.statistics().generated_tokens == 4
 
 

@@ -87,9 +87,12 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
                 if lookahead == 0:
                     assert statistics.proposed == 0
                 elif drafter == "right":
-                    assert statistics.accepted == statistics.proposed > 0
+                    assert statistics.rejected == 0
                 elif drafter == "wrong":
-                    assert statistics.accepted == 0 < statistics.proposed
+                    assert statistics.accepted == 0
+                # What the rules make of such small models is up to the machine's clock.
+                if lookahead not in (0, "auto"):
+                    assert statistics.proposed > 0
         if drafter == "near":
             # Otherwise the mixture of acceptances and rejections that it is there for did not happen.
             assert 0.2 < rt.statistics().acceptance_rate < 0.9
@@ -160,7 +163,8 @@ async def test_a_target_with_padding_rows_that_the_drafter_lacks(lookahead: Any)
     target, draft = Padded(family("llama"), 16), near(family("llama"), noise=0.05)
     completion = await complete(target, draft, prompt, max_tokens=20, lookahead=lookahead)
     assert ids(completion) == family_text("llama", tuple(prompt), 20)
-    assert completion.statistics.accepted > 0
+    if lookahead != "auto":
+        assert completion.statistics.accepted > 0
 
 
 class Tempting(Padded):
@@ -176,7 +180,9 @@ async def test_padding_rows_of_the_drafter_are_not_drafted_however_likely(lookah
     completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=lookahead)
     assert ids(completion) == family_text("llama", tuple(prompt), 20)
     # Without its padding it is the target itself.
-    assert completion.statistics.acceptance_rate == 1
+    assert completion.statistics.rejected == 0
+    if lookahead != "auto":
+        assert completion.statistics.accepted > 0
 
 
 class OnlyItsOwnIds(Wrapped):
@@ -223,8 +229,12 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
     # Trimmed while that was possible, and then restored from checkpoints.
     assert statistics.n1_rounds == 0
     if drafter == "right":
-        assert statistics.acceptance_rate == 1
-        assert statistics.replayed_tokens == 0
+        assert statistics.rejected == statistics.replayed_tokens == 0
+    # How much the rules propose between models as small as these is up to the machine's clock.
+    if lookahead == "auto":
+        return
+    if drafter == "right":
+        assert statistics.accepted > 0
     if drafter == "wrong":
         assert statistics.replayed_tokens > 0
 
@@ -250,7 +260,8 @@ async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_th
     assert ids(completion) == greedy(full, prompt, 72)
     assert completion.statistics.n1_rounds == 0
     assert completion.statistics.draft_failures == 0
-    assert completion.statistics.accepted > 0
+    if lookahead != "auto":
+        assert completion.statistics.accepted > 0
 
 
 @pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
@@ -264,13 +275,22 @@ async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: st
             completion = await rt.generate(prompt, max_tokens=40, lookahead=lookahead)
             assert ids(completion) == greedy(target, prompt, 40)
             statistics = completion.statistics
+            assert statistics.draft_failures == 0
             if rewind == "none":
-                # The last token cannot be followed by a verdict's own, so nothing is proposed for it.
-                assert statistics.n1_rounds == statistics.proposed == statistics.rounds - 1 == 39
+                assert statistics.n1_rounds == statistics.proposed
+                assert statistics.rounds == 40
             else:
                 assert statistics.n1_rounds == 0
+            if drafter == "right":
+                assert statistics.rejected == statistics.replayed_tokens == 0
+            # How much the rules propose between models as small as these is up to the machine's clock.
+            if lookahead == "auto":
+                continue
+            if rewind == "none":
+                # The last token cannot be followed by a verdict's own, so nothing is proposed for it.
+                assert statistics.proposed == 39
+            else:
                 assert (statistics.replayed_tokens > 0) == (drafter != "right")
-            assert statistics.draft_failures == 0
             if drafter == "right":
                 assert statistics.acceptance_rate == 1
             elif drafter == "near":
@@ -286,7 +306,9 @@ async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> 
     completion = await complete(target, draft, prompt, max_tokens=40, lookahead=lookahead)
     assert ids(completion) == greedy(draft, prompt, 40)
     assert completion.statistics.draft_failures == 0
-    assert completion.statistics.acceptance_rate == 1
+    assert completion.statistics.rejected == 0
+    if lookahead != "auto":
+        assert completion.statistics.accepted > 0
 
 
 class Echo(Wrapped):
@@ -344,7 +366,10 @@ async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(lookahead: 
     draft = Watched(DRAFTERS[drafter](family("llama"), llama))
     completion = await complete(target, draft, prompt, max_tokens=24, lookahead=lookahead, rewind="none")
     assert ids(completion) == family_text("llama", tuple(prompt), 24)
-    assert completion.statistics.n1_rounds == 23
+    assert completion.statistics.n1_rounds == completion.statistics.proposed
+    assert completion.statistics.rounds == 24
+    if lookahead != "auto":
+        assert completion.statistics.proposed == 23
     assert target.given_up == draft.given_up == []
 
 

@@ -23,12 +23,13 @@ from scripted import (
     truthful,
 )
 
+from protocol.settings import MAX_LOOKAHEAD
 from runtime.engine import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 VERIFY = 32.0
 PREFILL = 4.0
-SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7), "auto": (2, 4)}
+SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7)}
 """For each lookahead, the size of the first proposal and of the others, where every guess is right."""
 
 
@@ -97,13 +98,43 @@ async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -
     assert {sum(v.began <= d.began < v.ended for d in drafts) for v in verifies[2:-3]} == {SIZES[lookahead][1] + 1}
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
-async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: Any, autojump_clock: Any) -> None:
+@pytest.mark.parametrize("draft_price", [0.25, 1.0, 4.0])
+async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_lets_the_target_wait(
+    draft_price: float, autojump_clock: Any
+) -> None:
+    price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=80)
+    verifies, drafts = simulation.spans("target", "verify"), simulation.spans("draft", "draft")
+    assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
+    # Only for the first proposal did it wait, and it got no less out of a round than a lookahead of 4 had.
+    assert verifies[0].began == PREFILL + simulation.instants("proposal")[0].num_tokens * draft_price
+    assert len(verifies) <= 80 / 5 + 1
+    assert completion.statistics.lookahead_misses == completion.statistics.rejected == 0
+    first = simulation.instants("proposal")[0].num_tokens
+    assert all(verifies[0].began <= draft.began for draft in drafts[first:])
+
+
+async def test_by_itself_a_drafter_rests_once_it_is_far_enough_ahead(autojump_clock: Any) -> None:
+    price = priced(draft=1.0, verify=1024.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=1000)
+        await trio.sleep(500)
+        # A whole proposal, the token after it, and another whole one are the most that can be asked for next.
+        num_drafts = len(simulation.spans("draft", "draft"))
+        assert 8 < num_drafts <= 2 * MAX_LOOKAHEAD + 1
+        await trio.sleep(500)
+        assert len(simulation.spans("draft", "draft")) == num_drafts
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8])
+async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: int, autojump_clock: Any) -> None:
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=lookahead)
         await trio.sleep(1000)
-        horizon = 2 * (4 if lookahead == "auto" else lookahead) + 1
+        horizon = 2 * lookahead + 1
         assert len(simulation.spans("draft", "draft")) == horizon
         await stream.aclose()
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.books import Commit
+from protocol.prices import Estimates
 from protocol.statistics import Counts, Statistics
 
 
@@ -23,9 +24,20 @@ def given_all(*commits: Commit) -> Counts:
     return counts
 
 
+ESTIMATES = Estimates(
+    verify_seconds=0.5,
+    verify_seconds_per_token=0.125,
+    draft_seconds=0.0625,
+    contention=0.25,
+    plain_seconds=0.5625,
+    tokens_per_second=4.0,
+    acceptance=0.75,
+)
+
+
 def snapshot(counts: Counts, **changes) -> Statistics:
     times = {"elapsed": 4.0, "generation_seconds": 2.0, "time_to_first_token": 0.5, "peak_memory": 1000}
-    return counts.snapshot(**times | changes)
+    return counts.snapshot(**times | {"estimates": ESTIMATES} | changes)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -48,6 +60,16 @@ def test_plain_decoding_counts_no_proposals():
 def test_a_single_step_round_is_counted_among_the_rounds_too():
     counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
     assert counts == Counts(generated_tokens=2, accepted=1, rejected=1, rounds=2, n1_rounds=2)
+
+
+def test_a_round_that_was_left_to_the_target_is_counted_among_the_rounds_too():
+    counts = given_all(commit(4, resting=True), commit(5, num_rejected=1), commit(6, resting=True))
+    assert counts == Counts(generated_tokens=3, rejected=1, rounds=3, resting_rounds=2)
+
+
+def test_a_step_that_settles_a_replay_is_no_fallback():
+    counts = given_all(commit(4, num_from_draft=1, single_step=True, settles=True))
+    assert counts == Counts(generated_tokens=1, accepted=1, rounds=1, settling_rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +138,7 @@ def test_a_snapshot_carries_every_count_and_its_times():
     taken = snapshot(Counts(**numbers))
     assert {name: getattr(taken, name) for name in numbers} == numbers
     assert (taken.elapsed, taken.time_to_first_token, taken.peak_memory) == (4.0, 0.5, 1000)
+    assert taken.estimates is ESTIMATES
 
 
 def test_a_snapshot_is_frozen_and_stays_as_it_was():

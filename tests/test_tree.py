@@ -1,7 +1,8 @@
-"""The lookahead tree against a model of plain paths, and the policy that grows it and proposes from it."""
+"""The lookahead tree against a model of plain paths."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol.errors import ProtocolError
-from protocol.lookahead import AUTO_AFTER_MISS, AUTO_MOST, Lookahead, lookahead_for
+from protocol.randomness import further
 from protocol.tree import Guess, LookaheadTree, Node
 
 ROOT, POSITION = 100, 9
@@ -71,13 +72,38 @@ def test_reach_is_the_product_of_the_confidences_from_the_root():
     assert at(tree, 5, 6).reach == pytest.approx(0.1 * 0.8)
 
 
-def test_the_chain_takes_the_likeliest_child_at_every_fork():
-    assert tokens_of(tree_of(*FORKED).chain()) == [1, 2, 3]
-    assert tokens_of(tree_of(((5, 0.1),), ((1, 0.9), (4, 0.3)), ((1, 0.9), (2, 0.5))).chain()) == [1, 2]
+def test_an_expansion_puts_the_choice_and_its_runners_up_after_a_node():
+    tree = LookaheadTree(ROOT, POSITION)
+    choice = tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
+    assert choice is tree.root.choice is at(tree, 3)
+    assert {child.token: child.reach for child in tree.root.children.values()} == {3: 0.5, 7: 0.3, 5: 0.1}
+    assert all(child.parent is tree.root for child in tree.root.children.values())
+    assert tokens_of(tree.frontier()) == [3, 7, 5]
 
 
-def test_among_equals_the_chain_takes_the_first_drafted():
-    assert tokens_of(tree_of(((8, 0.5),), ((3, 0.5),)).chain()) == [8]
+def test_the_chain_follows_the_choices_also_where_a_correction_is_likelier():
+    tree = LookaheadTree(ROOT, POSITION)
+    node = tree.expand(tree.root, Guess(3, 0.2), Guess(7, 0.7, rank=1))
+    tree.expand(at(tree, 7), Guess(8, 1.0))
+    tree.expand(node, Guess(4, 0.1), Guess(9, 0.9, rank=1))
+    assert tokens_of(tree.chain()) == [3, 4]
+
+
+def test_the_chain_goes_on_from_a_correction_that_came_true():
+    tree = LookaheadTree(ROOT, POSITION)
+    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1))
+    tree.expand(at(tree, 7), Guess(8, 0.9), Guess(6, 0.05, rank=1))
+    assert tree.advance([7]) is True
+    assert tokens_of(tree.chain()) == [8]
+    assert tree.root.reach == 1.0
+
+
+def test_there_is_no_chain_below_corrections_alone():
+    tree = LookaheadTree(ROOT, POSITION)
+    assert tree.root.choice is None
+    tree.expand(tree.root, Guess(7, 0.3, rank=1))
+    assert tree.root.choice is None
+    assert tree.chain() == []
 
 
 def test_the_frontier_is_the_leaves_likeliest_first():
@@ -149,6 +175,82 @@ def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
     assert second.guess.probs is probs
 
 
+# --- trails ---------------------------------------------------------------------------------------
+
+
+def trail_of(tokens: list[int]) -> int:
+    trail = 0
+    for token in tokens:
+        trail = further(trail, token)
+    return trail
+
+
+def test_a_trail_is_that_of_the_text_from_the_first_root_on():
+    tree = tree_of(*FORKED)
+    assert tree.root.trail == trail_of([ROOT])
+    assert at(tree, 1, 2, 3).trail == trail_of([ROOT, 1, 2, 3])
+
+
+@given(
+    verdicts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=5),
+    drafted=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=6, max_size=6),
+)
+@deterministic
+def test_equal_texts_have_equal_trails_by_hit_and_by_miss(verdicts, drafted):
+    """Whatever was drafted on the way, and in however many steps it was committed."""
+    tree, text = LookaheadTree(ROOT, POSITION), [ROOT]
+    for verdict, path in zip([*verdicts, []], drafted, strict=False):
+        node = tree.root
+        for token in path:
+            node = node.children.get(token) or tree.expand(node, Guess(token, 0.5))
+        assert tree.root.trail == trail_of(text)
+        assert node.trail == trail_of(text + path)
+        if verdict:
+            tree.advance(verdict)
+            text += verdict
+
+
+def test_different_texts_have_different_trails():
+    texts = [list(text) for length in range(7) for text in itertools.product(range(4), repeat=length)]
+    assert len({trail_of(text) for text in texts}) == len(texts)
+
+
+# --- what became of guesses -----------------------------------------------------------------------
+
+
+def forked_by_choice() -> LookaheadTree:
+    """3, or else 7 or 5; after 3 comes 4, or else 9; after 7 comes 8."""
+    tree = LookaheadTree(ROOT, POSITION)
+    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
+    tree.expand(at(tree, 3), Guess(4, 0.6), Guess(9, 0.2, rank=1))
+    tree.expand(at(tree, 7), Guess(8, 0.9))
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("committed", "expected"),
+    [
+        ([3], [(0, 3, True), (0, 7, False), (0, 5, False)]),
+        ([3, 4], [(0, 3, True), (0, 7, False), (0, 5, False), (1, 4, True), (1, 9, False)]),
+        ([3, 9, 1], [(0, 3, True), (0, 7, False), (0, 5, False), (1, 4, False), (1, 9, True)]),
+        ([7, 2], [(0, 3, False), (0, 7, True), (0, 5, False), (1, 8, False)]),
+        ([5, 2, 4], [(0, 3, False), (0, 7, False), (0, 5, True)]),
+        # Of what hangs off another branch, nothing is known.
+        ([1, 4], [(0, 3, False), (0, 7, False), (0, 5, False)]),
+    ],
+)
+def test_every_guess_along_a_text_was_right_or_wrong(committed, expected):
+    tree = forked_by_choice()
+    assert [(i, guess.token, was_right) for i, guess, was_right in tree.outcomes(committed)] == expected
+
+
+def test_where_nothing_was_guessed_nothing_was_right_or_wrong():
+    assert list(LookaheadTree(ROOT, POSITION).outcomes([1, 2, 3])) == []
+
+
+# --- any tree -------------------------------------------------------------------------------------
+
+
 class AgainstPaths(RuleBasedStateMachine):
     """The tree does what a dictionary from paths to confidences does."""
 
@@ -160,16 +262,28 @@ class AgainstPaths(RuleBasedStateMachine):
         self.dropped: list[Node] = []
         self.position = POSITION
 
-    @rule(data=st.data(), token=st.integers(0, 3), confidence=st.floats(0, 1))
-    def expand(self, data, token, confidence):
+    @rule(
+        data=st.data(),
+        guesses=st.lists(
+            st.builds(Guess, st.integers(0, 3), st.floats(0, 1), rank=st.integers(0, 2)),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda guess: guess.token,
+        ),
+    )
+    def expand(self, data, guesses):
         path = data.draw(st.sampled_from(sorted(self.nodes)))
-        guess = Guess(token, confidence)
-        if (*path, token) in self.nodes:
-            with pytest.raises(ProtocolError, match="already has token"):
-                self.tree.expand(self.nodes[path], guess)
+        taken = [guess.token for guess in guesses if (*path, guess.token) in self.nodes]
+        if taken:
+            with pytest.raises(ProtocolError, match=f"already has token {taken[0]}"):
+                self.tree.expand(self.nodes[path], *guesses)
+            # None of them, and not those before the one that was refused.
+            guesses = []
         else:
-            self.nodes[*path, token] = self.tree.expand(self.nodes[path], guess)
-            self.confidences[*path, token] = confidence
+            assert self.tree.expand(self.nodes[path], *guesses).token == guesses[0].token
+        for guess in guesses:
+            self.nodes[*path, guess.token] = self.nodes[path].children[guess.token]
+            self.confidences[*path, guess.token] = guess.confidence
 
     @precondition(lambda self: self.dropped)
     @rule(data=st.data(), token=st.integers(0, 3))
@@ -226,131 +340,13 @@ class AgainstPaths(RuleBasedStateMachine):
         assert [n.reach for n in frontier] == sorted((n.reach for n in leaves), reverse=True)
 
     @invariant()
-    def the_chain_goes_down_to_a_leaf_by_the_likeliest(self):
+    def the_chain_goes_down_by_the_choices(self):
         node = self.tree.root
-        for following in self.tree.chain():
-            assert following.parent is node
-            assert following.reach == max(child.reach for child in node.children.values())
+        for following in [*self.tree.chain(), None]:
+            choices = [child for child in node.children.values() if child.guess.rank == 0]
+            assert (choices or [None])[0] is following is node.choice
             node = following
-        assert not node.children
 
 
 TestAgainstPaths = AgainstPaths.TestCase
 TestAgainstPaths.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=30)
-
-
-# --- the policy -----------------------------------------------------------------------------------
-
-
-def chain_of(length: int) -> LookaheadTree:
-    return tree_of(tuple((i, 0.5) for i in range(length)))
-
-
-def test_auto_sends_early_and_takes_along_what_lies_ready():
-    assert lookahead_for("auto") == Lookahead(enough=AUTO_AFTER_MISS, most=AUTO_MOST)
-    assert 1 <= AUTO_AFTER_MISS <= AUTO_MOST
-
-
-@pytest.mark.parametrize("setting", [0, 1, 5, 64])
-def test_a_number_is_a_proposals_length(setting):
-    assert lookahead_for(setting) == Lookahead(enough=setting, most=setting)
-
-
-def test_lookahead_zero_proposes_nothing_at_once():
-    assert lookahead_for(0).proposal(chain_of(0), 10, can_grow=True) == []
-    assert lookahead_for(0).proposal(chain_of(3), 10, can_grow=True) == []
-
-
-def policies():
-    return st.integers(0, 6).flatmap(lambda most: st.builds(Lookahead, enough=st.integers(0, most), most=st.just(most)))
-
-
-@given(policy=policies(), ready=st.integers(0, 9), limit=st.integers(0, 9), can_grow=st.booleans())
-@deterministic
-def test_a_proposal_waits_only_while_more_can_come_and_is_of_use(policy, ready, limit, can_grow):
-    tree = chain_of(ready)
-    proposed = policy.proposal(tree, limit, can_grow=can_grow)
-    if can_grow and ready < policy.enough and ready < limit:
-        assert proposed is None
-    else:
-        assert proposed == tree.chain()[: min(ready, policy.most, limit)]
-
-
-@given(policy=policies(), reach_limit=st.integers(0, 20), ready=st.integers(0, 20))
-@deterministic
-def test_a_chain_is_drafted_as_far_as_it_is_of_use(policy, reach_limit, ready):
-    tree = chain_of(ready)
-    for token in range(ready, 40):
-        node = policy.expansion(tree, reach_limit)
-        if node is None:
-            break
-        assert node is (tree.chain() or [tree.root])[-1]
-        tree.expand(node, Guess(token, 0.5))
-    assert len(tree.chain()) == max(ready, min(reach_limit, policy.horizon))
-
-
-@given(policy=policies().filter(lambda policy: policy.most > 0))
-@deterministic
-def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
-    # With every guess right the verdict commits a whole proposal and one token more.
-    tree = chain_of(policy.horizon)
-    assert policy.expansion(tree, 100) is None
-    proposed = policy.proposal(tree, 100, can_grow=True)
-    assert proposed is not None
-    tree.advance(range(len(proposed) + 1))
-    following = policy.proposal(tree, 100, can_grow=True)
-    assert following is not None
-    assert len(following) == policy.most
-
-
-def test_the_likeliest_leaf_that_is_not_too_deep_is_drafted_after_first():
-    tree = tree_of(*FORKED)
-    policy = Lookahead(enough=2, most=4)
-    assert policy.expansion(tree, 100) is at(tree, 1, 4)
-    assert policy.expansion(tree, 3) is at(tree, 1, 4)
-    tree.expand(at(tree, 1, 4), Guess(7, 0.99))
-    assert policy.expansion(tree, 3) is at(tree, 5, 6)
-    assert policy.expansion(tree, 2) is None
-
-
-guesses = st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1)), max_size=12)
-
-
-@given(policy=policies(), one=guesses, other=guesses, limit=st.integers(0, 14), can_grow=st.booleans())
-@deterministic
-def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, limit, can_grow):
-    length = min(len(one), len(other))
-    trees = [tree_of(tuple(drawn[:length])) for drawn in (one, other)]
-    proposals = [policy.proposal(tree, limit, can_grow=can_grow) for tree in trees]
-    expansions = [policy.expansion(tree, limit) for tree in trees]
-    assert (
-        len({None if p is None else tuple(tree.depth(n) for n in p) for tree, p in zip(trees, proposals, strict=True)})
-        == 1
-    )
-    assert len({None if node is None else node.position for node in expansions}) == 1
-
-
-@given(
-    shape=st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=10),
-    labels=st.permutations(range(10)),
-    policy=policies(),
-    limit=st.integers(0, 8),
-    can_grow=st.booleans(),
-)
-@deterministic
-def test_decisions_over_branches_do_not_depend_on_the_tokens_drawn(shape, labels, policy, limit, can_grow):
-    decisions = []
-    for names in (range(10), labels):
-        tree = LookaheadTree(ROOT, POSITION)
-        nodes = [tree.root]
-        for name, (parent, confidence) in zip(names, shape, strict=False):
-            nodes.append(tree.expand(nodes[parent % len(nodes)], Guess(name, confidence)))
-        proposed = policy.proposal(tree, limit, can_grow=can_grow)
-        expanded = policy.expansion(tree, limit)
-        decisions.append(
-            (
-                None if proposed is None else [nodes.index(node) for node in proposed],
-                None if expanded is None else nodes.index(expanded),
-            )
-        )
-    assert decisions[0] == decisions[1]
