@@ -12,7 +12,7 @@ import trio
 from actors.model import Model
 from actors.session import Session
 from actors.worker import Worker
-from protocol.books import Books, State
+from protocol.books import Books, Commit, State
 from protocol.errors import OutriderError
 from protocol.held import Held
 from protocol.messages import Close, Message
@@ -49,23 +49,21 @@ class Part(ABC):
 
 
 class Actor(ABC, Generic[S]):
-    """A model, its worker, its mailbox, and one task a session."""
+    """A mailbox, and one task a session."""
 
     name: ActorName
 
-    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None], prices: Prices) -> None:
+    def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         """An actor that does nothing until `serve` runs.
 
         Args:
-            model: lives on the worker's thread.
-            worker: does the forward passes, for all sessions in turn.
             on_event: called with each decision; see `protocol.trace`.
             prices: of the runtime, kept by both actors.
+            clock: seconds, by which decisions are timed.
         """
-        self.model = model
-        self.worker = worker
         self._on_event = on_event
         self.prices = prices
+        self._clock = clock
         # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
         # So sending never waits, and the two actors cannot wait for each other's mailboxes.
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
@@ -99,7 +97,7 @@ class Actor(ABC, Generic[S]):
         assert self._nursery is not None, "serve() is not running"
         part = self._join(session)
         self._parts[part.id] = part
-        self._note(part, "open", num_tokens=len(session.opened.prompt))
+        self._note(part, "open", num_tokens=len(session.opened.prompt), tokens=session.opened.prompt)
         self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
 
     def close_session(self, message: Close) -> None:
@@ -118,6 +116,11 @@ class Actor(ABC, Generic[S]):
         finally:
             del self._parts[part.id]
 
+    @property
+    @abstractmethod
+    def busy_seconds(self) -> float:
+        """Time spent on jobs so far."""
+
     @abstractmethod
     def _join(self, session: Session) -> S:
         """Make this actor's part in a session."""
@@ -126,6 +129,35 @@ class Actor(ABC, Generic[S]):
     async def _take_part(self, part: S) -> None:
         """Play the part to its end."""
 
-    def _note(self, part: S, kind: InstantKind, *, round: int | None = None, num_tokens: int = 0) -> None:
+    def _note(
+        self,
+        part: S,
+        kind: InstantKind,
+        *,
+        round: int | None = None,
+        num_tokens: int = 0,
+        tokens: tuple[int, ...] = (),
+        commit: Commit | None = None,
+    ) -> None:
         round = part.books.round if round is None else round
-        self._on_event(Instant(self.name, kind, part.id, self.worker.clock(), round, num_tokens))
+        self._on_event(Instant(self.name, kind, part.id, self._clock(), round, num_tokens, tokens, commit))
+
+
+class ModelActor(Actor[S]):
+    """An actor with a model, and a worker for it."""
+
+    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None], prices: Prices) -> None:
+        """As `Actor`, and:
+
+        Args:
+            model: lives on the worker's thread.
+            worker: does the forward passes, for all sessions in turn.
+        """
+        super().__init__(on_event, prices, worker.clock)
+        self.model = model
+        self.worker = worker
+
+    @property
+    def busy_seconds(self) -> float:
+        """See `Worker.busy_seconds`."""
+        return self.worker.busy_seconds

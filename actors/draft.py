@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -22,15 +22,20 @@ from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
 from protocol.lookahead import Auto, Policy, View, policy_for
 from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
-from protocol.tree import Guess, LookaheadTree, Node
+from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
 
 logger = logging.getLogger("outrider")
 
 
+# Tokens of a prompt that are indexed in a row: a few milliseconds at most, in which nothing else happens.
+INDEXED_IN_A_ROW = 256
+# Tokens that are looked up after a miss.
+LOOKED_UP_AT_ONCE = 8
 # Rounds for which the drafter leaves the target alone at a time.
 REST = 8
 
@@ -57,6 +62,7 @@ class DraftPart(Part):
         opened = session.opened
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.policy = policy
+        self.text = PromptLookup()  # for what to propose after a miss, when nothing is drafted yet
         self.context_length = context_length
         self.is_ready = False  # prefilled
         # False once the cache could not lose again what is not committed: then only committed tokens
@@ -74,6 +80,17 @@ class DraftPart(Part):
         # is there already.
         self._hear(self, message)
         self.wake()
+
+    async def read_prompt(self) -> None:
+        """Make what the prompt says known to the lookup.
+
+        Cancellation: strikes every few hundred tokens.
+        """
+        prompt = self.session.opened.prompt
+        if isinstance(self.policy, Auto):
+            for begin in range(0, len(prompt), INDEXED_IN_A_ROW):
+                self.text.append(prompt[begin : begin + INDEXED_IN_A_ROW])
+                await trio.lowlevel.checkpoint()
 
     @property
     def is_past_context(self) -> bool:
@@ -128,13 +145,8 @@ class DraftPart(Part):
         if nodes is None:
             return None
         guesses = [node.guess for node in nodes if node.guess is not None]
-        return Proposal(
-            self.id,
-            books.round,
-            books.next_position,
-            tuple(guess.token for guess in guesses),
-            tuple(guess.probs for guess in guesses if guess.probs is not None),
-        )
+        probs = () if books.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
+        return Proposal(self.id, books.round, books.next_position, tuple(guess.token for guess in guesses), probs)
 
     def learn(self, commit: Commit, num_judged: int) -> None:
         """See which guesses were right."""
@@ -144,8 +156,22 @@ class DraftPart(Part):
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # Under the rejection rule a draw that was not judged may differ from the token that came and would
             # have stood all the same.
-            if by_match or guess.rank > 0 or index < num_judged:
+            if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
+
+    def follow(self, commit: Commit) -> bool:
+        """Move on to what was committed. True for a hit: its last token had been drafted, too."""
+        was_hit = self.tree.advance(commit.tokens)
+        if isinstance(self.policy, Auto):
+            self.text.append(commit.tokens)
+            if not was_hit and (found := self.text.lookup(most=LOOKED_UP_AT_ONCE)) is not None:
+                self.tree.look_up(
+                    [
+                        Guess(token, self.policy.calibration(LOOKED_UP, raw), rank=LOOKED_UP, raw=raw)
+                        for token, raw in zip(found.tokens, found.confidences, strict=True)
+                    ]
+                )
+        return was_hit
 
     def _may_go_on(self, node: Node) -> bool:
         """Whether anything comes after a node, other than the end of the text."""
@@ -156,7 +182,7 @@ class DraftPart(Part):
         return len(self.held.plan(self.books.committed, self.tree.path(node)).feed)
 
 
-class DraftActor(Actor[DraftPart]):
+class DraftActor(ModelActor[DraftPart]):
     """Drafts one token a job, for all sessions in turn."""
 
     name = "draft"
@@ -172,7 +198,7 @@ class DraftActor(Actor[DraftPart]):
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
     ) -> None:
-        """As `Actor`, and:
+        """As `ModelActor`, and:
 
         Args:
             target: the target's mailbox.
@@ -197,6 +223,7 @@ class DraftActor(Actor[DraftPart]):
             line = await self.worker.run(Job("open", partial(self.model.open_line, beside_another=True), part.id))
             try:
                 await prefill(self.worker, line, part.held, opened)
+                await part.read_prompt()
                 part.is_ready = True
                 await self._draft_on(part, line)
             finally:
@@ -249,7 +276,7 @@ class DraftActor(Actor[DraftPart]):
             node.trail,
             part.policy.num_guesses,
         )
-        job = Job("draft", call, part.id, len(plan.feed))
+        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         beside = part.books.state is State.VERIFYING
         part.in_flight = node
         part.in_flight_until = self.worker.clock() + self.prices.draft(len(plan.feed), beside=beside)
@@ -283,7 +310,7 @@ class DraftActor(Actor[DraftPart]):
         assert isinstance(part.policy, Auto)
         plan = part.held.plan(part.books.committed, num_logits=0)
         call = partial(catch_up, line, plan, part.session.opened, self._target_vocab_size)
-        job = Job("draft", call, part.id, len(plan.feed))
+        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
             part.session.counts.draft_replayed_tokens += plan.keep - outcome.length
@@ -308,10 +335,12 @@ class DraftActor(Actor[DraftPart]):
             self._propose(part)
 
     def _rest(self, part: DraftPart) -> None:
+        was_resting = part.books.state is State.RESTING
         rest = Rest(part.id, part.books.round + REST)
         if part.books.rest(rest):
             self._target.send_nowait(rest)
-            self._note(part, "rest", num_tokens=REST)
+            if not was_resting:
+                self._note(part, "rest", num_tokens=REST)
 
     def _propose(self, part: DraftPart) -> None:
         now = self.worker.clock()
@@ -319,7 +348,7 @@ class DraftActor(Actor[DraftPart]):
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
             part.due = now + self.prices.verify(1 + len(proposal.tokens))
-            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens))
+            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _hear(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""
@@ -331,7 +360,7 @@ class DraftActor(Actor[DraftPart]):
         if commit.finish_reason is not None:
             return
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
-        was_hit = part.tree.advance(commit.tokens)
+        was_hit = part.follow(commit)
         if was_resting:
             if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)

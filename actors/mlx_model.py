@@ -92,6 +92,11 @@ class MLXModel:
         return _evaluating_layers(self._model)
 
     @property
+    def module(self) -> Module:
+        """mlx-lm's own model."""
+        return self._model
+
+    @property
     def vocab_size(self) -> int:
         """See `Model.vocab_size`."""
         return self._vocab_size

@@ -137,8 +137,10 @@ class SimulatedWorker:
         """Seconds on trio's clock."""
         return trio.current_time()
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """See `Worker.run`."""
+        if meanwhile is not None:
+            meanwhile()
         async with self._turn:
             began = self.clock()
             seconds = self._price(job)
@@ -151,5 +153,5 @@ class SimulatedWorker:
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]

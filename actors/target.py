@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -24,6 +24,9 @@ from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
 from protocol.trace import Event
+
+# Turns of the event loop that an answer takes where it is there already: into the drafter's mailbox, and back.
+TURNS_OF_AN_ANSWER = 4
 
 
 class TargetPart(Part):
@@ -55,7 +58,7 @@ class TargetPart(Part):
         self.wake()
 
 
-class TargetActor(Actor[TargetPart]):
+class TargetActor(ModelActor[TargetPart]):
     """Verifies what is proposed, one forward pass a round."""
 
     name = "target"
@@ -69,16 +72,19 @@ class TargetActor(Actor[TargetPart]):
         *,
         on_failure: Callable[[OutriderError], None],
         drafter: trio.MemorySendChannel[Message] | None = None,
+        beside_another: bool = True,
     ) -> None:
-        """As `Actor`, and:
+        """As `ModelActor`, and:
 
         Args:
             on_failure: called once the model has failed, after which no session can go on.
             drafter: the drafter's mailbox.
+            beside_another: whether a drafter, if there is one, has a model too.
         """
         super().__init__(model, worker, on_event, prices)
         self._on_failure = on_failure
         self.drafter = drafter
+        self._beside_another = beside_another
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -86,16 +92,15 @@ class TargetActor(Actor[TargetPart]):
     async def _take_part(self, part: TargetPart) -> None:
         opened, session = part.session.opened, part.session
         try:
+            beside_another = opened.drafted and self._beside_another
             line = await self.worker.run(
-                Job("open", partial(self.model.open_line, beside_another=opened.drafted), part.id)
+                Job("open", partial(self.model.open_line, beside_another=beside_another), part.id)
             )
             try:
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:
-                    commit = await self._round(part, line)
-                    session.unsent = commit
-                    await session.commits.send(commit)
-                    session.unsent = None
+                    session.unsent = await self._round(part, line)
+                await self._deliver(session)
                 if part.books.finish_reason is not None:
                     self._note(part, "finish")
             finally:
@@ -115,9 +120,18 @@ class TargetActor(Actor[TargetPart]):
             session.end()
 
     async def _round(self, part: TargetPart, line: Line) -> Commit:
-        """Wait for a proposal, judge it, tell the drafter, and return what was committed."""
-        began = self.worker.clock()
+        """Wait for a proposal, judge it, tell the drafter, and return what was committed.
+
+        What was committed before goes to the consumer once the models are at work again, or have to be waited for:
+        what a consumer does with a token takes time in the same thread.
+        """
+        began = self.worker.clock() + await self._wait_for_room(part.session)
+        for _ in range(TURNS_OF_AN_ANSWER):
+            if part.books.state is not State.PROPOSING:
+                break
+            await trio.lowlevel.checkpoint()
         while part.books.state is State.PROPOSING:
+            await self._deliver(part.session)
             await part.change()
         proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
         verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
@@ -126,7 +140,7 @@ class TargetActor(Actor[TargetPart]):
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
-        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted)
+        self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
         if commit.round > 0:  # the first waits for the other's prefill
@@ -137,6 +151,30 @@ class TargetActor(Actor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         return commit
 
+    async def _wait_for_room(self, session: Session) -> float:
+        """Wait for a slow consumer, if what was committed last has no room; returns for how many seconds."""
+        began = self.worker.clock()
+        statistics = session.commits.statistics()
+        if statistics.current_buffer_used >= statistics.max_buffer_size:
+            await self._deliver(session)
+        return self.worker.clock() - began
+
+    async def _deliver(self, session: Session) -> None:
+        """Give the consumer what was committed and is not given yet; waits for room."""
+        if session.unsent is not None:
+            await session.commits.send(session.unsent)
+            session.unsent = None
+
+    def _deliver_now(self, session: Session) -> None:
+        """The same, where there is room; never waits."""
+        if session.unsent is None:
+            return
+        try:
+            session.commits.send_nowait(session.unsent)
+        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # which the next `_deliver` will meet
+        session.unsent = None
+
     async def _verify(self, part: TargetPart, line: Line, proposal: Proposal) -> Verdict:
         plan = part.held.plan(part.books.committed)
         settle = part.replay.should_settle(len(plan.feed) - 1, self.prices.verify, part.seconds_per_token)
@@ -145,8 +183,9 @@ class TargetActor(Actor[TargetPart]):
             partial(verify, line, plan, proposal, part.session.opened, settle=settle),
             part.id,
             len(plan.feed) + len(proposal.tokens),
+            proposal.round,
         )
-        verified = await self.worker.run(job)
+        verified = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))
         self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
@@ -176,7 +215,8 @@ class TargetActor(Actor[TargetPart]):
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
         go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
         token = await self.worker.run(
-            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1)
+            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1, books.round),
+            meanwhile=partial(self._deliver_now, part.session),
         )
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, books.round, books.next_position, 0, token)

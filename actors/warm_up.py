@@ -1,21 +1,34 @@
 """A first measurement of the prices, before anybody waits for a token.
 
-It takes a dozen forward passes of the target. What it finds is where the averages of `protocol.prices` begin.
+It takes a score of forward passes. What it finds is where the averages of `protocol.prices` begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import mlx.core as mx
 import trio
 
 from actors.model import Line, Model
-from actors.worker import Job, Worker
+from actors.target import PlainDecoder
+from actors.worker import Job, JobError, Worker
+from protocol.held import Plan
+from protocol.messages import Open
 from protocol.prices import Prices
+from protocol.settings import Settings
 
 TEXT = 8  # tokens before the first pass
 WIDTHS = (1, 4, 1, 4)
+PLAIN_STEPS = 6
+# Draft steps beside the target's passes, at most: a drafter may be very much faster.
+MOST_BESIDE = 48
+# A model with less room than this is measured as it goes.
+LEAST_CONTEXT = 128
+
+_OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
@@ -25,58 +38,85 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
 
     Raises: JobError: a model failed.
     """
-    (target_model, target_worker), (draft_model, draft_worker) = target, draft
-    ours = await target_worker.run(Job("open", partial(_begin, target_model)))
-    theirs = await draft_worker.run(Job("open", partial(_begin, draft_model)))
-    # The first pass of each width builds kernels and buffers.
-    for width in sorted(set(WIDTHS)):
-        await target_worker.run(_pass(ours, width))
-        await draft_worker.run(_pass(theirs, width))
-    for width in WIDTHS:
-        job = _pass(ours, width)
-        await target_worker.run(job)
-        prices.verified(width, job.began, job.ended)
-        if width == 1:
-            prices.plain.observe(job.seconds)
-    for width in WIDTHS:
-        job = _pass(theirs, width)
-        await draft_worker.run(job)
-        prices.drafted(width, job.began, job.ended, beside=False)
-    await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
-    await target_worker.run(Job("close", ours.close))
-    await draft_worker.run(Job("close", theirs.close))
+    if any(model.context_length is not None and model.context_length < LEAST_CONTEXT for model, _ in (target, draft)):
+        return
+    (_, target_worker), (_, draft_worker) = target, draft
+    async with _line(*target) as ours, _line(*draft) as theirs:
+        # The first pass of each width builds kernels and buffers.
+        for width in sorted(set(WIDTHS)):
+            await target_worker.run(_pass(ours, width))
+            await draft_worker.run(_pass(theirs, width))
+        for width in WIDTHS:
+            job = _pass(theirs, width)
+            await draft_worker.run(job)
+            prices.drafted(width, job.began, job.ended, beside=False)
+        for width in WIDTHS:
+            job = _pass(ours, width)
+            await target_worker.run(job)
+            prices.verified(width, job.began, job.ended)
+        await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
+    async with _line(*target) as ours:
+        await _decode_plainly(ours, target_worker, prices)
 
 
 async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], prices: Prices) -> None:
-    """Passes of the target, with a drafter that never rests beside them."""
+    """Passes of the target, with a drafter beside them."""
     is_over = False
+    # Not left to the nursery, which would wrap them in a group.
+    errors: list[JobError] = []
 
     async def draft_on() -> None:
         line, worker = theirs
-        while not is_over:
-            job = _pass(line, 1)
-            await worker.run(job)
-            prices.drafted(1, job.began, job.ended, beside=True)
+        try:
+            for _ in range(MOST_BESIDE):
+                if is_over:
+                    return
+                job = _pass(line, 1)
+                await worker.run(job)
+                prices.drafted(1, job.began, job.ended, beside=True)
+        except JobError as error:
+            errors.append(error)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(draft_on)
         line, worker = ours
-        for width in WIDTHS:
-            job = _pass(line, width)
-            await worker.run(job)
-            prices.verified(width, job.began, job.ended)
+        try:
+            for width in WIDTHS:
+                job = _pass(line, width)
+                await worker.run(job)
+                prices.verified(width, job.began, job.ended)
+        except JobError as error:
+            errors.append(error)
         is_over = True
+    if errors:
+        raise errors[0]
 
 
-def _begin(model: Model) -> Line:
-    line = model.open_line(beside_another=True)
-    line.feed((0,) * TEXT, 0)
-    return line
+async def _decode_plainly(line: Line, worker: Worker, prices: Prices) -> None:
+    """Tokens without a drafter, one pass ahead, as in a stream."""
+    decoder, plan = PlainDecoder(line, _OPENED), Plan(TEXT, (0,))
+    for step in range(PLAIN_STEPS):
+        length, began = plan.keep + len(plan.feed), worker.clock()
+        await worker.run(Job("warm-up", partial(decoder.step, plan, length, True), None, 1))
+        if step > 0:
+            prices.plain.observe(worker.clock() - began)
+        plan = Plan(length + 1, ())
+
+
+@asynccontextmanager
+async def _line(model: Model, worker: Worker) -> AsyncIterator[Line]:
+    line = await worker.run(Job("open", partial(model.open_line, beside_another=True)))
+    try:
+        await worker.run(Job("warm-up", partial(line.feed, (0,) * TEXT, 0), None, TEXT))
+        yield line
+    finally:
+        with trio.CancelScope(shield=True):
+            await worker.run(Job("close", line.close))
 
 
 def _pass(line: Line, width: int) -> Job[None]:
     def call() -> None:
         mx.eval(line.feed((0,) * width, width))
 
-    # Of a kind that is not counted for any session.
+    # Of a kind that is counted for no session.
     return Job("warm-up", call, None, width)

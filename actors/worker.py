@@ -33,6 +33,7 @@ class Job(Generic[T]):
             evaluated arrays only.
         session: which session it is for, or None.
         num_tokens: tokens that go through the model.
+        round: which round of the session it is for, or None.
         began, ended: seconds on the worker's clock, once it is done.
     """
 
@@ -40,6 +41,7 @@ class Job(Generic[T]):
     call: Callable[[], T]
     session: int | None = None
     num_tokens: int = 0
+    round: int | None = None
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 
@@ -56,8 +58,12 @@ class JobError(OutriderError):
 class Worker(Protocol):
     """Does jobs, one at a time, in the order in which they were handed in."""
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Do a job and return its result.
+
+        Args:
+            job: what to do.
+            meanwhile: called, in trio's thread, once the job is handed over; must neither wait nor raise.
 
         Cancellation: a job that has not begun is taken back. One that has begun is never abandoned:
         the call waits for its end and returns its result, and the cancellation strikes at the caller's
@@ -144,11 +150,13 @@ class ThreadWorker:
         """Seconds, from an arbitrary moment on."""
         return time.perf_counter()
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """See `Worker.run`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         waiting = _Waiting(job, trio.lowlevel.current_task())
         self._jobs.put(waiting)
+        if meanwhile is not None:
+            meanwhile()
 
         def take_back(_: Callable[[], BaseException]) -> trio.lowlevel.Abort:
             with waiting.lock:
@@ -189,7 +197,7 @@ class ThreadWorker:
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens))
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
         trio.lowlevel.reschedule(waiting.task, as_job_error(job, result))
 
 

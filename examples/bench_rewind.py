@@ -15,38 +15,27 @@ plain decoding.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import glob
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 
-
-def put_openblas_first() -> None:
-    """Load Debian's OpenBLAS in front of the BLAS that MLX's Linux wheel brings; before mlx is imported."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    found = glob.glob("/usr/lib/*-linux-gnu/openblas-pthread/libopenblas.so.0")
-    if not found:
-        sys.exit("no OpenBLAS found: apt-get install libopenblas0-pthread")
-    ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
-
+from runtime import blas
 
 if "--openblas" in sys.argv:
-    put_openblas_first()
+    blas.put_in_front(blas.OPENBLAS)  # before mlx is imported
 
-import mlx.core as mx  # noqa: E402
-import trio  # noqa: E402
-from mlx.utils import tree_flatten, tree_map  # noqa: E402
-from mlx_lm.models import lfm2  # noqa: E402
+import mlx.core as mx
+import trio
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import lfm2
 
-import actors.target  # noqa: E402
-from actors.mlx_model import CacheOptions, MLXModel  # noqa: E402
-from actors.model import Rung  # noqa: E402
-from actors.worker import Job, ThreadWorker  # noqa: E402
-from protocol.prices import WidthPrice  # noqa: E402
-from protocol.replay import ReplayDebt  # noqa: E402
-from runtime.engine import running  # noqa: E402
+import actors.target
+from actors.mlx_model import CacheOptions, MLXModel
+from actors.model import Rung
+from actors.worker import Job, ThreadWorker
+from protocol.prices import WidthPrice
+from protocol.replay import ReplayDebt
+from runtime.engine import running
 
 VOCAB_SIZE = 4096
 PROMPT = tuple(range(7, 39))

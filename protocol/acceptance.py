@@ -185,7 +185,7 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 def judge_by_rejection(
     logits: mx.array,
     drafted: tuple[int, ...],
-    draft_probs: tuple[mx.array, ...],
+    draft_probs: tuple[mx.array | None, ...],
     *,
     temperature: float,
     seed: int,
@@ -197,7 +197,9 @@ def judge_by_rejection(
         logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V)
             where there is no row for a bonus token.
         drafted: (k,) drafted tokens, each drawn from its row of draft_probs.
-        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero.
+        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero. None where the drafted token was no
+            draw but the only one that could have come: q is 1 there and 0 elsewhere, so that it stands with
+            probability p(d), and the recovered token is any other.
         temperature: > 0.
         seed: of the session.
         start: absolute position of the first drafted token.
@@ -208,11 +210,9 @@ def judge_by_rejection(
     if len(draft_probs) != len(drafted):
         raise ProtocolError(f"{len(drafted)} drafted tokens came with {len(draft_probs)} distributions")
     p = distribution(logits, temperature)
-    q = mx.zeros_like(p)
     if not drafted:
         return Judgement(0, _to_int(draw(p[0], key_for(seed, Purpose.RECOVER, start))))
-    width = draft_probs[0].shape[0]
-    q[: len(drafted), :width] = mx.stack(list(draft_probs))
+    q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
     accepted = count_accepted(p[rows, tokens], q[rows, tokens], uniforms)
@@ -224,6 +224,18 @@ def judge_by_rejection(
     mx.eval(accepted, token_after)
     num_accepted = _to_int(accepted)
     return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
+
+
+def _draft_rows(drafted: tuple[int, ...], draft_probs: tuple[mx.array | None, ...], *, like: mx.array) -> mx.array:
+    """The draft's distributions in the shape of the target's; zeros where there is none. Lazy."""
+    rows = mx.zeros_like(like)
+    drawn = [probs for probs in draft_probs if probs is not None]
+    if drawn:
+        nothing = mx.zeros_like(drawn[0])
+        rows[: len(drafted), : nothing.shape[0]] = mx.stack([nothing if p is None else p for p in draft_probs])
+    if certain := [i for i, probs in enumerate(draft_probs) if probs is None]:
+        rows[mx.array(certain), mx.array([drafted[i] for i in certain])] = 1.0
+    return rows
 
 
 def _tempered(logits: mx.array, temperature: float) -> mx.array:

@@ -8,49 +8,49 @@ import attrs
 
 from protocol.tree import Guess
 
-NUM_BINS = 12
-# A bin believes the drafter itself for as much as so many observations.
-PRIOR_WEIGHT = 3.0
-# Observations after which a bin has forgotten all but 1/e.
-BIN_MEMORY = 100.0
-# By how much one surprise moves all bins, in logits; and what of that is left after another observation. Texts
-# change their character, and a bin alone would take long to notice.
+# Confidence is corrected in logits, by an offset that is known at so many places and interpolated between them.
+NUM_PLACES = 7
+FIRST_PLACE, LAST_PLACE = -4.0, 6.0
+# A place believes the drafter itself for as much as so many coin tosses.
+PRIOR_TOSSES = 3.0
+# Observations after which a place has forgotten all but 1/e.
+PLACE_MEMORY = 100.0
+# By how much one surprise moves all places, in logits; and what of that is left after another observation. Texts
+# change their character, and a place alone would take long to notice.
 SHIFT_STEP = 0.15
 SHIFT_KEPT = 0.97
 # How often a drafter is taken to be right before it was tried, and for how many observations' worth: hopeful, since
 # one that is never tried is never known.
 HOPE, HOPE_WEIGHT = 0.8, 12.0
-LEAST, MOST = 0.002, 0.998
-
-
-@attrs.define
-class _Bin:
-    hits: float = 0.0
-    weight: float = 0.0
+LEAST, MOST = 0.002, 0.9995
 
 
 @attrs.define
 class _Curve:
-    """One rank's confidence, binned in logits, and what became of it."""
+    """One rank's confidence, and what became of it."""
 
-    _bins: list[_Bin] = attrs.field(factory=lambda: [_Bin() for _ in range(NUM_BINS)])
+    _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_PLACES)
+    # Fisher information on each offset: p (1 - p), summed over what was seen.
+    _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_PLACES)
     _shift: float = 0.0
 
     def __call__(self, raw: float) -> float:
         """The modelled probability, in (0, 1), of a guess with this confidence."""
-        return _expit(_logit(self._in_bin(raw)) + self._shift)
+        logit = _logit(raw)
+        place, share = _place(logit)
+        offset = (1.0 - share) * self._offsets[place] + share * self._offsets[place + 1]
+        return min(MOST, max(LEAST, _expit(logit + offset + self._shift)))
 
     def observe(self, raw: float, was_right: bool) -> None:
-        surprise = was_right - self(raw)
-        bin = self._bins[_index(raw)]
-        keep = 1.0 - 1.0 / BIN_MEMORY
-        bin.hits = keep * bin.hits + was_right
-        bin.weight = keep * bin.weight + 1.0
+        """Take note of what became of a guess: a step of Newton's method towards it, the past fading."""
+        expected = self(raw)
+        surprise, information = was_right - expected, expected * (1.0 - expected)
+        keep, prior = 1.0 - 1.0 / PLACE_MEMORY, 0.25 * PRIOR_TOSSES
+        place, share = _place(_logit(raw))
+        for i, weight in ((place, 1.0 - share), (place + 1, share)):
+            self._information[i] = prior + keep * (self._information[i] - prior) + weight * information
+            self._offsets[i] += weight * surprise / self._information[i]
         self._shift = SHIFT_KEPT * self._shift + SHIFT_STEP * surprise
-
-    def _in_bin(self, raw: float) -> float:
-        bin = self._bins[_index(raw)]
-        return (bin.hits + PRIOR_WEIGHT * raw) / (bin.weight + PRIOR_WEIGHT)
 
     def forget(self) -> None:
         """Believe the drafter a little more again."""
@@ -62,6 +62,7 @@ class Calibration:
     """What is known of one drafter's confidence under one rule: a curve for each rank.
 
     Attributes:
+        memory: observations over which `mean` is taken.
         mean: probability, in [0, 1], that the drafter's own choice at a place not looked at yet is right.
     """
 
@@ -83,23 +84,26 @@ class Calibration:
         """Take note of what became of a guess."""
         self._curve(guess.rank).observe(guess.raw, was_right)
         if guess.rank == 0:
-            self._weight = min(self.memory, self._weight + 1.0)
-            self.mean += (was_right - self.mean) / self._weight
+            self._average(float(was_right))
 
     def expect(self, raw: float) -> None:
         """Take note of a choice with this confidence, of which it cannot be known whether it would have stood."""
-        expected = self(0, raw)
-        self._weight = min(self.memory, self._weight + 1.0)
-        self.mean += (expected - self.mean) / self._weight
+        self._average(self(0, raw))
         self._curve(0).forget()
+
+    def _average(self, right: float) -> None:
+        self._weight = min(self.memory, self._weight + 1.0)
+        self.mean += (right - self.mean) / self._weight
 
     def _curve(self, rank: int) -> _Curve:
         return self._curves.setdefault(rank, _Curve())
 
 
-def _index(raw: float) -> int:
-    """The bin of a confidence; bins are of equal width in logits from -4 to 4."""
-    return max(0, min(NUM_BINS - 1, int((_logit(raw) + 4.0) / 8.0 * NUM_BINS)))
+def _place(logit: float) -> tuple[int, float]:
+    """The place below a confidence, and how far, in [0, 1], it is from there to the next."""
+    along = (min(max(logit, FIRST_PLACE), LAST_PLACE) - FIRST_PLACE) / (LAST_PLACE - FIRST_PLACE) * (NUM_PLACES - 1)
+    place = min(int(along), NUM_PLACES - 2)
+    return place, along - place
 
 
 def _logit(probability: float) -> float:
@@ -108,4 +112,4 @@ def _logit(probability: float) -> float:
 
 
 def _expit(logit: float) -> float:
-    return 1.0 / (1.0 + math.exp(-logit))
+    return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0

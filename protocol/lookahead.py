@@ -51,7 +51,7 @@ class View:
 
     def is_open(self, node: Node) -> bool:
         """Whether it is of use to draft after a node."""
-        return not node.children and self.tree.depth(node) < self.depth and self.can_expand(node)
+        return not node.is_expanded and self.tree.depth(node) < self.depth and self.can_expand(node)
 
 
 class Policy(Protocol):
@@ -188,10 +188,27 @@ class Auto:
         worth, per_token = self.prices.rate, self.prices.verify.per_token
         ready = [node for node in chain if node.reach > worth * per_token]  # reach falls along a chain
         end = view.growable()
-        if len(ready) < len(chain) or end is None:
+        if chain and not view.tree.root.is_expanded:
+            # What was looked up might be sent at once. Or is it worth more to have the drafter begin at the root?
+            now = sum(node.reach - worth * per_token for node in ready)
+            if now > self._gain_by_drafting(view, view.tree.root):
+                return ready
+            end = view.tree.root
+        elif len(ready) < len(chain) or end is None:
             return ready
-        wait = self._wait(view, end)
-        return None if end.reach * self.calibration.mean > worth * (per_token + wait) else ready
+        return None if self._gain_by_drafting(view, end) > 0.0 else ready
+
+    def _gain_by_drafting(self, view: View, end: Node) -> float:
+        """Tokens, beyond what else the time would bring, of waiting for the drafter to go on after a node."""
+        worth, per_token = self.prices.rate, self.prices.verify.per_token
+        price, gain, reach = worth * (per_token + self._wait(view, end)), 0.0, end.reach
+        for _ in range(view.limit - view.tree.depth(end)):
+            reach *= self.calibration.mean
+            if reach <= price:
+                break
+            gain += reach - price
+            price = worth * (per_token + self.prices.draft(1, beside=False))
+        return gain
 
     def _wait(self, view: View, end: Node) -> float:
         """Seconds until the chain is one token longer."""
@@ -204,7 +221,8 @@ class Auto:
     def expansion(self, view: View) -> Node | None:
         """See `Policy.expansion`."""
         if view.due is None:
-            return view.growable()
+            root = view.tree.root
+            return root if view.is_open(root) else view.growable()
         best, best_value = None, 0.0
         for node in view.tree.frontier():
             if node.reach < LEAST_REACH:

@@ -67,18 +67,19 @@ class Proposal:
         start: absolute position of the first drafted token, or of the token after the text where
             nothing is proposed.
         tokens: drafted ids; may be empty, which asks the target to decode one token by itself.
-        probs: the distributions that the tokens were drawn from, one (W,) array each, evaluated;
-            empty under the match rule, which needs none.
+        probs: the distributions that the tokens were drawn from, one (W,) array each, evaluated, or None for a
+            token that was no draw, and had to be this one after the text before it; empty under the match
+            rule, which needs none.
     """
 
     session: int = attrs.field(validator=ge(0))
     round: int = attrs.field(validator=ge(0))
     start: int = attrs.field(validator=ge(1))
     tokens: tuple[int, ...] = attrs.field(validator=_tokens)
-    probs: tuple[mx.array, ...] = attrs.field(default=(), eq=False, repr=False)
+    probs: tuple[mx.array | None, ...] = attrs.field(default=(), eq=False, repr=False)
 
     @probs.validator
-    def _one_each(self, _: Any, value: tuple[mx.array, ...]) -> None:
+    def _one_each(self, _: Any, value: tuple[mx.array | None, ...]) -> None:
         if value and len(value) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(value)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
@@ -14,6 +14,9 @@ Acceptance = Literal["auto", "match", "rejection"]
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
+
+# What stands for prompt lookup where a draft model could be named; a directory of that name is "./ngram".
+NGRAM: Final = "ngram"
 
 
 def _integer(low: int, high: int | None = None, *, or_none: str | None = None, or_auto: bool = False) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
+
+if TYPE_CHECKING:
+    # Not at run time: it would bring in MLX, which a mistake on the command line need not wait for.
+    from protocol.books import Commit
 
 Actor = Literal["target", "draft"]
 SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close"]
@@ -21,6 +25,7 @@ class Span:
         session: which session it was for, or None for one that is for all.
         began, ended: seconds on the runtime's clock.
         num_tokens: tokens that went through the model, 0 where none did.
+        round: of the session, which was under way when the job was handed in; None for a job of no round.
     """
 
     actor: Actor
@@ -29,6 +34,7 @@ class Span:
     began: float
     ended: float
     num_tokens: int = 0
+    round: int | None = None
 
 
 @attrs.frozen
@@ -41,6 +47,8 @@ class Instant:
         at: seconds on the runtime's clock.
         round: of the session.
         num_tokens: tokens proposed, accepted, rewound or drafted for, as the kind has it.
+        tokens: ids: the prompt of an "open", what a "proposal" proposes; empty for every other kind.
+        commit: what a "verdict" committed; None for every other kind.
     """
 
     actor: Actor
@@ -49,6 +57,8 @@ class Instant:
     at: float
     round: int = 0
     num_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    commit: Commit | None = None
 
 
 Event = Span | Instant

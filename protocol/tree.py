@@ -2,8 +2,9 @@
 
 The root is the last committed token. A node is a token after its parent; `reach` is the modelled
 probability that the committed text will pass through it. Running the draft model on a node *expands* it: its own
-choice comes after it, and the runners-up as *corrections*, in case the choice falls. A verdict moves the root
-along what was committed, and what hangs off other branches is dropped.
+choice comes after it, and the runners-up as *corrections*, in case the choice falls. What was looked up in the text
+may come after a node without any model. A verdict moves the root along what was committed, and what hangs off other
+branches is dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import mlx.core as mx
 from protocol.errors import ProtocolError
 from protocol.randomness import further
 
+LOOKED_UP = -1
+
 
 @attrs.frozen
 class Guess:
@@ -24,9 +27,10 @@ class Guess:
     Attributes:
         token: its id.
         confidence: modelled probability, in [0, 1], that the committed text has it there.
-        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, and for a
-            correction.
-        rank: 0 for the drafter's own choice, which may be proposed; 1, 2, … for its runners-up.
+        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, for a correction,
+            and for a token that was looked up and not drawn.
+        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for
+            what came here earlier in the text.
         raw: the drafter's own confidence, before calibration, in [0, 1].
     """
 
@@ -46,12 +50,13 @@ class Node:
         position: absolute position of the token in the text.
         trail: of the text up to here; see `protocol.randomness.further`.
         parent: None at the root.
-        children: by token; none until the node is expanded.
+        children: by token.
+        is_expanded: whether the draft model has been run on it.
         reach: modelled probability, in [0, 1], that the committed text passes through here.
         alive: False once a verdict has gone another way.
     """
 
-    __slots__ = ("alive", "children", "guess", "parent", "position", "reach", "token", "trail")
+    __slots__ = ("alive", "children", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
 
     def __init__(self, token: int, position: int, trail: int, parent: Node | None, guess: Guess | None) -> None:
         self.token = token
@@ -60,6 +65,7 @@ class Node:
         self.parent = parent
         self.guess = guess
         self.children: dict[int, Node] = {}
+        self.is_expanded = False
         self.reach: float = parent.reach * guess.confidence if parent and guess else 1.0
         self.alive = True
 
@@ -68,8 +74,13 @@ class Node:
 
     @property
     def choice(self) -> Node | None:
-        """The drafter's own choice after this; None until it is expanded."""
-        return next((child for child in self.children.values() if child.guess and child.guess.rank == 0), None)
+        """What would be proposed after this: the drafter's own choice, or what was looked up if that is likelier.
+
+        Which of the two may not hang on the token that was drawn, and does not: under the rejection rule the
+        confidence of a draw is that of any draw from its distribution.
+        """
+        eligible = [child for child in self.children.values() if child.guess is not None and child.guess.rank <= 0]
+        return max(eligible, key=lambda child: child.guess.confidence if child.guess else 0.0, default=None)
 
 
 class LookaheadTree:
@@ -83,17 +94,34 @@ class LookaheadTree:
         """Put drafted tokens after a node.
 
         Returns: the node of the first of them.
-        Raises: ProtocolError: the node was dropped, or has one of these tokens already.
+        Raises: ProtocolError: the node was dropped, or one of these tokens was drafted after it before.
         """
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
         for guess in guesses:
-            if guess.token in node.children:
+            known = node.children.get(guess.token)
+            if known is not None and (known.guess is None or known.guess.rank != LOOKED_UP):
                 raise ProtocolError(f"{node!r} already has token {guess.token} after it")
         for guess in guesses:
-            trail = further(node.trail, guess.token)
-            node.children[guess.token] = Node(guess.token, node.position + 1, trail, node, guess)
+            known = node.children.get(guess.token)
+            if known is None:
+                self._add(node, guess)
+            elif guess.rank == 0 and known.guess is not None and guess.confidence > known.guess.confidence:
+                known.guess = guess  # the same token, and the likelier way to have come by it
+                self._rescale(known, node.reach * guess.confidence)
+        node.is_expanded = True
         return node.children[guesses[0].token]
+
+    def look_up(self, guesses: Sequence[Guess]) -> None:
+        """Put a chain of tokens that were looked up after the root, of which nothing else is known yet."""
+        node = self.root
+        for guess in guesses:
+            node = self._add(node, guess)
+
+    def _add(self, node: Node, guess: Guess) -> Node:
+        child = Node(guess.token, node.position + 1, further(node.trail, guess.token), node, guess)
+        node.children[guess.token] = child
+        return child
 
     def outcomes(self, tokens: Sequence[int]) -> Iterator[tuple[int, Guess, bool]]:
         """What was guessed along tokens that were committed: (index of the token, guess, whether it was right)."""
@@ -126,14 +154,14 @@ class LookaheadTree:
             assert node.parent is not None
             del node.parent.children[node.token]
             self.root = node
-            self._rescale(node)
+            self._rescale(node, 1.0)
         for dropped in _below(old):
             dropped.alive = False
         self.root.parent = None
         return node is not None
 
     def chain(self) -> list[Node]:
-        """The drafter's own choices, one after the other from the root on, root excluded."""
+        """What would be proposed, one token after the other from the root on, root excluded."""
         path: list[Node] = []
         node = self.root.choice
         while node is not None:
@@ -142,8 +170,8 @@ class LookaheadTree:
         return path
 
     def frontier(self) -> list[Node]:
-        """Nodes with nothing drafted after them, likeliest first."""
-        return sorted((n for n in _below(self.root) if not n.children), key=lambda n: -n.reach)
+        """Nodes that the draft model has not been run on, likeliest first."""
+        return sorted((n for n in _below(self.root) if not n.is_expanded), key=lambda n: -n.reach)
 
     def path(self, node: Node) -> list[int]:
         """The tokens from the root, excluded, to a node, included; empty for the root."""
@@ -157,10 +185,10 @@ class LookaheadTree:
         """How many tokens a node lies beyond the root; 0 for the root."""
         return node.position - self.root.position
 
-    def _rescale(self, root: Node) -> None:
-        """Reach anew from a root that is committed by now."""
-        root.reach = 1.0
-        for node in _below(root):
+    def _rescale(self, top: Node, reach: float) -> None:
+        """Reach anew from a node that has become likelier."""
+        top.reach = reach
+        for node in _below(top):
             for child in node.children.values():
                 assert child.guess is not None
                 child.reach = node.reach * child.guess.confidence

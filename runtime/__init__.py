@@ -22,11 +22,12 @@ from protocol.errors import (
     VocabularyMismatchError,
 )
 from protocol.settings import Settings
-from protocol.statistics import Statistics
 from protocol.trace import Event, Instant, Span
+from runtime import blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
 if TYPE_CHECKING:
+    from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
     from runtime.streaming import Completion, Token, TokenStream
     from runtime.sync import generate_sync
@@ -61,24 +62,29 @@ __all__ = [
 ]
 
 # What needs the models' libraries is imported when it is first asked for: they take a second, which
-# `outrider --help` and a command line with a mistake in it need not wait for. No module of this package
+# `outrider --help` and a command line with a mistake in it need not wait for; and a BLAS can only be put in
+# front of MLX's own before mlx is imported. No module of this package
 # may have the name of one of these: the import system would put it in the function's place.
 _HOMES = {
-    "Runtime": "engine",
-    "open": "engine",
-    "serve": "engine",
-    "stream": "engine",
-    "Completion": "streaming",
-    "Token": "streaming",
-    "TokenStream": "streaming",
-    "generate_sync": "sync",
+    "Runtime": "runtime.engine",
+    "open": "runtime.engine",
+    "serve": "runtime.engine",
+    "stream": "runtime.engine",
+    "Completion": "runtime.streaming",
+    "Token": "runtime.streaming",
+    "TokenStream": "runtime.streaming",
+    "generate_sync": "runtime.sync",
+    "Statistics": "protocol.statistics",
 }
+
+blas.obey_environment()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"runtime.{_HOMES[name]}"), name)
+    blas.check()
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
 

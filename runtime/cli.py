@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,25 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import Settings, settings_from
-from protocol.statistics import Statistics
+from protocol.settings import NGRAM, Settings, settings_from
+from runtime import bench_command, blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.terminal import Display, Output, OutputError, print_sections, print_statistics, say, warnings_at_the_end
+from runtime.simulate_command import add_simulate
+from runtime.terminal import (
+    Display,
+    Output,
+    OutputError,
+    print_sections,
+    print_statistics,
+    print_text,
+    say,
+    warnings_at_the_end,
+)
+from runtime.tracing import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
-    pass
+    from protocol.statistics import Statistics
+    from protocol.trace import Event
 
 FAILED = 1
 MISUSED = 2
@@ -55,23 +68,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises: SystemExit: for `--help`, `--version` and what argparse cannot parse.
     """
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
+        _choose_blas(arguments)
         status: int = arguments.command(arguments)
+        return status
     except OutriderError as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            return BY_SIGNAL + signal.SIGPIPE
         say(f"error: {error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
         return BY_SIGNAL + signal.SIGINT
-    return status
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help is written, or fails, as everything else here."""
+
+    def print_help(self, file: Any = None) -> None:
+        print_text(self.format_help())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
         allow_abbrev=False,
@@ -80,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_doctor(commands)
+    _add_bench(commands)
+    add_simulate(commands)
     return parser
 
 
@@ -94,7 +119,7 @@ class _Version(argparse.Action):
             version = importlib.metadata.version("outrider")
         except importlib.metadata.PackageNotFoundError:
             version = "(not installed: running from a source tree)"
-        print("outrider", version)
+        print_text(f"outrider {version}\n")
         parser.exit()
 
 
@@ -113,7 +138,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     models.add_argument(
         "--draft",
         metavar="MODEL",
-        help='path or hub id; "none" decodes plainly (default: the demo drafter with the demo target, else none)',
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
     settings = parser.add_argument_group("settings")
     for name, metavar, text in (
@@ -132,9 +158,14 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
             default=argparse.SUPPRESS,
             help=f"{text} (default: {'a fresh one' if default is None else default})",
         )
+    _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
+    output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
+    output.add_argument(
+        "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
+    )
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,6 +179,51 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
     parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    _add_blas(parser)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure what speculation buys on this machine",
+        description="Measure what speculation buys on this machine: mlx-lm's plain and speculative decoding, and this "
+        "runtime's, of the same prompts, in turn. It takes some minutes; nothing else should run meanwhile.",
+        epilog="Ctrl-C ends it, and shows what was measured until then.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=bench)
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    models.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help='path or hub id of a draft model; "ngram" for prompt lookup',
+    )
+    bench_command.add_arguments(parser)
+    _add_blas(parser)
+
+
+def _add_blas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blas",
+        metavar="BLAS",
+        help='Linux: compute with another BLAS than MLX\'s own: "openblas", or the path of a library '
+        f"(default: what {blas.VARIABLE} says, else MLX's own)",
+    )
+
+
+def _choose_blas(arguments: argparse.Namespace) -> None:
+    """Put the BLAS in front that the command line, or the environment, asks for.
+
+    Raises: SettingsError: that is not possible.
+    """
+    if not hasattr(arguments, "blas"):
+        return  # a command that computes nothing
+    blas.check()
+    if arguments.blas is not None:
+        # A lookup computes nothing.
+        is_alone = _models(arguments)[1] in (None, NGRAM)
+        blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
 def _value(text: str) -> int | float | str | None:
@@ -251,7 +327,16 @@ def generate(arguments: argparse.Namespace) -> int:
     with warnings_at_the_end():
         with Display() as display:
             work = partial(
-                _stream_text, prompt, target, draft, settings, generated, display, None if arguments.json else output
+                _stream_text,
+                prompt,
+                target,
+                draft,
+                settings,
+                generated,
+                display,
+                None if arguments.json else output,
+                None if arguments.trace is None else ChromeFile(arguments.trace),
+                None if arguments.timeline is None else TimelineFile(arguments.timeline),
             )
             trio.run(_until_signal, work, generated, display)
         try:
@@ -266,8 +351,8 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated) -> int:
-    """The exit status after a generation.
+def _status(generated: _Generated | bench_command.Outcome) -> int:
+    """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
     """
@@ -275,14 +360,12 @@ def _status(generated: _Generated) -> int:
         return BY_SIGNAL + generated.signal
     if generated.failure is None:
         return 0
-    if isinstance(generated.failure.__cause__, BrokenPipeError):
-        return BY_SIGNAL + signal.SIGPIPE
     raise generated.failure
 
 
 async def _until_signal(
     work: Callable[[], Awaitable[None]],
-    generated: _Generated,
+    generated: _Generated | bench_command.Outcome,
     display: Display,
     quit_now: Callable[[int], object] = os._exit,
 ) -> None:
@@ -332,17 +415,31 @@ async def _stream_text(
     generated: _Generated,
     display: Display,
     output: Output | None,
+    trace: ChromeFile | None,
+    timeline: TimelineFile | None,
 ) -> None:
-    """Load the models, generate, and write the text to `output` if there is one.
+    """Load the models, generate, and write the text to `output`, and what happened to the files, if there are any.
 
     Raises: OutriderError.
 
     Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
     """
-    display.loading([model for model in (target, draft) if model is not None])
-    from runtime.engine import open as open_runtime
+    async with AsyncExitStack() as stack:
+        listeners = [display.on_event]
+        for recorder in (trace, timeline):
+            if recorder is not None:
+                listeners.append(await stack.enter_async_context(recorder))
 
-    async with open_runtime(target, draft, trace=display.on_event) as runtime:
+        def on_event(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
+        from runtime.engine import open as open_runtime
+
+        runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
+        if timeline is not None:
+            timeline.tokenizer = runtime.tokenizer
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:
@@ -377,3 +474,16 @@ def doctor(arguments: argparse.Namespace) -> int:
         diagnosis = trio.run(partial(examine, target, draft, on_progress=display.doing))
     print_sections(report(diagnosis))
     return 0
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command `bench`: measure what speculation buys.
+
+    Returns: the exit status.
+
+    Raises: OutriderError: it failed; what was measured until then has been shown.
+    """
+    return _status(bench_command.bench(arguments, *_models(arguments), _until_signal))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -18,6 +17,7 @@ from actors.worker import Job, JobError, ThreadWorker
 from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor
+from runtime.blas import blas_in_use
 from runtime.opening import Loaded, Source, check_source, load_onto
 from runtime.text import check_vocabularies
 
@@ -159,23 +159,6 @@ def _line_with_text(model: MLXModel) -> Line:
     line = model.open_line(beside_another=False)
     line.feed(tuple(range(CONTEXT)), 0)
     return line
-
-
-# --- the machine ----------------------------------------------------------------------------------
-
-
-def blas_in_use() -> str | None:
-    """The BLAS library that this process has loaded, by its file's name; None where that cannot be seen."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    paths = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/" in line}
-    # numpy and scipy bring one of their own, under names that nobody else links to.
-    files = {path.name for path in paths if "scipy" not in path.name}
-    for mark, name in (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS")):
-        if found := sorted(f for f in files if mark in f.lower()):
-            return f"{name} ({found[0]})"
-    return None
 
 
 # --- in words -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import outcome
@@ -20,8 +20,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
+from actors.ngram import LookupActor
 from actors.session import Session
 from actors.target import TargetActor
+from actors.warm_up import warm_up
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.books import Commit
 from protocol.errors import (
@@ -34,12 +36,13 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
 from runtime.streaming import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
 
@@ -89,7 +92,7 @@ class Runtime:
     def __init__(
         self,
         target: TargetActor,
-        draft: DraftActor | None,
+        draft: DraftActor | LookupActor | None,
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
@@ -169,7 +172,7 @@ class Runtime:
         for session in self._sessions.values():
             counts.add(session.counts)
         counts.target_seconds = self._target.worker.busy_seconds
-        counts.draft_seconds = self._draft.worker.busy_seconds if self._draft else 0.0
+        counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
         elapsed = self._clock() - self._began
         return counts.snapshot(
             elapsed=elapsed,
@@ -225,9 +228,9 @@ class Runtime:
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
-        for actor in (self._target, self._draft):
-            if actor is not None:
-                actor.close_session(Close(id))
+        self._target.close_session(Close(id))
+        if self._draft is not None:
+            self._draft.close_session(Close(id))
 
     def _attribute(self, event: Event) -> None:
         """Count a worker's time for the session that it was spent on."""
@@ -300,7 +303,7 @@ def _interrupts_unwrapped() -> Iterator[None]:
 @trio.lowlevel.enable_ki_protection
 async def running(
     target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | None,
+    draft: tuple[Model, Worker] | Literal["ngram"] | None,
     *,
     tokenizer: TokenizerWrapper | None = None,
     events: Events | None = None,
@@ -311,7 +314,8 @@ async def running(
 
     Args:
         target, draft: a model and the worker that it lives on; real ones, or scripted ones in simulated
-            time. Entering and leaving the workers is the caller's.
+            time. Entering and leaving the workers is the caller's. "ngram" looks up instead of drafting, and
+            None leaves the target to itself.
         tokenizer: the target's, or None.
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
@@ -327,9 +331,13 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, prices, on_failure=on_failure)
-        draft_actor = None
-        if draft is not None:
+        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        draft_actor: DraftActor | LookupActor | None = None
+        if draft == NGRAM:
+            draft_actor = LookupActor(
+                events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
+            )
+        elif draft is not None:
             draft_actor = DraftActor(
                 *draft,
                 events,
@@ -338,6 +346,7 @@ async def running(
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
             )
+        if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
@@ -364,14 +373,15 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
-    trace: Callable[[Event], None] | None = None,
+    trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
         target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
             a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or None for plain decoding through the same machinery.
+        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
+            earlier in the prompt and the text; or None for plain decoding through the same machinery.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
         rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
             every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
@@ -382,7 +392,9 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
-        trace: called in trio's thread with each `Span` and `Instant`. It should return quickly.
+        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
+            ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
+            function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
@@ -401,16 +413,18 @@ async def open(
         "target": check_device("target", target_device),
         "draft": check_device("draft", draft_device),
     }
-    if draft is not None:
+    if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     events = Events()
-    if trace is not None:
-        if not callable(trace):
-            raise SettingsError(f"trace must be a function of one event, got {trace!r}")
-        events.listen(_harmless(trace))
+    listener = check_trace(trace)
 
     async with AsyncExitStack() as stack:
+        if isinstance(listener, Recorder) and listener is not trace:
+            # First in, last out: a trace has the last of what the workers do.
+            await stack.enter_async_context(listener)
+        if listener is not None:
+            events.listen(_harmless(listener))
         stack.enter_context(wired_memory())
         workers = {role: await stack.enter_async_context(ThreadWorker(role, devices[role], events)) for role in sources}
         loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
@@ -423,19 +437,35 @@ async def open(
                 for role in sources:
                     nursery.start_soon(load, role)
         ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if draft is not None else None
+        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
+        if isinstance(listener, TimelineFile):
+            listener.tokenizer = ours.tokenizer
         stack.enter_context(ours.model.evaluating_layers())
         if theirs is not None:
             stack.enter_context(theirs.model.evaluating_layers())
         if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
+        prices = Prices()
+        if theirs is not None:
+            await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
         async with running(
             (ours.model, workers["target"]),
-            None if theirs is None else (theirs.model, workers["draft"]),
+            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
             tokenizer=ours.tokenizer,
             events=events,
+            prices=prices,
         ) as runtime:
             yield runtime
+
+
+async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
+    """What both models cost, for the rules to begin with."""
+    try:
+        with _interrupts_unwrapped():
+            await warm_up(target, draft, prices)
+    except JobError as error:
+        # Streams will meet the same error, where it can be told whose it is.
+        logger.info("the models could not be timed: %s", error)
 
 
 async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:

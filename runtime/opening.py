@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx_model import CacheOptions, MLXModel, load, tokenizer_wrapper
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
+from protocol.settings import NGRAM
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
@@ -43,6 +44,8 @@ def check_source(role: str, source: Any) -> Source:
         return source
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {source!r}")
+    if source == NGRAM:
+        raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
     try:
         exists, has_config = path.exists(), (path / "config.json").is_file()

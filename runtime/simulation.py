@@ -41,6 +41,10 @@ PROMPT = (0,)
 # Simulated seconds after which a run that hangs is given up; without it, the clock would have nothing to jump to.
 _TOO_LONG = 1e12
 
+# Of several tasks that could go on at the same moment, trio picks any. So no draft step ends just when a verify pass
+# does: that would make what comes of a scenario a matter of luck.
+_NEVER_AT_ONCE = 1.0 + 2.0**-30
+
 
 # --- what is simulated ----------------------------------------------------------------------------
 
@@ -330,8 +334,7 @@ async def play(
 ) -> Played:
     """Generate a text in a scenario; needs an event loop with an autojumping clock.
 
-    What comes of it depends on the arguments alone: a message takes a turn of the event loop to arrive, so that
-    of two jobs that end at the same moment it does not matter which is looked at first.
+    What comes of it depends on the arguments alone.
 
     Args:
         scenario: what to simulate.
@@ -347,7 +350,7 @@ async def play(
         return scenario.verify_seconds(job.num_tokens) if job.num_tokens else 0.0
 
     def draft_price(job: Job[Any]) -> float:
-        return scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
+        return _NEVER_AT_ONCE * scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
 
     target = SimulatedWorker("target", verify_price, events, contention)
     draft = SimulatedWorker("draft", draft_price, events, contention)

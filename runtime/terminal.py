@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from protocol.errors import OutriderError
-from protocol.statistics import Statistics
 from protocol.trace import Event, Span
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
+
+    from protocol.statistics import Statistics
 
 
 def say(message: str) -> None:
@@ -87,6 +88,44 @@ class Output:
             self.write_now("\n")
 
 
+@contextmanager
+def printing(pipe_width: int | None = None) -> Iterator[Console]:
+    """A console; what is printed to it goes to stdout at the end of the block.
+
+    Args:
+        pipe_width: how wide it is where stdout is no terminal, and the environment does not say; None for 80.
+
+    Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
+        stdout has gone.)
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if pipe_width is not None and not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = pipe_width
+    with console.capture() as captured:
+        yield console
+    print_text(captured.get())
+
+
+def print_text(text: str) -> None:
+    """Print to stdout, as it is but for characters that its encoding lacks.
+
+    Raises: OutputError: it cannot be written.
+    """
+    if sys.stdout is None:
+        raise OutputError("cannot write to stdout: it is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try to write the rest once more as it exits, and complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+
 # --- stderr ---------------------------------------------------------------------------------------
 
 
@@ -119,10 +158,13 @@ class Display:
         self.clear()
 
     def doing(self, what: str) -> None:
-        """Say what is being done, in place of what was said before."""
+        """Say what is being done, in place of what was said before.
+
+        Nothing moves meanwhile: it may be something that is timed, and what draws would take its time from it.
+        """
         self.clear()
         if _is_terminal():
-            self._show(what, None)
+            self._show(what, None, moves=False)
 
     def loading(self, models: Sequence[str | Path]) -> None:
         """Say that models are being loaded."""
@@ -162,13 +204,17 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _show(self, description: str, num_tokens: int | None) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        if moves:
+            columns.insert(0, SpinnerColumn())
         if num_tokens is not None:
             columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
-        self._progress = Progress(*columns, console=_console(), transient=True, redirect_stdout=False)
+        self._progress = Progress(
+            *columns, console=_console(), auto_refresh=moves, transient=True, redirect_stdout=False
+        )
         self._task = self._progress.add_task(description, total=num_tokens)
         self._progress.start()
 
@@ -230,11 +276,18 @@ def _size(num_bytes: int) -> str:
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of names and findings on stdout."""
-    from rich.console import Console
+    """Print titled tables of names and findings on stdout.
+
+    Raises: OutputError: it cannot be written.
+    """
+    with printing() as console:
+        show_sections(console, sections)
+
+
+def show_sections(console: Console, sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Print titled tables of names and findings on a console."""
     from rich.table import Table
 
-    console = Console(highlight=False)
     for i, (title, rows) in enumerate(sections):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")

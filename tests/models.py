@@ -6,7 +6,9 @@ does not hang on the last bit of a sum.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +22,10 @@ from mlx_lm.models import llama as llama_module
 from mlx_lm.models import mamba as mamba_module
 from mlx_lm.models import qwen3 as qwen3_module
 from mlx_lm.models.cache import make_prompt_cache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 80
 
@@ -159,6 +165,18 @@ class Padded(Wrapped):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits = super().__call__(inputs, cache)
         return mx.pad(logits, [(0, 0), (0, 0), (0, self._num_rows)], constant_values=self.PAD_LOGIT)
+
+
+def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
+    """A model as `mlx_lm.load` finds it; its words are w0, w1, … or the like."""
+    where.mkdir()
+    config = {name: value for name, value in vars(model.args).items() if value is not None}
+    (where / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    words = Tokenizer(WordLevel({f"{word}{i}": i for i in range(VOCAB_SIZE)}, unk_token=f"{word}0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
+    return str(where)
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import mlx.core as mx
@@ -356,7 +356,7 @@ class BookkeepingWorker(SimulatedWorker):
         self._is_target = actor == "target"
         self._lines: dict[int | None, ScriptedLine] = {}
 
-    async def run(self, job: Job[T]) -> T:
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         line, num_committed = self._lines.get(job.session), 0
         if line is not None:
             assert job.session is not None
@@ -366,7 +366,7 @@ class BookkeepingWorker(SimulatedWorker):
         handed = Handed(job, self.clock())
         self.handed.append(handed)
         try:
-            result = await super().run(job)
+            result = await super().run(job, meanwhile=meanwhile)
         except JobError:
             # What a model that failed in the middle of a job holds, nobody knows.
             self._lines.pop(job.session, None)
@@ -431,7 +431,7 @@ class Simulation:
 @asynccontextmanager
 async def simulated(
     target: ScriptedModel,
-    draft: ScriptedModel | None = None,
+    draft: ScriptedModel | Literal["ngram"] | None = None,
     *,
     price: Price | None = None,
     draft_price: Price | None = None,
@@ -444,7 +444,7 @@ async def simulated(
     Leaving it asserts that no task is left over, no line is open, and none was misused.
 
     Args:
-        target, draft: the models.
+        target, draft: the models; or "ngram" for a drafter that has none.
         price: seconds that a job takes, on either worker.
         draft_price: the same for the drafter's worker, where that is another.
         listener: called with each event.
@@ -456,16 +456,17 @@ async def simulated(
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     events = Events()
     target_worker = BookkeepingWorker("target", price, events)
-    draft_worker = None if draft is None else BookkeepingWorker("draft", draft_price or price, events)
+    draft_model = draft if isinstance(draft, ScriptedModel) else None
+    draft_worker = None if draft_model is None else BookkeepingWorker("draft", draft_price or price, events)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
             (target, target_worker),
-            None if draft is None or draft_worker is None else (draft, draft_worker),
+            draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
             events=events,
             make_policy=make_policy,
         ) as runtime:
-            simulation = Simulation(runtime, target, draft, target_worker, draft_worker)
+            simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)
             if listener is not None:
                 events.listen(listener)

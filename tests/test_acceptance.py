@@ -416,6 +416,75 @@ def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, nu
         )
 
 
+# --- rejection of tokens that were no draws -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2, 10), (3, 6), (4, 4)])
+def test_a_token_that_was_no_draw_leaves_the_targets_distribution_as_it_is(size, parts):
+    for p in all_distributions(size, parts):
+        for token, certain in enumerate(np.eye(size)):
+            left = np.array(residual(doubles(p), doubles(certain)))
+            if p[token] < 1:
+                assert left[token] == 0, "a token that was rejected must not be recovered"
+            np.testing.assert_allclose(p[token] * certain + (1 - p[token]) * normalised(left), p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_rows", [3, 4])
+@pytest.mark.parametrize("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_own(num_rows, certain):
+    logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
+    # The draft has fewer ids than the target; what is no draw of its may be any of them.
+    drawn_from = [mx.array(normalised(np.array(row[:4]))) for row in DRAFT_ROWS]
+    outcomes = set()
+    for start in range(1, 120):
+        # Every second time what the target likes, so that all three may stand.
+        likely = (0, 2, 3)
+        drafted = tuple(likely[i] if start % 2 else (start // 2 + i) % (5 if i in certain else 4) for i in range(3))
+        written_out = tuple(
+            mx.array(np.eye(5)[token]) if i in certain else mx.pad(drawn_from[i], (0, 1))
+            for i, token in enumerate(drafted)
+        )
+        left_out = tuple(None if i in certain else drawn_from[i] for i in range(3))
+        judgements = {
+            judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=61, start=start)
+            for probs in (written_out, left_out)
+        }
+        assert len(judgements) == 1
+        outcomes |= {judgement.num_accepted for judgement in judgements}
+    assert outcomes == {0, 1, 2, 3}
+
+
+def test_a_token_that_was_no_draw_stands_as_often_as_the_target_takes_it():
+    for token, p in enumerate(TARGET_ROWS[0]):
+        judged = [
+            judge_by_rejection(
+                logits_of(TARGET_ROWS[0])[None], (token,), (None,), temperature=1.0, seed=62, start=start
+            )
+            for start in range(400)
+        ]
+        accepted = sum(judgement.num_accepted for judgement in judged)
+        assert stats.binomtest(accepted, 400, p).pvalue > SMALLEST_P_VALUE
+        assert token not in {judgement.token for judgement in judged if not judgement.num_accepted}
+
+
+@pytest.mark.parametrize("rows", [TARGET_ROWS[:1], TARGET_ROWS[:2]])
+def test_whatever_is_put_forward_the_first_token_is_a_sample_of_p(rows):
+    logits = mx.stack([logits_of(row) for row in rows])
+    tokens = []
+    for start in range(1500):
+        # A choice that hangs on the position alone, as one from the text before it does.
+        drafted = (start * start) % 5
+        judgement = judge_by_rejection(logits, (drafted,), (None,), temperature=1.0, seed=63, start=start)
+        tokens.append(drafted if judgement.num_accepted else judgement.token)
+    assert_drawn_from(tokens, rows[0])
+
+
+def test_a_token_of_which_the_target_is_certain_always_stands():
+    sure = logits_of([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    for start in range(50):
+        assert judge_by_rejection(sure, (1,), (None,), temperature=1.0, seed=64, start=start) == Judgement(1, 0)
+
+
 # --- match at temperature 0 -----------------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
         ({"rewind": ["auto"]}, "rewind must be one of"),
         ({"target_device": "tpu"}, "target_device must be"),
         ({"draft_device": 3}, "draft_device must be"),
-        ({"trace": "trace.json"}, "trace must be a function of one event, got 'trace.json'"),
+        ({"trace": 7}, "trace must be a function of one event or the path of a file to write, got 7"),
         ({"target": None}, "target must be a path, a hub id or a pair"),
         ({"target": ""}, "target must be a path, a hub id or a pair"),
         ({"target": 5}, "target must be a path, a hub id or a pair"),

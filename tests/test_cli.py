@@ -171,6 +171,24 @@ def test_lookahead_reaches_the_drafter(endless, capfd):
     assert json.loads(capfd.readouterr().out)["statistics"]["proposed"] == 0
 
 
+def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
+    prompt = " ".join(["w1 w2 w3"] * 4)
+    arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
+    said = []
+    for draft in ("none", "ngram"):
+        assert run_here(*arguments, "--draft", draft, "--lookahead", "3") == 0
+        said.append(json.loads(capfd.readouterr().out))
+    assert said[0]["tokens"] == said[1]["tokens"]
+    assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
+
+
+def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capfd):
+    assert run_here(PROMPT, "--target", "ngram") == 2
+    assert "target must be a model here" in capfd.readouterr().err
+    assert cli.main(["doctor", "--draft", "ngram"]) == 2
+    assert "draft must be a model here" in capfd.readouterr().err
+
+
 def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
     def text(seed: int) -> str:
         settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
@@ -422,6 +440,18 @@ def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
     assert capfd.readouterr().err == "outrider: warning: drafting failed: no more room\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
+    with Path(os.devnull).open("w") as stdout, Path(os.devnull).open() as read_only:
+        os.dup2(read_only.fileno(), stdout.fileno())
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(arguments) == 1
+        assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(arguments) == 1
+    assert capfd.readouterr().err == "outrider: error: cannot write to stdout: it is closed\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]]
 )
@@ -439,7 +469,8 @@ def test_help_names_every_option_and_its_default(capfd):
         cli.main(["generate", "--help"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    for option in ("target", "draft", "max-tokens", "temperature", "seed", "lookahead", "acceptance", "json", "stats"):
+    settings = ("max-tokens", "temperature", "seed", "lookahead", "acceptance")
+    for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
     assert "(default: 256)" in text
 
@@ -589,6 +620,18 @@ async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endl
         await process.stdout.aclose()
         assert await read_all(process.stderr) == ""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
+async def test_no_command_complains_of_a_reader_that_has_left(buffering, endless, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    for name, value in buffering.items():
+        monkeypatch.setenv(name, value)
+    for arguments in (["doctor", endless], ["--version"], ["--help"], ["doctor", "--help"]):
+        async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+            await process.stdout.aclose()
+            assert await read_all(process.stderr) == ""
+        assert process.returncode == 141, arguments
 
 
 async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_heard(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -15,28 +14,12 @@ import mlx.nn as nn
 import models
 import pytest
 from mlx.utils import tree_flatten
-from models import VOCAB_SIZE, gemma3_text, llama, mamba
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 
 import runtime
 from actors.model import Rung
 from runtime import cli
 from runtime.doctor import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
-
-
-def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
-    """A model as `mlx_lm.load` finds it; its words are w0, w1, … or the like."""
-    where.mkdir()
-    config = {name: value for name, value in vars(model.args).items() if value is not None}
-    (where / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    words = Tokenizer(WordLevel({f"{word}{i}": i for i in range(VOCAB_SIZE)}, unk_token=f"{word}0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
-    return str(where)
 
 
 @pytest.fixture(scope="module")

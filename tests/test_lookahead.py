@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.calibration import Calibration
-from protocol.lookahead import Auto, Chain, View, policy_for
-from protocol.prices import ContendedPrice, Mean, Prices, WidthPrice
+from protocol.lookahead import Chain, View, policy_for
+from protocol.prices import Prices
 from protocol.tree import Guess, LookaheadTree, Node
 
 ROOT, POSITION = 100, 9

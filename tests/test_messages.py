@@ -90,9 +90,12 @@ def test_a_proposal_has_a_distribution_for_each_token_or_none_at_all():
     probs = mx.array([0.5, 0.5])
     assert attrs.evolve(PROPOSAL, probs=(probs, probs)).probs == (probs, probs)
     assert attrs.evolve(PROPOSAL, probs=()).probs == ()
+    assert attrs.evolve(PROPOSAL, probs=(None, probs)).probs == (None, probs)
     for num_probs in (1, 3):
         with pytest.raises(ValueError, match=f"2 tokens need as many distributions, got {num_probs}"):
             attrs.evolve(PROPOSAL, probs=(probs,) * num_probs)
+        with pytest.raises(ValueError, match=f"2 tokens need as many distributions, got {num_probs}"):
+            attrs.evolve(PROPOSAL, probs=(None,) * num_probs)
 
 
 def test_distributions_have_no_part_in_comparing_and_printing():

@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import trio
@@ -39,6 +39,8 @@ DRAFT = ((0.20, 0.20, 0.50, 0.10), (0.30, 0.20, 0.10, 0.40), (0.10, 0.40, 0.20, 
 NARROW_DRAFT = tuple((0.5, 0.2, 0.3) for _ in range(4))
 WIDE_DRAFT = tuple((0.2, 0.1, 0.1, 0.2, 0.1, 0.3) for _ in range(4))
 PROMPT = [1]
+# What a lookup can find something in: after each token each other one, and then some again.
+QUOTABLE = [0, 1, 2, 3, 0, 2, 1, 3, 1, 0, 3, 2, 0, 3, 1, 3, 0, 0, 1, 3, 2, 1, 1, 2, 2, 3, 3, 1]
 
 # A true null hypothesis is rejected once in ten thousand outcomes.
 SIGNIFICANCE = 1e-4
@@ -103,7 +105,13 @@ def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Map
 
 
 async def sample(
-    num_sessions: int, target: ScriptedModel, draft: ScriptedModel | None, *, price_seed: int = 0, **settings: Any
+    num_sessions: int,
+    target: ScriptedModel,
+    draft: ScriptedModel | Literal["ngram"] | None,
+    *,
+    prompt: Sequence[int] = PROMPT,
+    price_seed: int = 0,
+    **settings: Any,
 ) -> list[tuple[Token, ...]]:
     """Texts of sessions with the seeds 0, 1, …; three at a time, on one runtime."""
     settings = {"temperature": 1.0, "acceptance": "rejection", **settings}
@@ -114,7 +122,7 @@ async def sample(
 
         async def work() -> None:
             for seed in seeds:
-                texts[seed] = (await simulation.runtime.generate(PROMPT, seed=seed, **settings)).tokens
+                texts[seed] = (await simulation.runtime.generate(prompt, seed=seed, **settings)).tokens
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
@@ -195,6 +203,28 @@ def test_under_rejection_a_temperature_sharpens_target_and_draft_alike() -> None
     assert p_value(counts, outcomes(at_temperature(TARGET, 0.5), 2)) > SIGNIFICANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
+def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up(lookahead: Any, undo: Any) -> None:
+    assert QUOTABLE[-1] == PROMPT[-1], "what comes next hangs on the last token alone"
+    num_sessions = 2 * NUM_SESSIONS
+    tokens = run(
+        lambda: sample(num_sessions, target(undo=undo), "ngram", prompt=QUOTABLE, max_tokens=6, lookahead=lookahead)
+    )
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+    assert share > 0.1
+
+
+@pytest.mark.slow
+def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_looked_up() -> None:
+    (tokens,) = run(lambda: sample(1, target(), "ngram", max_tokens=3000, lookahead=2))
+    assert pooled_p_value(triples([PROMPT + ids(tokens)])) > SIGNIFICANCE
+    assert sum(token.from_draft for token in tokens) > 500
+
+
 def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
     """At lookahead 1, the tokens for which there was a guess, each with the token before it."""
     pairs, last, is_bonus = [], PROMPT[0], False
@@ -253,7 +283,7 @@ DRAFTERS = {
 
 
 async def matched(
-    draft: ScriptedModel | None, price_seed: int = 0, undo: Any = always, **settings: Any
+    draft: ScriptedModel | Literal["ngram"] | None, price_seed: int = 0, undo: Any = always, **settings: Any
 ) -> list[list[int]]:
     target = ScriptedModel(HASHED_TARGET, undo=undo)
     return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **MATCH, **settings)]
@@ -268,6 +298,18 @@ def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_
     assert len({tuple(text) for text in alone}) == 4
     for price_seed in range(2):
         assert run(lambda seed=price_seed: matched(ScriptedModel(DRAFTERS[kind]), seed, lookahead=lookahead)) == alone
+
+
+@pytest.mark.parametrize("undo", [always, never, within(9)])
+@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
+def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: Any, undo: Any) -> None:
+    # Narrow enough to repeat itself.
+    narrow = ScriptedModel(markov(TARGET), vocab_size=4, undo=undo)
+    settings = {"prompt": QUOTABLE, "acceptance": "match", "max_tokens": 40, "lookahead": lookahead}
+    alone = run(lambda: sample(4, target(), None, **settings))
+    looked_up = run(lambda: sample(4, narrow, "ngram", **settings))
+    assert [ids(text) for text in looked_up] == [ids(text) for text in alone]
+    assert sum(token.from_draft for text in looked_up for token in text) > 10
 
 
 @pytest.mark.parametrize(("of_target", "of_draft"), [(never, always), (always, never), (within(9), within(14))])

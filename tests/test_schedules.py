@@ -18,8 +18,10 @@ import trio
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
+    VOCAB_SIZE,
     Handed,
     Price,
+    Script,
     ScriptedModel,
     Simulation,
     Undo,
@@ -28,12 +30,15 @@ from scripted import (
     always,
     collect,
     continuation,
+    fraction,
     hashed,
     never,
+    next_token,
     priced,
     right_where,
     run,
     simulated,
+    spike,
     text_of,
     truthful,
     within,
@@ -45,6 +50,7 @@ from protocol.lookahead import Chain, Policy
 from protocol.messages import Message, Proposal, Verdict
 from protocol.prices import Prices
 from protocol.settings import Settings
+from protocol.statistics import Statistics
 
 # Zero among them: then everything happens at once, in an order that trio's dice decide.
 COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
@@ -289,6 +295,57 @@ async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: i
     async with simulated(target, draft, price=price, schedule=schedule) as simulation:
         assert await text_of(simulation, [4, 4], max_tokens=60, lookahead=3) == continuation([4, 4], 60)
         assert trio.current_time() == 0
+
+
+# --- without a draft model ------------------------------------------------------------------------
+
+
+def repeating(history: Sequence[int]) -> Sequence[float]:
+    """Five words again and again, and now and then another one."""
+    return spike(next_token(history) if fraction("slip", history) < 0.15 else len(history) % 5)
+
+
+@pytest.mark.slow
+@given(
+    lookahead=st.sampled_from([1, 3, 8, "auto", "auto"]),
+    text=st.sampled_from([repeating, truthful]),
+    max_tokens=st.integers(1, 60),
+    costs=tuples(st.sampled_from(COSTS), 6),
+    undo=UNDO,
+    to_target=FATES,
+    to_draft=FATES,
+    schedule=st.integers(0, 2**32),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
+    lookahead: Any,
+    text: Script,
+    max_tokens: int,
+    costs: tuple[float, ...],
+    undo: Undo,
+    to_target: tuple[Fate, ...],
+    to_draft: tuple[Fate, ...],
+    schedule: int,
+) -> None:
+    async def main() -> Statistics:
+        target = ScriptedModel(text, undo=undo)
+        async with (
+            trio.open_nursery() as nursery,
+            simulated(target, "ngram", price=by_turns(costs), schedule=schedule) as simulation,
+        ):
+            tamper(simulation, to_target, to_draft, nursery)
+            completion = await simulation.runtime.generate(prompt, max_tokens=max_tokens, lookahead=lookahead)
+            assert [token.id for token in completion.tokens] == expected
+            await trio.sleep(10_000)
+            nursery.cancel_scope.cancel()
+        return completion.statistics
+
+    prompt, expected = [0, 1, 2, 3, 4] * 2, list[int]()
+    while len(expected) < max_tokens:
+        logits = text([*prompt, *expected])
+        expected.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
+    statistics = run(main)
+    event(f"proposed: {statistics.proposed > 0}, rested: {statistics.resting_rounds > 0}")
 
 
 # --- several sessions at once ---------------------------------------------------------------------

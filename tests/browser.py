@@ -1,0 +1,102 @@
+"""A real browser that opens a page, does what a script says, and tells what came of it.
+
+Chromium by itself is enough: the script goes into a copy of the page, and what it returns into the document that
+Chromium prints.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+IN_APPLICATIONS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+VARIABLE = "OUTRIDER_CHROMIUM"
+
+# Generous, since it is no expectation but a way out of a hang.
+HANGS_S = 120
+
+# Gone wrong is gone wrong: an error anywhere in the page is what comes back. And frames are drawn when the script says
+# so, since the browser prints the document as soon as it is loaded.
+BEFORE = """<script>
+window.wrong = [];
+addEventListener("error", (event) => wrong.push(String(event.message)));
+addEventListener("securitypolicyviolation", (event) => wrong.push("wants " + event.blockedURI));
+window.frames_due = [];
+window.requestAnimationFrame = (callback) => frames_due.push(callback);
+</script>"""
+
+AFTER = """<script>
+(() => {
+  const $ = (id) => document.getElementById(id), lanes = $("lanes");
+  const frame = () => { while (frames_due.length) frames_due.shift()(0); };
+  const send = (target, event) => { target.dispatchEvent(event); frame(); };
+  const always = { bubbles: true, cancelable: true };
+  const key = (target, name) => send(target, new KeyboardEvent("keydown", { key: name, ...always }));
+  const at = (x, y) => {
+    const box = lanes.getBoundingClientRect();
+    return { clientX: box.left + x, clientY: box.top + y, pointerId: 1, ...always };
+  };
+  const pointer = (kind, x, y, more = {}) => send(lanes, new PointerEvent(kind, { ...at(x, y), ...more }));
+  const wheel = (x, more) => send(lanes, new WheelEvent("wheel", { ...at(x, 70), ...more }));
+  const hover = (element) => send(element, new MouseEvent("mouseover", always));
+  const view = () => { const d = lanes.dataset; return { from: +d.from, to: +d.to, round: d.round, drawn: +d.drawn }; };
+  // Where in the canvas a moment is.
+  const place = (us) => { const v = view(); return 64 + ((us - v.from) / (v.to - v.from)) * (lanes.clientWidth - 64); };
+  const data = JSON.parse($("data").textContent);
+  // Synthetic pointers cannot be captured.
+  lanes.setPointerCapture = () => {};
+  const outcome = document.createElement("pre");
+  outcome.id = "outcome";
+  try {
+    frame();
+    const returned = (() => { SCRIPT })();
+    outcome.textContent = JSON.stringify({ returned, wrong });
+  } catch (error) {
+    outcome.textContent = JSON.stringify({ wrong: [...wrong, String(error.stack)] });
+  }
+  document.body.append(outcome);
+})();
+</script>"""
+
+
+def find() -> str | None:
+    """Chromium, or a browser made of it: the one that the environment names, else one that is installed."""
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    return found or (IN_APPLICATIONS if Path(IN_APPLICATIONS).exists() else None)
+
+
+def visit(page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
+    """Open a page in a browser, run a script in it, and return what the script returns.
+
+    Args:
+        page: HTML.
+        script: the body of a function; it may use what `AFTER` defines.
+        scratch: a directory to work in.
+        width: of the window, in CSS pixels.
+    """
+    browser = find()
+    assert browser is not None, f"no Chromium was found; install it, or say in {VARIABLE} where it is"
+    file = scratch / "page.html"
+    file.write_text(
+        page.replace("<head>", "<head>" + BEFORE, 1).replace("</body>", AFTER.replace("SCRIPT", script) + "</body>", 1)
+    )
+    arguments = [browser, "--headless", "--disable-gpu", "--no-first-run", f"--user-data-dir={scratch / 'profile'}"]
+    if sys.platform == "linux" and os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # which root cannot have
+    arguments += [f"--window-size={width},900", "--dump-dom", file.as_uri()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=HANGS_S, check=True)
+    outcome = re.search(r'<pre id="outcome">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert outcome is not None, f"the script never ended: {done.stderr[-2000:]}"
+    said = json.loads(html.unescape(outcome[1]))
+    assert said["wrong"] == []
+    return said["returned"]

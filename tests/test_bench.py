@@ -1,0 +1,763 @@
+"""The benchmark's harness: who runs when, on which thread, and how figures are made of what they did.
+
+No speed is asserted here; tiny models have none worth the name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+import models
+import pytest
+import trio
+from models import Padded, greedy, llama, mamba, near, save
+
+import runtime
+from actors.mlx_model import CacheOptions, MLXModel
+from actors.worker import Job, ThreadWorker
+from protocol.trace import Span
+from runtime import bench_command, cli
+from runtime.bench import Benchmark, Measured, Plan, Row, measure, order
+from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates
+from runtime.contenders import (
+    PLAIN,
+    Contender,
+    Moment,
+    Run,
+    Stage,
+    Switch,
+    Window,
+    count_rounds,
+    take_until_cancelled,
+    timed,
+    within,
+)
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
+
+
+def small(**changes: Any) -> Plan:
+    """A plan that takes a moment."""
+    settings: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "num_draft_tokens": (1, 3),
+        "lookaheads": (0, 2, "auto"),
+        "max_tokens": 16,
+        "repeats": 2,
+    }
+    return Plan(**settings | changes)
+
+
+# --- what is to be measured -----------------------------------------------------------------------
+
+
+def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first():
+    names = [contender.name for contender in Plan().contenders]
+    assert names[0] == "mlx-lm plain"
+    assert names[1:9] == [f"mlx-lm speculative {k}" for k in range(1, 9)]
+    assert names[9:] == [f"outrider lookahead {k}" for k in (0, 1, 2, 3, 4, 6, 8, "auto")]
+
+
+def test_what_is_asked_for_twice_runs_once():
+    assert small(num_draft_tokens=[2, 2], lookaheads=["auto", 0, "auto"]).contenders == (
+        PLAIN,
+        Contender("mlx-lm", 2),
+        Contender("outrider", "auto"),
+        Contender("outrider", 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"max_tokens": 15}, "max_tokens must be a whole number of at least 16, got 15"),
+        ({"max_tokens": 20.5}, "max_tokens must be a whole number"),
+        ({"repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
+        ({"repeats": True}, "repeats must be a whole number"),
+        ({"num_draft_tokens": (0,)}, r"num_draft_tokens must be whole numbers in \[1, 64\], got 0 among them"),
+        ({"num_draft_tokens": ("auto",)}, "num_draft_tokens must be whole numbers"),
+        ({"lookaheads": (65,)}, r'lookaheads must be whole numbers in \[0, 64\] or "auto", got 65'),
+        ({"lookaheads": ("often",)}, "got 'often' among them"),
+        ({"temperature": -1.0}, "temperature must be a finite number of at least 0"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16 or None, got 'int8'"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(changes, complaint):
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        small(**changes)
+
+
+def test_no_prompt_is_no_benchmark():
+    with pytest.raises(runtime.PromptError, match="there is no prompt to measure with"):
+        small(prompts=())
+
+
+def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_backwards():
+    everyone = small().contenders
+    turns = [order(everyone, turn) for turn in range(2 * len(everyone))]
+    for turn in turns:
+        assert sorted(turn, key=everyone.index) == list(everyone)
+    firsts = {turn[0] for turn in turns}
+    assert firsts == set(everyone)
+    # So nobody always follows the same one.
+    neighbours = {pair for turn in turns[:2] for pair in itertools.pairwise(turn)}
+    assert any((b, a) in neighbours for a, b in neighbours)
+
+
+# --- what came when -------------------------------------------------------------------------------
+
+
+def moments(flags: str, *, start: float = 10.0) -> list[Moment]:
+    """Tokens a second apart: d was drafted, t is the target's own."""
+    return [Moment(i, flag == "d", start + i) for i, flag in enumerate(flags)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "began"),
+    [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
+)
+def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
+    assert timed(moments(flags)) == Window(first, began, 10.0 + len(flags) - 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_draft_tokens", "rounds", "proposed"),
+    [
+        ("tttt", 0, 4, 0),
+        ("ddtdtt", 2, 3, 5),  # one token is wanted in the last round, and one proposed
+        ("ddtddtdd", 2, 3, 6),
+        ("dddtdddd", 8, 2, 12),
+    ],
+)
+def test_rounds_and_proposals_are_told_from_who_proposed_the_tokens(flags, num_draft_tokens, rounds, proposed):
+    drafted = [flag == "d" for flag in flags]
+    assert count_rounds(drafted, num_draft_tokens, max_tokens=len(flags)) == (rounds, proposed)
+
+
+def test_only_what_lies_in_the_window_counts():
+    spans = [Span("target", "verify", 0, began, ended) for began, ended in ((0, 2), (3, 5), (5, 6), (9, 12), (20, 21))]
+    assert within(spans, Window(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+MLX_LM, OURS = Contender("mlx-lm", 2), Contender("outrider", "auto")
+
+
+def a_run(seconds: float, tokens: tuple[int, ...] = (7, 8, 9), **changes: Any) -> Run:
+    return Run(
+        **{"tokens": tokens, "num_timed": 10, "seconds": seconds, "rounds": 2, "proposed": 0, "accepted": 0} | changes
+    )
+
+
+def scripted(*, plan: Plan | None = None) -> Measured:
+    """Two repeats of two prompts: plain takes a second, mlx-lm's best half of it, ours a quarter of it."""
+    measured = Measured(plan or small(num_draft_tokens=(2,), lookaheads=("auto",)))
+    of_ours = {"hits": 3, "misses": 1, "verify_seconds": 0.2, "target_seconds": 0.225, "draft_seconds": 0.05}
+    for repeat in range(2):
+        for prompt in range(2):
+            measured.turns[repeat, prompt] = {
+                PLAIN: a_run(1.0 + repeat),
+                MLX_LM: a_run(0.5, proposed=10, accepted=4),
+                OURS: a_run(0.25, proposed=8, accepted=6, estimates={"draft_seconds": 0.002 + prompt}, **of_ours),
+            }
+    return measured
+
+
+def by_name(result: Benchmark) -> dict[str, Row]:
+    return {row.name: row for row in result.rows}
+
+
+def test_a_repeat_is_the_tokens_of_its_prompts_over_their_seconds():
+    plain = by_name(scripted().result())["mlx-lm plain"]
+    assert plain.speeds == (10.0, 5.0)
+    assert (plain.median, plain.low, plain.high) == (7.5, 5.0, 10.0)
+
+
+def test_ratios_are_those_of_the_medians():
+    result = scripted().result()
+    plain, best, ours = result.rows
+    assert (plain.vs_plain, best.vs_plain, ours.vs_plain) == (1.0, 20 / 7.5, 40 / 7.5)
+    assert (plain.vs_best_speculative, best.vs_best_speculative, ours.vs_best_speculative) == (7.5 / 20, 1.0, 2.0)
+    assert result.best_speculative == "mlx-lm speculative 2"
+
+
+def test_the_rest_is_counted_over_all_runs():
+    plain, best, ours = scripted().result().rows
+    assert (plain.acceptance, best.acceptance, ours.acceptance) == (None, 0.4, 0.75)
+    assert {row.tokens_per_round for row in (plain, best, ours)} == {1.5}
+    assert (best.hit_rate, ours.hit_rate) == (None, 0.75)
+    assert (best.target_busy, ours.target_busy, ours.draft_busy) == (None, pytest.approx(0.9), pytest.approx(0.2))
+    assert (best.limit, best.of_limit) == (None, None)
+    assert (ours.limit, ours.of_limit) == (pytest.approx(50.0), pytest.approx(0.8))
+    assert ours.estimates == {"draft_seconds": 1.002}
+
+
+def test_texts_are_compared_with_plain_decodings():
+    measured = scripted()
+    measured.turns[1, 0][OURS] = a_run(0.25, tokens=(7, 8, 1))
+    assert [(row.same_texts, row.num_texts) for row in measured.result().rows] == [(4, 4), (4, 4), (3, 4)]
+
+
+def test_above_temperature_0_texts_are_not_compared():
+    measured = scripted(plan=small(num_draft_tokens=(2,), lookaheads=("auto",), temperature=0.5))
+    assert [row.same_texts for row in measured.result().rows] == [None, None, None]
+
+
+def test_a_turn_that_was_cut_short_counts_for_nobody():
+    measured = scripted()
+    del measured.turns[1, 1][OURS]
+    result = measured.result()
+    assert (result.repeats_done, result.is_complete) == (2, False)
+    assert [row.num_texts for row in result.rows] == [3, 3, 3]
+    assert result.rows[0].speeds == (10.0, 5.0)
+    measured.turns[1, 0].clear()
+    assert measured.result().repeats_done == 1
+    assert scripted().result().is_complete
+
+
+def test_nothing_measured_is_no_figure_and_no_error():
+    result = Measured(small()).result()
+    assert (result.repeats_done, result.is_complete, result.best_speculative) == (0, False, None)
+    for row in result.rows:
+        assert (row.median, row.vs_plain, row.speeds, row.num_texts) == (None, None, (), 0)
+
+
+def test_who_cannot_run_holds_up_nobody():
+    measured = scripted()
+    measured.failures[MLX_LM] = "no cache to trim"
+    for turn in measured.turns.values():
+        del turn[MLX_LM]
+    result = measured.result()
+    assert result.is_complete
+    assert by_name(result)["mlx-lm speculative 2"].failure == "no cache to trim"
+    assert by_name(result)["outrider lookahead auto"].vs_plain == 40 / 7.5
+    assert result.best_speculative is None
+    assert [row.vs_best_speculative for row in result.rows] == [None, None, None]
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    target = llama()
+    return target, near(target, noise=0.02)
+
+
+async def test_everyone_runs_and_writes_plain_decodings_text(pair):
+    target, draft = pair
+    measured = Measured(small())
+    result = await measure((target, None), (draft, None), measured=measured)
+    assert [row.name for row in result.rows] == [contender.name for contender in measured.plan.contenders]
+    assert (result.is_complete, result.repeats_done) == (True, 2)
+    assert result.dtypes == {"target": ("float32",), "draft": ("float32",)}
+    expected = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
+    for (_, prompt), turn in measured.turns.items():
+        for contender, run in turn.items():
+            assert run.tokens == expected[prompt], contender
+    for row in result.rows:
+        assert (row.same_texts, row.num_texts, row.failure) == (4, 4, None)
+        assert len(row.speeds) == 2
+        assert row.low is not None
+        assert row.median is not None
+        assert row.high is not None
+        assert 0 < row.low <= row.median <= row.high
+        assert row.vs_plain == row.median / result.rows[0].median
+        if row.engine == "outrider":
+            assert row.limit is not None
+            assert row.of_limit is not None
+            assert 0 < row.of_limit <= 1
+            assert row.estimates is not None
+            assert row.estimates.keys() == attrs.fields_dict(type(estimates_of(runtime.Statistics))).keys()
+        else:
+            assert (row.hit_rate, row.target_busy, row.limit, row.estimates) == (None, None, None, None)
+    rows = by_name(result)
+    # Prices that plain decoding does not show: they were measured before, as `open` does.
+    before = rows["outrider lookahead 0"].estimates
+    assert before is not None
+    assert before["verify_seconds"] > 0 < before["draft_seconds"]
+    assert rows["mlx-lm plain"].acceptance is rows["outrider lookahead 0"].acceptance is None
+    for name in ("mlx-lm speculative 3", "outrider lookahead 2"):
+        acceptance = rows[name].acceptance
+        assert acceptance is not None
+        assert 0 < acceptance <= 1
+
+
+def estimates_of(_: Any) -> Any:
+    from protocol.prices import Prices
+
+    return Prices().estimates()
+
+
+async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
+    # A drafter that is always wrong: each round proposes k tokens, or what is still wanted, and gives one.
+    target, _ = pair
+    plan = small(num_draft_tokens=(3,), lookaheads=(3,), prompts=PROMPTS[:1], repeats=1)
+    result = await measure((target, None), (models.Shifted(llama()), None), plan)
+    for row in result.rows[1:]:
+        assert (row.acceptance, row.tokens_per_round) == (0.0, 1.0)
+    # One that is always right: 16 tokens are four rounds of three and one.
+    result = await measure((target, None), (target, None), plan)
+    for row in result.rows[1:]:
+        assert (row.acceptance, row.tokens_per_round) == (1.0, 4.0)
+
+
+async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
+    measured = Measured(small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]]))
+    result = await measure((pair[0], None), "ngram", measured=measured)
+    assert [row.name for row in result.rows] == [
+        "mlx-lm plain", "outrider lookahead 0", "outrider lookahead 2", "outrider lookahead auto"
+    ]  # fmt: skip
+    assert (result.draft, result.dtypes, result.is_complete) == ("ngram", {"target": ("float32",)}, True)
+    assert [row.same_texts for row in result.rows] == [1, 1, 1, 1]
+    assert result.rows[2].acceptance is not None
+    assert not outrider_threads()
+
+
+class Watched(models.Wrapped):
+    """A model that notes on which thread, and as what, it is called."""
+
+    calls: ClassVar[list[tuple[str, str, bool]]] = []
+
+    def __init__(self, model: Any, role: str) -> None:
+        super().__init__(model)
+        self._role = role
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        sliced = type(self.layers[0]).__name__.startswith("Sliced")
+        self.calls.append((self._role, threading.current_thread().name, sliced))
+        return super().__call__(inputs, cache)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    monkeypatch.setattr(Watched, "calls", [])
+    return Watched.calls
+
+
+async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(calls):
+    target = llama()
+    seen: dict[str, set[tuple[str, str, bool]]] = {}
+    since = 0
+    name = ""
+
+    def look(what: str) -> None:
+        nonlocal since, name
+        if name:
+            seen.setdefault(name, set()).update(calls[since:])
+        name, since = next((n for n in names if f": {n} (" in what), ""), len(calls)
+
+    # Ours come before theirs and between them, with a drafter far ahead.
+    plan = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=3)
+    names = [contender.name for contender in plan.contenders]
+    kinds = [type(layer) for layer in target.layers]
+    await measure(
+        (Watched(target, "target"), None), (Watched(near(target, noise=0.1), "draft"), None), plan, on_progress=look
+    )
+    look("")
+    assert seen["mlx-lm plain"] == {("target", "outrider-target", False)}
+    assert seen["mlx-lm speculative 2"] == {("target", "outrider-target", False), ("draft", "outrider-target", False)}
+    ours = {("target", "outrider-target", True), ("draft", "outrider-draft", True)}
+    assert seen["outrider lookahead 8"] == ours
+    assert seen["outrider lookahead 0"] == {("target", "outrider-target", True)}
+    assert [type(layer) for layer in target.layers] == kinds
+
+
+async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
+    # A late step of the drafter's, which ends some time after the text.
+    ours, events, late, log = Contender("outrider", 0), Switch(), threading.Event(), []
+    async with AsyncExitStack() as stack:
+        workers: dict[str, Any] = {}
+        made = {}
+        for role, model in zip(("target", "draft"), pair, strict=True):
+            workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
+            made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
+        stage = Stage(made, workers, events)
+        await stage.open_runtimes(stack, [ours])
+        (rt, _) = stage._runtimes[ours]
+
+        async def end_it_late() -> None:
+            while not rt.num_streams:
+                await trio.lowlevel.checkpoint()
+            while rt.num_streams:
+                await trio.lowlevel.checkpoint()
+            log.append("ended")
+            late.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(workers["draft"].run, Job("draft", late.wait))
+            nursery.start_soon(end_it_late)
+            try:
+                await stage.run(ours, (1, 2, 3), 16, 0.0)
+            finally:
+                log.append("returned")
+                late.set()
+    assert log == ["ended", "returned"]
+
+
+async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
+    opened = []
+    import runtime.contenders
+
+    def running(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return real(*arguments, **options)
+
+    real = runtime.contenders.running
+    monkeypatch.setattr(runtime.contenders, "running", running)
+    target, draft = pair
+    await measure((target, None), (draft, None), small())
+    assert len(opened) == 3
+
+
+async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on():
+    target = mamba()
+    result = await measure((target, None), (near(target, noise=0.02), None), small())
+    rows = by_name(result)
+    for k in (1, 3):
+        row = rows[f"mlx-lm speculative {k}"]
+        assert "trimmable" in str(row.failure)
+        assert (row.median, row.num_texts) == (None, 0)
+    assert result.is_complete
+    assert rows["outrider lookahead 2"].same_texts == 4
+
+
+async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread():
+    class Broken(models.Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            if inputs.shape[1] > 1 or cache[0].offset > 4:
+                raise ValueError("no such kernel")
+            return super().__call__(inputs, cache)
+
+    class Late(Broken):
+        """Fails once it is asked for a text, and not while it is looked at."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            if inputs.shape == (1, 8):
+                return models.Wrapped.__call__(self, inputs, cache)
+            return super().__call__(inputs, cache)
+
+    with pytest.raises(runtime.ModelError, match="mlx-lm cannot decode with the target: no such kernel"):
+        await measure((Late(llama()), None), (llama(), None), small())
+    assert not outrider_threads()
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
+    target, draft = llama(max_position_embeddings=64), llama(max_position_embeddings=24)
+    plan = small(prompts=[[1] * 9])
+    with pytest.raises(runtime.PromptError, match="a prompt of 9 tokens and max_tokens=16 do not fit a context of 24"):
+        await measure((target, None), (draft, None), plan)
+    assert not outrider_threads()
+
+
+async def test_models_that_are_there_already_are_not_cast(pair):
+    target, draft = pair
+    with pytest.raises(runtime.SettingsError, match="dtype is for models that are loaded here"):
+        await measure((target, None), (draft, None), small(dtype="bfloat16"))
+
+
+async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
+    target, draft = pair
+    result = await measure((target, None), (Padded(draft, 3), None), small(repeats=1))
+    assert by_name(result)["outrider lookahead 2"].same_texts == 2
+
+
+async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
+    target, draft = pair
+    measured = Measured(small(repeats=5))
+    with trio.CancelScope() as scope:
+
+        def look(what: str) -> None:
+            if what.startswith("repeat 2 of 5, prompt 2 of 2"):
+                scope.cancel()
+
+        await measure((target, None), (draft, None), measured=measured, on_progress=look)
+    assert scope.cancelled_caught
+    result = measured.result()
+    assert (result.repeats_done, result.is_complete) == (2, False)
+    assert {row.num_texts for row in result.rows} == {3}
+    assert not outrider_threads()
+
+
+class OnThread:
+    """A worker that does its jobs on some thread or other."""
+
+    async def run(self, job: Any) -> Any:
+        return await trio.to_thread.run_sync(job.call)
+
+
+async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
+    given: list[int] = []
+    ended_on: list[int] = []
+    ran_on: list[int] = []
+
+    def generate() -> Iterator[tuple[int, bool]]:
+        ran_on.append(threading.get_ident())
+        try:
+            for token in range(1000):
+                given.append(token)
+                if token == 3:
+                    trio.from_thread.run_sync(scope.cancel)
+                yield token, False
+        finally:
+            ended_on.append(threading.get_ident())
+
+    with trio.CancelScope() as scope:
+        await take_until_cancelled(OnThread(), generate)  # type: ignore[arg-type]
+    assert scope.cancelled_caught
+    assert len(given) < 1000
+    assert ended_on == ran_on
+    assert ended_on[0] != threading.get_ident()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a drafter as `mlx_lm.load` finds them."""
+    where, target = tmp_path_factory.mktemp("models"), llama()
+    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
+
+
+def arguments(saved: tuple[str, str], *more: str) -> list[str]:
+    small = ["--prompt", "w1 w2 w3", "--max-tokens", "16", "--repeats", "2"]
+    who = ["--num-draft-tokens", "1,3", "--lookahead", "0,2,auto"]
+    return ["bench", "--target", saved[0], "--draft", saved[1], *small, *who, *more]
+
+
+def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(arguments(saved)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for contender in small().contenders:
+        assert contender.name in out
+    assert "1 of 16 tokens, temperature 0" in out
+    assert "2 of 2" in out
+    assert "measured by outrider lookahead auto" in out
+    assert "contention" in out
+    if sys.platform == "linux":
+        assert f"linear algebra  {runtime.blas.blas_in_use()}" in out
+
+
+def test_json_has_all_that_was_measured(saved, capsys):
+    assert cli.main(arguments(saved, "--json")) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
+    said = json.loads(out)
+    assert said.keys() == attrs.fields_dict(Benchmark).keys()
+    assert [row["name"] for row in said["rows"]] == [contender.name for contender in small().contenders]
+    for row in said["rows"]:
+        assert row.keys() == attrs.fields_dict(Row).keys()
+        assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
+        assert (row["same_texts"], row["num_texts"]) == (2, 2)
+    assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
+
+
+def test_a_dtype_is_what_is_measured_in(saved, capsys):
+    assert cli.main(arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1")) == 0
+    assert json.loads(capsys.readouterr().out)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
+
+
+@pytest.mark.parametrize("name", ["speeds.svg", "speeds.png"])
+def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, capsys):
+    assert cli.main(arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))) == 0
+    assert "mlx-lm plain" in capsys.readouterr().out
+    drawn = (tmp_path / name).read_bytes()
+    if name.endswith("png"):
+        assert drawn.startswith(b"\x89PNG")
+    else:
+        assert b"<svg" in drawn
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench_command.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(arguments(saved, "--plot", str(tmp_path / "speeds.svg"))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == ('outrider: error: plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
+
+
+def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def guarded(name: str, *rest: Any, **more: Any) -> Any:
+        assert not name.startswith("matplotlib")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    assert cli.main(arguments(saved, "--repeats", "1")) == 0
+    assert "mlx-lm plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--draft", "none"], "needs a draft model: give --draft"),
+        (["--max-tokens", "3"], "max_tokens must be a whole number of at least 16, got 3"),
+        (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
+        (["--lookahead", "2,always"], "got 'always' among them"),
+        (["--num-draft-tokens", "0"], "got 0 among them"),
+        (["--temperature", "-1"], "temperature must be a finite number"),
+        (["--dtype", "int4"], "dtype must be one of"),
+        (["--plot", "speeds.jpeg"], "plot must be a file that ends in .svg, .png, .pdf, got 'speeds.jpeg'"),
+        (["--plot", "/no/such/place/speeds.svg"], "is in no directory that exists; make /no/such/place first"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):
+    assert cli.main(arguments(saved, *more)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("outrider: error: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
+    assert cli.main(["bench", "--target", saved[0]]) == 2
+    assert "needs a draft model: give --draft" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_one_line(saved, capsys):
+    assert cli.main(arguments((saved[0], "/no/such/model"))) == 1
+    assert capsys.readouterr() == (
+        "",
+        "outrider: error: draft '/no/such/model' does not exist; give a directory with a model, or a hub id\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("prompts.txt", "one\n\n  two\n", ["one", "  two"]),
+        ("prompts.json", '["one\\nand more", "two"]', ["one\nand more", "two"]),
+    ],
+)
+def test_prompts_come_from_a_file(name, content, prompts, tmp_path):
+    (tmp_path / name).write_text(content)
+    assert bench_command.read_prompts(tmp_path / name) == prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("prompts.txt", b"\n\n", "there is no prompt in"),
+        ("prompts.txt", b"\xff", "cannot read prompts from"),
+        ("prompts.json", b"[", "cannot read prompts from"),
+        ("prompts.json", b'{"a": 1}', "must hold a JSON list of texts"),
+        ("prompts.json", b"[1]", "must hold a JSON list of texts"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(runtime.PromptError, match=complaint):
+        bench_command.read_prompts(tmp_path / name)
+    with pytest.raises(runtime.PromptError, match="cannot read prompts from"):
+        bench_command.read_prompts(tmp_path / "missing.txt")
+
+
+class Interrupted(runtime.terminal.Display):
+    """Has a signal sent to the process when something is about to be done."""
+
+    at = ""
+    number = signal.SIGINT
+
+    def doing(self, what: str) -> None:
+        if what.startswith(self.at):
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, monkeypatch, capsys):
+    monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9", "number": number}))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(arguments(saved, "--repeats", "9")) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "1 of 9, the last perhaps in part: it was interrupted" in out
+    assert "outrider lookahead auto" in out
+    assert not outrider_threads()
+
+
+def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsys):
+    monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "warming up"}))
+    assert cli.main(arguments(saved)) == 130
+    assert capsys.readouterr() == ("", "outrider: nothing was measured yet\n")
+
+
+def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
+    async def measure_then_signal(*arguments: Any, **options: Any) -> Benchmark:
+        await measure(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        await trio.sleep_forever()  # as long as it takes to let go of the models
+        raise AssertionError
+
+    monkeypatch.setattr(runtime.bench, "measure", measure_then_signal)
+    assert cli.main(arguments(saved, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["is_complete"]
+
+
+def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, capsys):
+    monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9"}))
+    assert cli.main(arguments(saved, "--repeats", "9", "--json")) == 130
+    said = json.loads(capsys.readouterr().out)
+    assert (said["repeats"], said["repeats_done"], said["is_complete"]) == (9, 1, False)
+
+
+NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(os.uname().machine)))
+
+
+@pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
+def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(saved):
+    def machine(**variables: str) -> dict[str, str]:
+        code = f"import sys; from runtime.cli import main; sys.exit(main({asked!r}))"
+        inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, *THREAD_VARIABLES)}
+        environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        said: dict[str, str] = json.loads(done.stdout)["machine"]
+        return said
+
+    asked = arguments(saved, "--json", "--repeats", "1", "--blas", "openblas")
+    cores = runtime.blas.num_usable_cores()
+    theirs_to_decide = machine()
+    assert theirs_to_decide["linear algebra"].startswith("OpenBLAS")
+    expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's models"
+    assert theirs_to_decide["BLAS threads"] == expected
+    decided = machine(OPENBLAS_NUM_THREADS="1")
+    assert decided["linear algebra"].endswith(", 1 thread)")
+    assert "BLAS threads" not in decided
+
+
+def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    target = mamba()
+    where = save(tmp_path / "target", target), save(tmp_path / "draft", near(target, noise=0.02))
+    assert cli.main(arguments(where, "--repeats", "1")) == 0
+    out = capsys.readouterr().out
+    assert "mlx-lm speculative 1 cannot run: Speculative decoding requires a trimmable prompt cache" in out

@@ -1,0 +1,361 @@
+"""Which BLAS MLX computes with: what is decided, and that a process does what was decided.
+
+Libraries get in front of mlx in processes of their own, since it can be done once, and before mlx is imported.
+Where no OpenBLAS is to be had, a copy of the reference BLAS that MLX's own wheel brings stands in for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runtime
+from runtime import blas, cli
+from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe, num_threads
+
+ROOT = Path(__file__).parent.parent
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX has a fast BLAS, and nothing goes in front")
+
+
+def openblas() -> str | None:
+    """The OpenBLAS of this machine."""
+    return next(filter(os.path.exists, candidates(os.uname().machine)), None)
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own, with a clean environment but for these variables."""
+    inherited = {k: v for k, v in os.environ.items() if k not in (VARIABLE, *THREAD_VARIABLES, "PYTHONWARNINGS")}
+    environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def outrider(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run(f"import sys; from runtime.cli import main; sys.exit(main({list(arguments)!r}))", **variables)
+
+
+# What a process that computes in float32 finds; the symbol is looked for among all that is global.
+LOOK_AROUND = """
+import ctypes, json, os, sys
+import mlx.core as mx
+a = mx.ones((8, 8))
+assert (a @ a).tolist() == [[8.0] * 8] * 8
+print(json.dumps({
+    "blas": blas.blas_in_use(),
+    "is_global": hasattr(ctypes.CDLL(None), "cblas_sgemm"),
+    "variable": os.environ.get("OPENBLAS_NUM_THREADS"),
+    "threads": blas.threads_in_front(),
+}))
+"""
+
+
+def look_around(before: str = "import runtime; from runtime import blas", **variables: str) -> dict[str, object]:
+    done = run(before + LOOK_AROUND, **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The reference BLAS of MLX's wheel, at a path of its own; what it needs lies beside it."""
+    import mlx.core as mx
+
+    wheels = Path(mx.__file__).parent.parent / "mlx_cpu.libs"
+    where = tmp_path_factory.mktemp("lib")
+    for file in wheels.iterdir():
+        shutil.copy(file, where / file.name)
+    (original,) = where.glob("libblas-*")
+    return str(original.rename(where / "libmine.so"))
+
+
+# --- which library --------------------------------------------------------------------------------
+
+
+def nowhere(_: str) -> None:
+    return None
+
+
+def nothing(_: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("wanted", ["", "system"])
+def test_the_system_s_own_stays_and_nothing_is_looked_for(wanted):
+    def must_not(_: str) -> bool:
+        raise AssertionError("there is nothing to look for")
+
+    assert choose(wanted, "x86_64", exists=must_not, search=must_not) is None
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_each_place_that_a_distribution_has_is_looked_at_in_order(machine):
+    places = candidates(machine)
+    assert len(set(places)) == len(places)
+    assert f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0" == places[0]
+    for i, place in enumerate(places):
+        assert choose("openblas", machine, exists=set(places[i:]).__contains__, search=nowhere) == place
+
+
+def test_fedora_s_library_with_threads_is_taken_before_the_one_without():
+    both = {"/usr/lib64/libopenblas.so.0", "/usr/lib64/libopenblasp.so.0"}
+    assert choose("openblas", "aarch64", exists=both.__contains__, search=nowhere) == "/usr/lib64/libopenblasp.so.0"
+
+
+def test_the_linker_is_asked_last():
+    libraries = {"openblas": "libopenblas.so.0"}
+    assert choose("openblas", "riscv64", exists=nothing, search=libraries.get) == "libopenblas.so.0"
+    found = choose("openblas", "riscv64", exists="/usr/lib/libopenblas.so.0".__eq__, search=libraries.get)
+    assert found == "/usr/lib/libopenblas.so.0"
+
+
+def test_where_there_is_none_the_packages_are_named():
+    with pytest.raises(runtime.SettingsError, match="no OpenBLAS was found; install libopenblas0-pthread"):
+        choose("openblas", "x86_64", exists=nothing, search=nowhere)
+
+
+def test_a_path_is_taken_as_it_is_wherever_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "libmine.so").touch()
+    expected = str(tmp_path / "libmine.so")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for wanted in (expected, "./libmine.so", "libmine.so", "~/libmine.so"):
+        assert choose(wanted, "x86_64", search=nowhere) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "complaint"),
+    [
+        ("mkl", r'blas must be "openblas", "system" or the path of a library, got \'mkl\''),
+        ("OpenBLAS", "blas must be"),
+        ("/no/such/libblas.so", 'there is no BLAS library at /no/such/libblas.so; give the path of one, or "openblas"'),
+    ],
+)
+def test_what_names_no_library_is_refused(wanted, complaint):
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        choose(wanted, "x86_64", search=nowhere)
+
+
+@pytest.mark.parametrize("wanted", ["openblas", "/usr/lib/libblas.dylib"])
+def test_elsewhere_than_on_linux_there_is_nothing_to_put_in_front(wanted, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(runtime.SettingsError, match=r'is for Linux.*leave it "system"'):
+        blas.put_in_front(wanted)
+    blas.put_in_front("system")
+
+
+# --- how many threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1), (3, 2, 1), (8, 2, 4), (9, 2, 4)]
+)
+def test_the_workers_share_the_cores_and_each_has_one_thread(cores, workers, threads):
+    assert num_threads({"PATH": "/bin"}, cores, workers) == threads
+
+
+@pytest.mark.parametrize("name", THREAD_VARIABLES)
+def test_threads_that_a_user_has_set_stay(name):
+    assert num_threads({name: "7"}, 4, 2) is None
+    assert num_threads({name: ""}, 4, 2) == 2
+
+
+def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert blas.num_usable_cores() == 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert blas.num_usable_cores() == 64
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert blas.num_usable_cores() == 1
+
+
+# --- what it is called ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (["libc.so.6"], None),
+        (["libblas-bd8a282c.so.3"], "reference BLAS (libblas-bd8a282c.so.3)"),
+        (["libblas-bd8a282c.so.3", "libopenblasp-r0.3.21.so"], "OpenBLAS (libopenblasp-r0.3.21.so)"),
+        (["libmkl_rt.so.2", "libblas.so.3"], "Intel MKL (libmkl_rt.so.2)"),
+        (["libblis.so.4"], "BLIS (libblis.so.4)"),
+    ],
+)
+def test_a_blas_is_known_by_its_file(files, name):
+    assert describe(files) == name
+
+
+@pytest.mark.parametrize(("threads", "said"), [(1, "1 thread"), (4, "4 threads")])
+def test_threads_are_said_where_they_are_known(threads, said):
+    assert describe(["libopenblas.so.0"], threads) == f"OpenBLAS (libopenblas.so.0, {said})"
+
+
+# --- in a process ---------------------------------------------------------------------------------
+
+
+def test_mlx_is_not_imported_before_a_model_is_needed():
+    code = "import sys, runtime, runtime.cli, runtime.terminal; print('mlx.core' in sys.modules); runtime.open"
+    done = run(code + "; print('mlx.core' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
+
+
+@linux
+def test_unless_asked_for_nothing_is_put_in_front_and_no_variable_is_set():
+    for variables in ({}, {VARIABLE: ""}, {VARIABLE: "system"}):
+        found = look_around(**variables)
+        assert str(found["blas"]).startswith("reference BLAS (libblas-")
+        assert (found["is_global"], found["variable"], found["threads"]) == (False, None, None)
+
+
+@linux
+def test_the_environment_has_a_library_put_in_front(copy):
+    found = look_around(**{VARIABLE: copy})
+    assert (found["blas"], found["is_global"]) == ("libmine.so", True)
+    assert found["variable"] == str(max(1, blas.num_usable_cores() // 2))
+
+
+@linux
+def test_threads_that_the_user_set_are_left_alone(copy):
+    assert look_around(**{VARIABLE: copy, "OPENBLAS_NUM_THREADS": "3"})["variable"] == "3"
+    assert look_around(**{VARIABLE: copy, "OMP_NUM_THREADS": "3"})["variable"] is None
+
+
+@linux
+def test_mlx_calls_the_library_that_was_put_in_front(copy, tmp_path):
+    # The dynamic linker's own account of what was bound to what.
+    log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
+    look_around(**{VARIABLE: copy}, **log)
+    bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
+    calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
+    assert calls
+    assert all(f"to {copy} " in line for line in calls)
+
+
+@linux
+@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
+def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
+    log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
+    found = look_around(**{VARIABLE: "openblas"}, **log)
+    threads = max(1, blas.num_usable_cores() // 2)
+    assert found["threads"] == threads
+    assert found["blas"] == describe([Path(str(openblas())).name], threads)
+    bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
+    calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
+    assert calls
+    assert all(f"to {openblas()} " in line for line in calls)
+
+
+@linux
+@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
+@pytest.mark.parametrize(("user", "set_to"), [({}, 3), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
+def test_threads_can_be_changed_later_unless_the_user_set_them(user, set_to):
+    before = "import runtime; from runtime import blas; blas.set_threads_in_front(3)"
+    assert look_around(before, **{VARIABLE: "openblas"}, **user)["threads"] == set_to
+
+
+@linux
+def test_asking_twice_for_the_same_is_no_error(copy):
+    before = (
+        "import runtime; from runtime import blas; blas.put_in_front({!r}); import mlx.core; blas.put_in_front({!r})"
+    )
+    assert look_around(before.format(copy, copy))["blas"] == "libmine.so"
+
+
+# --- too late, or not possible --------------------------------------------------------------------
+
+
+@linux
+def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy):
+    done = run(
+        f"import mlx.core{chr(10)}import runtime; runtime.open; print(runtime.blas.blas_in_use())", **{VARIABLE: copy}
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("reference BLAS")
+    (line,) = done.stderr.splitlines()
+    # It is the line that imports the package that is shown.
+    assert line.startswith("<string>:2: RuntimeWarning: OUTRIDER_BLAS=")
+    assert "has no effect, since mlx was imported first; import runtime before mlx and mlx_lm" in line
+
+
+def test_a_variable_without_sense_is_said_when_a_model_is_needed_and_not_before():
+    done = run("import runtime; print('imported'); runtime.open", **{VARIABLE: "mkl"})
+    assert (done.returncode, done.stdout) == (1, "imported\n")
+    assert 'SettingsError: OUTRIDER_BLAS: blas must be "openblas", "system" or' in done.stderr
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["generate", "x"]])
+def test_a_variable_without_sense_is_one_line_on_a_command_line(command):
+    done = outrider(*command, **{VARIABLE: "/no/such/libblas.so"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("outrider: error: OUTRIDER_BLAS: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["generate", "x"]])
+def test_a_flag_that_names_no_library_is_one_line(arguments, capfd):
+    assert cli.main([*arguments, "--blas", "/no/such/libblas.so"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("outrider: error: ")
+    assert err.count("\n") == 1
+
+
+def no_library(where: Path) -> str:
+    (where / "libtext.so").write_text("not a library")
+    return str(where / "libtext.so")
+
+
+def no_blas(_: Path) -> str:
+    # Any library of the system will do, given by its path; this is one that Python itself needs.
+    (line,) = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line and "r-xp" in line
+    ]
+    return line.split()[-1]
+
+
+@linux
+@pytest.mark.parametrize(
+    ("library", "complaint"), [(no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")]
+)
+def test_what_cannot_take_its_place_is_one_line(library, complaint, tmp_path):
+    done = outrider("doctor", "--blas", library(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@linux
+def test_a_flag_that_comes_after_mlx_is_refused(copy, capfd):
+    assert cli.main(["doctor", "--blas", copy]) == 2
+    assert "comes too late: mlx is imported already; set OUTRIDER_BLAS" in capfd.readouterr().err
+
+
+@linux
+def test_a_flag_cannot_take_back_what_the_environment_did(copy):
+    done = outrider("doctor", "--blas", "system", **{VARIABLE: copy})
+    assert done.returncode == 2
+    assert f"OUTRIDER_BLAS has put {copy} in front; change or unset it" in done.stderr
+
+
+@linux
+def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
+    done = outrider("doctor", "--blas", copy, COLUMNS="200")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "linear algebra  libmine.so" in done.stdout
+
+
+@linux
+def test_a_target_alone_has_all_threads(copy):
+    code = "import os, sys; from runtime.cli import main; main({}); print(os.environ['OPENBLAS_NUM_THREADS'])"
+    alone = ["generate", "", "--draft", "none", "--blas", copy]
+    assert run(code.format(alone)).stdout == f"{blas.num_usable_cores()}\n"
+    pair = ["generate", "", "--blas", copy]
+    assert run(code.format(pair)).stdout == f"{max(1, blas.num_usable_cores() // 2)}\n"

@@ -1,0 +1,104 @@
+"""The rules over a grid of machines and drafters: never much slower than the better of plain decoding and the best
+fixed lookahead without overlap, and a good deal faster where drafting beside the target is free.
+
+What a fixed lookahead without overlap takes follows from the script alone; `sequential_speed` works it out, and is
+itself held to the real actors.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from protocol.lookahead import Auto, Chain
+from runtime.simulation import PROMPT, Scenario, ScriptedDraft, ScriptedTarget, played
+
+ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
+COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)
+CONTENTIONS = (0.0, 0.3, 1.0)
+SLOPES = (0.0, 0.06, 0.5)
+LOOKAHEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+NUM_TOKENS = 1000
+
+
+def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> float:
+    """Tokens per T_v(1) of drafting so many tokens, then verifying them, then drafting again."""
+    target = ScriptedTarget(scenario).open_line(beside_another=True)
+    draft = ScriptedDraft(scenario).open_line(beside_another=True)
+    text, num_read, seconds = list(PROMPT), 0, 0.0
+    target.feed(PROMPT, 0)
+    while len(text) < len(PROMPT) + num_tokens:
+        drafted: list[int] = []
+        for _ in range(min(lookahead, len(PROMPT) + num_tokens - len(text) - 1)):
+            unread = tuple((text + drafted)[num_read:])
+            drafted.append(choice(draft, unread))
+            seconds += scenario.draft_seconds(len(unread))
+            num_read += len(unread)
+        seconds += scenario.verify_seconds(1 + len(drafted))
+        agreed = len(text)
+        for token in (*drafted, None):
+            text.append(choice(target, ()))
+            target.feed(text[-1:], 0)
+            if text[-1] != token:
+                break
+            agreed += 1
+        num_read = min(num_read, agreed)
+        draft.rewind(num_read)
+    return num_tokens / seconds
+
+
+def choice(line, tokens) -> int:
+    """The token that a scripted model puts next, after some that it has not read."""
+    if tokens:
+        line.feed(tokens, 0)
+    (row,) = line._rows(line._histories, 1).tolist()
+    return row.index(max(row))
+
+
+@cache
+def best_sequential(acceptance: float, cost: float, slope: float) -> float:
+    scenario = Scenario(acceptance, cost, verify_slope=slope)
+    return max(sequential_speed(scenario, lookahead, NUM_TOKENS) for lookahead in LOOKAHEADS)
+
+
+def auto(settings, prices) -> Auto:
+    return Auto(prices, prices.calibration("greedy"))
+
+
+@cache
+def speed_of_auto(acceptance: float, cost: float, slope: float, contention: float) -> float:
+    scenario = Scenario(acceptance, cost, contention=contention, verify_slope=slope)
+    return played(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
+
+
+@pytest.mark.parametrize(("acceptance", "cost", "slope", "lookahead"), [(0.6, 0.1, 0.06, 3), (0.92, 0.2, 0.5, 6)])
+def test_a_fixed_lookahead_without_overlap_takes_what_the_script_says(acceptance, cost, slope, lookahead):
+    scenario = Scenario(acceptance, cost, verify_slope=slope)
+    result = played(scenario, num_tokens=200, make_policy=lambda settings, prices: Chain(lookahead, overlaps=False))
+    assert result.speed == pytest.approx(sequential_speed(scenario, lookahead, 200), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contention", CONTENTIONS)
+@pytest.mark.parametrize("slope", SLOPES)
+def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequential(slope, contention):
+    ratios = {
+        (acceptance, cost): speed_of_auto(acceptance, cost, slope, contention)
+        / max(1.0, best_sequential(acceptance, cost, slope))
+        for acceptance in ACCEPTANCES
+        for cost in COSTS
+    }
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
+
+
+@pytest.mark.slow
+def test_where_drafting_is_free_working_ahead_pays():
+    ratios = [
+        speed_of_auto(acceptance, cost, slope, 0.0) / best_sequential(acceptance, cost, slope)
+        for acceptance in (0.75, 0.85, 0.92)
+        for cost in (0.03, 0.1, 0.2)
+        for slope in SLOPES
+    ]
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2

@@ -1,0 +1,522 @@
+"""`draft="ngram"`, in simulated time: the target's own text, sooner where it repeats itself, never much later.
+
+All times are simulated. Those that are compared with == are made of powers of two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import trio
+from scripted import (
+    VOCAB_SIZE,
+    Price,
+    Script,
+    ScriptedLine,
+    ScriptedModel,
+    Simulation,
+    collect,
+    digest,
+    fraction,
+    ids,
+    never,
+    next_token,
+    priced,
+    read_into,
+    run,
+    simulated,
+    spike,
+    text_of,
+    truthful,
+    within,
+)
+
+from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, LookupActor
+from protocol.errors import ProtocolError
+from protocol.lookahead import UNPRICED
+from protocol.messages import Proposal, Verdict, Withdraw
+from protocol.trace import Event
+
+PREFILL, VERIFY = 4.0, 32.0
+PRICE = priced(prefill=PREFILL, verify=VERIFY, decode=VERIFY)
+LOOKAHEADS = [1, 2, 4, 9, 64, "auto"]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def counting(period: int) -> Script:
+    """0, 1, 2, … and again from 0."""
+    return lambda history: spike((history[-1] + 1) % period)
+
+
+def slipping(often: float) -> Script:
+    """A phrase of eleven words that is said again and again, with a slip now and then."""
+
+    def logits(history: Sequence[int]) -> Sequence[float]:
+        slips = fraction("slip", history) < often
+        return spike(digest("slipped", history) % VOCAB_SIZE if slips else 3 * (len(history) % 11))
+
+    return logits
+
+
+def quoting(begin: int) -> Script:
+    """Nothing but news up to a position, and from there on all of it again, word for word."""
+    return lambda history: spike(next_token(history) if len(history) < begin else history[len(history) - begin])
+
+
+def never_the_same(num_words: int) -> list[int]:
+    """A text in which the same two words are never followed by the same third: what is looked up is always wrong.
+
+    It is a de Bruijn sequence of order three, made by Martin's rule: of the words that have not come yet after the
+    last two, the greatest.
+    """
+    text = [0, 0]
+    seen: set[tuple[int, ...]] = set()
+    while True:
+        new = [(*text[-2:], word) for word in range(num_words - 1, -1, -1) if (*text[-2:], word) not in seen]
+        if not new:
+            return text
+        seen.add(new[0])
+        text.append(new[0][-1])
+
+
+def reciting(text: Sequence[int]) -> Script:
+    return lambda history: spike(text[len(history)])
+
+
+SCRIPTS = {
+    "news": truthful,
+    "one word": lambda history: spike(5),
+    "a cycle": counting(7),
+    "a phrase with slips": slipping(0.15),
+    "a phrase with many slips": slipping(0.5),
+    "a quotation": quoting(30),
+    "lookups that mislead": reciting(never_the_same(6)),
+}
+
+
+def plain_text(script: Script, prompt: Sequence[int], length: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(length):
+        logits = script(text)
+        text.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
+    return text[len(prompt) :]
+
+
+def sloped(slope: float) -> Price:
+    """Passes that take one second, and this much more for each further token."""
+    return lambda job: (
+        1.0 + slope * (job.num_tokens - 1) if job.kind in ("verify", "decode") else 0.0  # prompts are free here
+    )
+
+
+def sizes(simulation: Simulation) -> list[int]:
+    """How many tokens each proposal had."""
+    return [instant.num_tokens for instant in simulation.instants("proposal")]
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_the_text_is_the_targets_own(kind: str, lookahead: Any) -> None:
+    prompt = never_the_same(6)[:9]
+
+    async def main() -> list[int]:
+        async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
+            return await text_of(simulation, prompt, max_tokens=90, lookahead=lookahead)
+
+    assert run(main) == plain_text(SCRIPTS[kind], prompt, 90)
+
+
+@pytest.mark.parametrize(
+    "abilities", [{"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(40), "keeps_states": True}]
+)
+@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
+def test_the_text_is_the_same_where_the_target_cannot_rewind(abilities: dict[str, Any], lookahead: Any) -> None:
+    async def main() -> list[int]:
+        async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
+            text = await text_of(simulation, [0, 3], max_tokens=80, lookahead=lookahead)
+            statistics = simulation.runtime.statistics()
+            assert statistics.accepted > 0
+            assert (statistics.n1_rounds > 0) == (abilities == {"undo": never})
+            return text
+
+    assert run(main) == plain_text(slipping(0.2), [0, 3], 80)
+
+
+async def test_at_lookahead_zero_nothing_is_looked_up(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(3)), "ngram") as simulation:
+        assert await text_of(simulation, [0, 1, 2], max_tokens=9, lookahead=0) == [0, 1, 2] * 3
+        assert simulation.runtime.statistics().proposed == 0
+        assert sizes(simulation) == []
+
+
+async def test_several_streams_look_up_each_in_its_own_text(autojump_clock: Any) -> None:
+    prompts = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]]
+    script = slipping(0.2)
+    got: list[list[int]] = [[] for _ in prompts]
+    async with simulated(ScriptedModel(script), "ngram") as simulation, trio.open_nursery() as nursery:
+        for prompt, text in zip(prompts, got, strict=True):
+            nursery.start_soon(read_into, text, simulation.runtime.stream(prompt, max_tokens=40))
+    assert got == [plain_text(script, prompt, 40) for prompt in prompts]
+
+
+# --- what is proposed, and when -------------------------------------------------------------------
+
+
+async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(7)), "ngram") as simulation:
+        received = await proposals(simulation, list(range(7)), max_tokens=15, lookahead=4)
+    # Two words must have come before: those are 0 and 1, the first two that are generated.
+    assert [(p.start, p.tokens) for p in received] == [
+        (7, ()),
+        (8, ()),
+        (9, (2, 3, 4, 5)),
+        (14, (0, 1, 2, 3)),
+        (19, (5, 6)),
+    ]
+    assert all(p.probs == () for p in received)
+
+
+async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
+    """What the target is proposed for a whole text."""
+    await text_of(simulation, prompt, **settings)
+    assert isinstance(simulation.target_worker.parts.received, dict)
+    (received,) = simulation.target_worker.parts.received.values()
+    return [message for message in received if isinstance(message, Proposal)]
+
+
+async def test_what_was_looked_up_is_proposed_as_no_draw_where_draws_are_judged(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(3)), "ngram") as simulation:
+        received = await proposals(
+            simulation, [0, 1, 2, 0, 1], max_tokens=6, lookahead=3, temperature=0.5, acceptance="rejection"
+        )
+    assert received[0].tokens == (2, 0, 1)
+    assert received[0].probs == (None, None, None)
+
+
+@pytest.mark.parametrize("lookahead", [2, 4, "auto"])
+async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
+    lookahead: Any, autojump_clock: Any
+) -> None:
+    prompt = list(range(7)) * 2
+    async with simulated(ScriptedModel(counting(7)), "ngram", price=PRICE) as simulation:
+        await text_of(simulation, prompt, max_tokens=60, lookahead=lookahead)
+        took = trio.current_time()
+        verifies = simulation.spans("target", "verify")
+    assert verifies[0].began == PREFILL
+    assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
+    assert took == PREFILL + len(verifies) * VERIFY
+
+
+class Neighbourly(ScriptedModel):
+    """Notes for which lines it was asked to leave room for another model."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.asked: list[bool] = []
+
+    def open_line(self, *, beside_another: bool) -> ScriptedLine:
+        self.asked.append(beside_another)
+        return super().open_line(beside_another=beside_another)
+
+
+@pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
+async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
+    draft: Any, asked: bool, autojump_clock: Any
+) -> None:
+    target = Neighbourly(truthful)
+    async with simulated(target, draft) as simulation:
+        await text_of(simulation, [1, 2, 3], max_tokens=2)
+    assert target.asked == [asked]
+
+
+async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(slipping(0.2)), "ngram", price=PRICE) as simulation:
+        completion = await simulation.runtime.generate([0, 3], max_tokens=100, lookahead=3)
+        received = simulation.target_worker.parts.received
+    statistics = completion.statistics
+    proposed = [message for message in received[0] if isinstance(message, Proposal)]
+    assert statistics.accepted == sum(token.from_draft for token in completion.tokens) > 20
+    assert statistics.rejected > 0
+    assert statistics.accepted + statistics.rejected == statistics.proposed <= sum(len(p.tokens) for p in proposed)
+    assert statistics.rounds == len(proposed)
+    assert statistics.lookahead_hits + statistics.lookahead_misses == statistics.rounds - 1
+    assert statistics.lookahead_hits > 0
+    assert (statistics.draft_busy, statistics.draft_failures, statistics.draft_replayed_tokens) == (0, 0, 0)
+
+
+async def test_with_no_model_there_is_no_work_but_the_targets(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
+        await text_of(simulation, [0, 1, 2, 3, 4], max_tokens=40)
+        assert simulation.draft_worker is None
+        assert simulation.spans("draft") == []
+        statistics = simulation.runtime.statistics()
+    assert statistics.draft_busy == 0
+    assert statistics.target_busy == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])
+async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_tokens: int, autojump_clock: Any) -> None:
+    prompt = list(range(4)) * 2
+    async with simulated(ScriptedModel(counting(4)), "ngram") as simulation:
+        received = await proposals(simulation, prompt, max_tokens=max_tokens, lookahead=lookahead)
+    end = len(prompt) + max_tokens
+    # The last token is the verdict's own.
+    assert all(p.start + len(p.tokens) < end for p in received)
+
+
+@pytest.mark.parametrize("stop", range(5))
+async def test_nothing_is_proposed_after_the_end_of_the_text(stop: int, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(5)), "ngram") as simulation:
+        prompt = [0, 1, 2, 3, 4, 0, 1]
+        received = await proposals(simulation, prompt, max_tokens=20, lookahead=9, stop_tokens=[stop])
+    assert all(stop not in p.tokens[:-1] for p in received)
+    assert received[0].tokens == tuple(plain_text(counting(5), prompt, (stop - 2) % 5 + 1))
+
+
+async def test_the_text_ends_where_the_targets_context_does(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(5), context_length=23), "ngram") as simulation:
+        completion = await simulation.runtime.generate([0, 1, 2, 3, 4, 0, 1], max_tokens=None)
+    assert ids(completion.tokens) == plain_text(counting(5), [1], 16)
+    assert completion.finish_reason == "length"
+
+
+# --- auto: prices, and rests ----------------------------------------------------------------------
+
+
+async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) -> None:
+    prompt = list(range(9)) * 9
+    async with simulated(ScriptedModel(counting(9)), "ngram", price=sloped(0.0)) as simulation:
+        await text_of(simulation, prompt, max_tokens=100)
+        first, *others = sizes(simulation)
+    assert first == UNPRICED
+    assert max(others) > 3 * UNPRICED
+
+
+async def test_where_prices_decide_a_single_word_may_be_enough(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
+        received = await proposals(simulation, list(range(7)), max_tokens=5)
+    assert [(p.start, p.tokens) for p in received] == [(7, ()), (8, (1, 2)), (11, ())]
+
+
+async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:
+    lengths: list[int] = []
+
+    def look(event: Event) -> None:
+        if event.kind == "proposal" and trio.current_time() > 200:
+            lengths.append(len(drafter(simulation)._parts[0].tree.chain()))
+
+    async with simulated(ScriptedModel(reciting(never_the_same(8))), "ngram", listener=look) as simulation:
+        await text_of(simulation, [0, 0], max_tokens=100)
+    assert max(lengths) < 8
+
+
+async def test_the_steeper_the_price_the_less_is_proposed(autojump_clock: Any) -> None:
+    means = []
+    for slope in (0.0, 0.1, 0.4):
+        async with simulated(ScriptedModel(slipping(0.25)), "ngram", price=sloped(slope)) as simulation:
+            await text_of(simulation, [0, 3], max_tokens=150)
+            proposed = sizes(simulation)
+        means.append(sum(proposed) / len(proposed))
+    assert means[0] > means[1] > means[2] > 0
+
+
+async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "ngram", **settings: Any) -> float:
+    async with simulated(ScriptedModel(script), draft, price=price) as simulation:
+        began = trio.current_time()
+        await text_of(simulation, [0, 0], max_tokens=num_tokens, **settings)
+        return trio.current_time() - began
+
+
+@pytest.mark.parametrize("slope", [0.06, 0.3, 1.0])
+async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_clock: Any) -> None:
+    text = never_the_same(8)
+    price = sloped(slope)
+    plain = await seconds(reciting(text), price, 500, draft=None)
+    always = await seconds(reciting(text), price, 500, lookahead=2)
+    auto = await seconds(reciting(text), price, 500)
+    assert always > (1 + slope) * plain
+    assert auto < 1.02 * plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slope", [0.0, 0.06, 0.3])
+@pytest.mark.parametrize("often", [0.05, 0.2, 0.5])
+async def test_auto_keeps_up_with_plain_decoding_and_with_the_best_fixed_lookahead(
+    often: float, slope: float, autojump_clock: Any
+) -> None:
+    price, script = sloped(slope), slipping(often)
+    auto = await seconds(script, price, 1000)
+    assert auto < 1.01 * await seconds(script, price, 1000, draft=None)
+    for lookahead in (1, 2, 3, 4, 8):
+        assert auto < 1.05 * await seconds(script, price, 1000, lookahead=lookahead)
+
+
+async def test_where_nothing_is_found_the_target_is_left_alone_for_good(autojump_clock: Any) -> None:
+    num_tokens = 60
+    async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
+        await text_of(simulation, [0], max_tokens=num_tokens)
+        assert sizes(simulation) == [0] * PATIENCE
+        assert len(simulation.instants("rest")) == 1
+        assert trio.current_time() == num_tokens * VERIFY
+        assert len(simulation.spans("target", "decode")) == num_tokens - PATIENCE
+        statistics = simulation.runtime.statistics()
+    # Of the last round nothing is heard any more.
+    assert statistics.resting_rounds == num_tokens - PATIENCE - 1
+    assert (statistics.proposed, statistics.lookahead_hits) == (0, 0)
+
+
+async def test_a_target_that_is_left_alone_works_ahead_of_what_is_read(autojump_clock: Any) -> None:
+    num_tokens = 60
+    async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
+        stream = simulation.runtime.stream([0], max_tokens=num_tokens)
+        held = []
+        async for token in stream:
+            (line,) = simulation.target.lines
+            held.append(len(line.tokens) - token.index - 1)
+    # Without the last token that was given at first, with it in a rest; but for the end, where no token comes after.
+    assert held == [0] * PATIENCE + [1] * (num_tokens - PATIENCE - 1) + [0]
+
+
+async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) -> None:
+    begin = 50
+
+    def quoted(history: Sequence[int]) -> Sequence[float]:
+        return spike(len(history) % begin)
+
+    async with simulated(ScriptedModel(quoted), "ngram", price=PRICE) as simulation:
+        await text_of(simulation, [0], max_tokens=2 * begin - 1)
+        (received,) = simulation.target_worker.parts.received.values()
+        (rest,) = simulation.instants("rest")
+    assert rest.round == PATIENCE
+    awake = next(m for m in received if isinstance(m, Proposal) and m.tokens)
+    # The quotation's first word must be there before it is one.
+    assert begin + 1 < awake.start <= begin + 1 + 3
+    assert awake.tokens[0] == awake.start % begin
+
+
+async def test_a_fixed_lookahead_never_rests(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
+        await text_of(simulation, [0], max_tokens=30, lookahead=3)
+        assert sizes(simulation) == [0] * 30
+        assert simulation.runtime.statistics().resting_rounds == 0
+
+
+async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autojump_clock: Any) -> None:
+    text = never_the_same(8)
+    async with simulated(ScriptedModel(reciting(text)), "ngram", price=sloped(0.06)) as simulation:
+        rejected = []
+        for _ in range(2):
+            completion = await simulation.runtime.generate(text[:2], max_tokens=400)
+            rejected.append(completion.statistics.rejected)
+    assert rejected[0] > 2 * rejected[1]
+
+
+# --- messages, tasks, cancellation ----------------------------------------------------------------
+
+
+async def test_a_verdict_that_comes_again_is_counted_and_dropped(autojump_clock: Any) -> None:
+    mailboxes: list[trio.MemorySendChannel[Any]] = []
+
+    def echo(event: Event) -> None:
+        if event.kind == "verdict":
+            mailboxes[0].send_nowait(Verdict(0, 0, 3, 0, 3))
+
+    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE, listener=echo) as simulation:
+        mailboxes += [drafter(simulation).mailbox]
+        assert await text_of(simulation, [0, 1, 2], max_tokens=12, lookahead=2) == plain_text(counting(5), [2], 12)
+        # Of each two, one is of a round that is over.
+        assert simulation.runtime.statistics().stale_proposals == simulation.runtime.statistics().rounds
+
+
+def drafter(simulation: Simulation) -> LookupActor:
+    actor = simulation.runtime._draft
+    assert isinstance(actor, LookupActor)
+    return actor
+
+
+async def test_a_message_that_only_a_target_could_take_ends_its_session_and_no_other(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
+        stream, other = (simulation.runtime.stream([0, 1, 2], max_tokens=12) for _ in range(2))
+        drafter(simulation).mailbox.send_nowait(Withdraw(0))
+        with pytest.raises(ProtocolError, match="the drafter was handed Withdraw"):
+            await collect(stream)
+        assert await collect(other) == plain_text(counting(5), [2], 12)
+
+
+async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_their_turn(autojump_clock: Any) -> None:
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while not simulation.instants("proposal"):
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    num_pieces = 8
+    prompt = [1] * (num_pieces * INDEXED_IN_A_ROW)
+    async with (
+        simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation,
+        trio.open_nursery() as nursery,
+        simulation.runtime.stream(prompt),
+    ):
+        nursery.start_soon(take_turns)
+        await trio.sleep(1)
+    assert turns >= num_pieces
+
+
+CANCELLED_PROMPT = [0, 1, 2, 3, 4, 0, 1]
+CANCELLED_SETTINGS: dict[str, Any] = {"max_tokens": 25, "prefill_step_size": 3}
+
+
+async def cancelled_at_event(number: int) -> int:
+    """Cancel a generation at an event; check what comes of it and of the next. How many events it had by then."""
+    seen = 0
+    scope = trio.CancelScope()
+
+    def count(event: Event) -> None:
+        nonlocal seen
+        seen += event.session == 0
+        if seen == number:
+            scope.cancel()
+
+    async with simulated(ScriptedModel(slipping(0.1)), "ngram", price=PRICE, listener=count) as simulation:
+        whole = plain_text(slipping(0.1), CANCELLED_PROMPT, 25)
+        got: list[int] = []
+        with scope:
+            await read_into(got, simulation.runtime.stream(CANCELLED_PROMPT, **CANCELLED_SETTINGS))
+        assert got == whole[: len(got)]
+        cancelled_at = trio.current_time()
+        assert await text_of(simulation, CANCELLED_PROMPT, **CANCELLED_SETTINGS) == whole
+        late = [
+            handed
+            for handed in simulation.target_worker.handed
+            if handed.job.session == 0 and handed.at > cancelled_at and handed.done_at and handed.job.kind != "close"
+        ]
+        if scope.cancelled_caught:
+            assert late == []
+        assert drafter(simulation)._parts == {}
+    return seen
+
+
+def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
+    num_events = run(cancelled_at_event, -1)
+    assert num_events > 40
+    for number in range(1, num_events + 1):
+        run(cancelled_at_event, number)
+
+
+@pytest.mark.parametrize("when", [0.0, 1.0, PREFILL, PREFILL + 1, PREFILL + VERIFY, PREFILL + 5 * VERIFY + 7])
+async def test_leaving_the_runtime_ends_lookups_too(when: float, autojump_clock: Any) -> None:
+    with trio.move_on_after(when) as scope:
+        async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
+            await collect(simulation.runtime.stream(CANCELLED_PROMPT, max_tokens=100, lookahead=1))
+    assert scope.cancelled_caught

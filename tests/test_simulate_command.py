@@ -1,0 +1,322 @@
+"""What `outrider simulate` prints, writes and refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import attrs
+import matplotlib.image
+import numpy as np
+import pytest
+
+from actors.draft import policy_by_settings
+from protocol.lookahead import Chain
+from protocol.prices import Prices
+from protocol.settings import Settings
+from runtime import cli, simulate_command
+from runtime.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
+from runtime.simulation import Scenario, played
+
+ROOT = Path(__file__).parent.parent
+
+SCENARIO = ("--acceptance", "0.8", "--cost-ratio", "0.1")
+QUICK = ("--tokens", "60", "--lookahead", "1,3")
+
+
+def simulate(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed, where all goes well."""
+    assert cli.main(["simulate", *SCENARIO, *QUICK, *arguments]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = cli.MISUSED) -> str:
+    """The one line on stderr, where an argument is refused."""
+    assert cli.main(["simulate", *SCENARIO, *arguments]) == status
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+def table(printed: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The table's rows, by decoding and lookahead."""
+    row = re.compile(
+        r"(?P<decoding>[a-z]+(?: [a-z]+)?) +(?P<lookahead>\S+) +(?P<speed>[\d.]+)× +(?P<per_round>[\d.]+) +"
+        r"(?P<accepted>\S+) +(?P<hits>\S+) +(?P<target>\S+) +(?P<draft>\S+) *(?P<mark>\S*) *"
+    )
+    matches = [match.groupdict() for line in printed.splitlines() if (match := row.fullmatch(line))]
+    return {(match["decoding"], match["lookahead"]): match for match in matches}
+
+
+# --- the table and the JSON -----------------------------------------------------------------------
+
+
+def test_the_table_has_a_row_for_each_way_of_decoding(capfd):
+    printed = simulate(capfd)
+    rows = table(printed)
+    assert list(rows) == [
+        ("plain", "–"),
+        ("sequential", "1"),
+        ("sequential", "3"),
+        ("single chain", "auto"),
+        ("tree", "auto"),
+    ]
+    assert printed.startswith("acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 60 tokens, seed 0\n")
+    assert rows["plain", "–"]["speed"] == rows["plain", "–"]["per_round"] == "1.00"
+    assert rows["plain", "–"]["accepted"] == rows["plain", "–"]["draft"] == "–"
+    assert [key for key, row in rows.items() if row["mark"] == "best"] == [("sequential", "3")]
+
+
+def test_a_table_fits_a_terminal_of_80_columns(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = simulate(capfd, "--lookahead", "64", "--overhead", "0.001")
+    assert "…" not in printed
+    assert set(table(printed)) >= {("sequential", "64"), ("single chain", "auto")}
+
+
+def test_the_figures_are_those_of_the_simulation(capfd):
+    contenders = json.loads(simulate(capfd, "--json"))["contenders"]
+    scenario = Scenario(0.8, 0.1)
+
+    def sequential(settings: Settings, prices: Prices) -> Chain:
+        return Chain(3, overlaps=False)
+
+    for contender, result in (
+        (contenders[0], played(scenario, num_tokens=60, lookahead=0)),
+        (contenders[2], played(scenario, num_tokens=60, make_policy=sequential)),
+        (contenders[4], played(scenario, num_tokens=60, make_policy=policy_by_settings)),
+    ):
+        assert contender["speed"] == pytest.approx(result.speed)
+        assert contender["tokens_per_round"] == result.statistics.tokens_per_round
+        assert contender["acceptance_rate"] == result.statistics.acceptance_rate
+        assert contender["draft_busy"] == result.statistics.draft_busy
+
+
+def test_speeds_are_relative_to_plain_decoding_with_its_overhead():
+    comparison = compare(Scenario(1.0, 0.5, overhead=1.0, verify_slope=0.0), 60, [2])
+    plain, sequential = comparison.contenders[:2]
+    assert plain.speed == 1.0
+    assert plain.played.speed == pytest.approx(0.5)
+    # Three tokens for two steps of 1.5 and a pass of 2, where decoding takes 2 for each.
+    assert sequential.speed == pytest.approx(3 * 2 / (2 * 1.5 + 2))
+
+
+def test_the_json_says_what_was_simulated_and_what_came_of_it(capfd):
+    found = json.loads(simulate(capfd, "--json", "--contention", "0.5", "--seed", "7", "--spread", "4"))
+    assert found["scenario"] == attrs.asdict(
+        Scenario(0.8, 0.1, contention=0.5, spread=4.0, seed=7), filter=lambda field, _: field.name in found["scenario"]
+    ) | {"acceptance_changes": []}
+    assert found["tokens"] == 60
+    speeds = {(c["decoding"], c["lookahead"]): c["speed"] for c in found["contenders"]}
+    assert list(speeds) == [
+        ("plain", 0),
+        ("sequential", 1),
+        ("sequential", 3),
+        ("single chain", "auto"),
+        ("tree", "auto"),
+    ]
+    best = found["best_sequential_lookahead"]
+    assert speeds["sequential", best] == max(speeds["sequential", k] for k in (1, 3))
+    assert found["tree_over_best_sequential"] == speeds["tree", "auto"] / speeds["sequential", best]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_the_same_arguments_give_the_same_output_and_another_seed_another(capfd, form):
+    first, again, other = (simulate(capfd, "--seed", seed, *form) for seed in ("1", "1", "2"))
+    assert again == first
+    assert other != first
+
+
+def test_only_drafting_ahead_has_hits():
+    comparison = compare(Scenario(0.8, 0.1), 100, [4])
+    assert [contender.hit_rate > 0 for contender in comparison.contenders] == [False, False, True, True]
+    assert [contender.decoding for contender in comparison.contenders[2:]] == ["single chain", "tree"]
+
+
+def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
+    # Where the first choice is always wrong and the second always right, a single chain never hits.
+    comparison = compare(Scenario(0.3, 0.01, second_choice=1.0, spread=1000.0, seed=1), 100, [1])
+    single_chain, tree = comparison.contenders[2:]
+    assert tree.hit_rate > 1.5 * single_chain.hit_rate
+
+
+def test_what_is_unusual_in_a_scenario_is_named():
+    assert in_words(Scenario(0.5, 0.25)) == "acceptance 0.5, cost ratio 0.25, contention 0, verify slope 0.06"
+    unusual = Scenario(0.5, 0.25, draft_slope=0.5, overhead=0.125, second_choice=0.25, spread=8, overconfidence=1)
+    assert in_words(unusual).endswith(
+        "verify slope 0.06, draft slope 0.5, overhead 0.125, second choice 0.25, spread 8, overconfidence 1"
+    )
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--acceptance", "1.5"], "acceptance must be a finite number in [0, 1], got 1.5"),
+        (["--acceptance", "nan"], "acceptance must be a finite number in [0, 1], got nan"),
+        (["--cost-ratio", "0"], "cost_ratio must be a finite number above 0, got 0.0"),
+        (["--contention", "-1"], "contention must be a finite number in [0, 1], got -1.0"),
+        (["--verify-slope", "inf"], "verify_slope must be a finite number of at least 0, got inf"),
+        (["--seed", "-1"], "seed must be a whole number"),
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--lookahead", "1,0"], "lookahead must be whole numbers in [1, 64], separated by commas, got '1,0'"),
+        (["--lookahead", "65"], "lookahead must be whole numbers in [1, 64]"),
+        (["--lookahead", ""], "lookahead must be whole numbers in [1, 64]"),
+        (["--lookahead", "1,two"], "lookahead must be whole numbers in [1, 64]"),
+        (["--plot", "plot.gif"], "plot must name a file that ends in .svg or .png, got 'plot.gif'"),
+        (["--plot", "nowhere/plot.svg"], "plot must name a file in a directory that exists, and 'nowhere' does not"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
+    assert says in refusal(capfd, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--acceptance", "high"], ["--tokens", "1.5"], ["--no-such-option"]])
+def test_what_is_no_number_and_no_option_is_refused(capfd, arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["simulate", *SCENARIO, *arguments])
+    assert caught.value.code == cli.MISUSED
+    assert arguments[0] in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["--acceptance", "--cost-ratio"])
+def test_a_scenario_needs_an_acceptance_and_a_cost_ratio(capfd, missing):
+    given = [part for part in (SCENARIO[:2], SCENARIO[2:]) if part[0] != missing]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["simulate", *given[0]])
+    assert caught.value.code == cli.MISUSED
+    assert missing in capfd.readouterr().err
+
+
+def test_lookaheads_are_sorted_and_each_is_played_once(capfd):
+    rows = table(simulate(capfd, "--lookahead", "3, 1,3"))
+    assert [lookahead for decoding, lookahead in rows if decoding == "sequential"] == ["1", "3"]
+
+
+def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    printed = capfd.readouterr().out
+    for field in attrs.fields(Scenario):
+        option = f"--{field.name.replace('_', '-')} "
+        if field.name == "acceptance_changes":
+            continue
+        (line,) = (line for line in printed.splitlines() if line.strip().startswith(option))
+        if field.default is attrs.NOTHING:
+            assert "default" not in line
+        elif field.default is not None:
+            assert f"(default: {field.default:g})" in line
+    assert f"(default: {NUM_TOKENS})" in printed
+    assert f"(default: {','.join(map(str, LOOKAHEADS))})" in printed
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+
+def drawn(capfd: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict[str, Any]:
+    """The figures behind a plot that is written."""
+    found: dict[str, Any] = json.loads(simulate(capfd, "--json", "--plot", str(path), *arguments))
+    return found
+
+
+def test_an_svg_names_every_way_of_decoding_with_its_speed(capfd, tmp_path):
+    found = drawn(capfd, tmp_path / "plot.svg")
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = {"".join(text.itertext()).strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    speeds = {(c["decoding"], c["lookahead"]): c["speed"] for c in found["contenders"]}
+    best = speeds["sequential", found["best_sequential_lookahead"]]
+    assert texts >= {
+        "plain: 1.00×",
+        f"single chain, auto: {speeds['single chain', 'auto']:.2f}×",
+        f"tree, auto: {speeds['tree', 'auto']:.2f}×",
+        f"sequential, best: {best:.2f}×",
+        "tokens per second (plain decoding = 1)",
+        "lookahead of sequential decoding (most tokens in one proposal)",
+        "1",
+        "3",
+    }
+    assert any("acceptance 0.8, cost ratio 0.1" in text for text in texts)
+
+
+def test_a_png_has_all_colours(capfd, tmp_path):
+    drawn(capfd, tmp_path / "plot.PNG", "--lookahead", "1,2,3")
+    pixels = np.unique(
+        (matplotlib.image.imread(tmp_path / "plot.PNG", "png")[..., :3] * 255).round().reshape(-1, 3), axis=0
+    )
+    colours = {"#{:02X}{:02X}{:02X}".format(*map(int, pixel)) for pixel in pixels}
+    assert colours >= {"#666666", "#0072B2", "#D55E00", "#009E73", "#FFFFFF"}
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
+    for name in ("first", "second"):
+        drawn(capfd, tmp_path / f"{name}.{suffix}")
+    assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"second.{suffix}").read_bytes()
+
+
+def test_labels_do_not_cover_each_other(capfd, tmp_path):
+    # A draft that is never right: all are about as fast as plain decoding.
+    drawn(capfd, tmp_path / "plot.svg", "--acceptance", "0", "--cost-ratio", "0.001", "--verify-slope", "0")
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    texts = root.iter("{http://www.w3.org/2000/svg}text")
+    heights = sorted(float(text.get("y", "")) for text in texts if (text.text or "").endswith("×"))
+    assert len(heights) == 4
+    assert all(below - above > 10 for above, below in itertools.pairwise(heights))  # in points, as the font
+
+
+def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert table(simulate(capfd))
+    monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
+    assert "pip install 'outrider[plot]'" in refusal(capfd, "--plot", str(tmp_path / "plot.svg"))
+
+
+def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
+    (tmp_path / "plot.svg").mkdir()
+    said = refusal(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
+    assert "cannot write the plot" in said
+    assert "Is a directory" in said
+
+
+# --- as a process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_output_that_cannot_be_written_is_an_error(form):
+    with Path("/dev/full").open("w") as full:
+        run = process("--lookahead", "1", "--tokens", "5", *form, stdout=full)
+    assert (run.returncode, run.stderr) == (
+        cli.FAILED,
+        "outrider: error: cannot write to stdout: No space left on device\n",
+    )
+
+
+def test_a_reader_that_has_gone_ends_it_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = process("--lookahead", "1", "--tokens", "5", stdout=writing)
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (cli.BY_SIGNAL + signal.SIGPIPE, "")
+
+
+def process(*arguments: str, stdout: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime", "simulate", *SCENARIO, *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)

@@ -1,0 +1,578 @@
+"""The timeline page: what it is given, that text stays text, and in a real browser, that a person can use it."""
+
+from __future__ import annotations
+
+import html.parser
+import itertools
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import mlx_lm.tokenizer_utils
+import pytest
+import trio
+from browser import visit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
+
+import runtime
+from protocol.books import Commit
+from protocol.trace import Event, Instant, Span
+from runtime.timeline import PLACE, TEXTS_A_TURN, data_of, render, texts_of
+
+# A browser takes a second to start.
+in_a_browser = pytest.mark.browser
+
+PRICE = priced(prefill=0.25, draft=0.03125, verify=0.125, decode=0.125)
+BREAKOUT = "a</script><script>document.title = 'broken'</script><!-- <b>bold</b> & \u2028 \"quoted\" 'so'"
+
+
+class Words:
+    """A tokenizer whose token n is the n-th of a list of words, and w0, w1, … beyond them."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[i] if i < len(self.words) else f" w{i}" for i in ids)
+
+
+def data_for(events: Sequence[Event], tokenizer: Any = None) -> dict[str, Any]:
+    data: dict[str, Any] = data_of(events, trio.run(texts_of, events, tokenizer))
+    return data
+
+
+def page_for(events: Sequence[Event], tokenizer: Any = None, **more: Any) -> str:
+    return render(events, trio.run(texts_of, events, tokenizer), **more)
+
+
+Use = Callable[[Simulation], Awaitable[Any]]
+
+
+def simulate(
+    *uses: Use, target: ScriptedModel | None = None, draft: ScriptedModel | None = None
+) -> tuple[list[Event], list[Any]]:
+    """What happened while some streams ran at once, begun in this order, and what came of each."""
+
+    async def main() -> tuple[list[Event], list[Any]]:
+        came: list[Any] = [None] * len(uses)
+
+        async def wait_for(i: int, outcome: Awaitable[Any]) -> None:
+            came[i] = await outcome
+
+        models = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.75))
+        async with simulated(*models, price=PRICE) as simulation, trio.open_nursery() as nursery:
+            for i, use in enumerate(uses):
+                nursery.start_soon(wait_for, i, use(simulation))
+        return simulation.events, came
+
+    happened: tuple[list[Event], list[Any]] = run(main)
+    return happened
+
+
+def generated(prompt: Sequence[int], **settings: Any) -> Use:
+    """A whole stream; what comes of it is a completion."""
+
+    async def read(stream: runtime.TokenStream) -> runtime.Completion:
+        tokens = tuple([token async for token in stream])
+        assert stream.finish_reason is not None
+        return runtime.Completion("", tokens, stream.finish_reason, stream.statistics())
+
+    return lambda simulation: read(simulation.runtime.stream(prompt, **settings))
+
+
+def broken_off(prompt: Sequence[int], after: int) -> Use:
+    """A stream that is cancelled after so many tokens."""
+
+    async def read(stream: runtime.TokenStream) -> None:
+        async with stream:
+            async for token in stream:
+                if token.index == after:
+                    break
+
+    return lambda simulation: read(simulation.runtime.stream(prompt, max_tokens=None, lookahead=4))
+
+
+@pytest.fixture(scope="module")
+def several() -> list[Event]:
+    """A stream, one beside it that is cancelled, and one that nobody drafts for."""
+    uses = [
+        generated([5, 6, 7], max_tokens=60, lookahead=4),
+        broken_off([9, 8, 7], 12),
+        generated([1, 2], max_tokens=9, lookahead=0),
+    ]
+    return simulate(*uses)[0]
+
+
+@pytest.fixture(scope="module")
+def long() -> list[Event]:
+    """A stream of 2,000 tokens."""
+    return simulate(generated([5, 6, 7], max_tokens=2000, lookahead=4))[0]
+
+
+# --- what the page is given -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "draft"),
+    [
+        ({}, {}, agreeing(0.75)),
+        ({"lookahead": 5}, {}, truthful),
+        ({"lookahead": 4}, {}, agreeing(0.0)),
+        ({"lookahead": 4}, {"undo": never}, agreeing(0.75)),
+        ({"lookahead": 4}, {"undo": never, "keeps_states": True}, agreeing(0.75)),
+        ({"lookahead": 0}, {}, truthful),
+        ({"max_tokens": 1}, {}, truthful),
+        ({"stop_tokens": range(8)}, {}, agreeing(0.75)),
+    ],
+    ids=["auto", "always right", "always wrong", "n=1", "checkpoints", "plain", "one token", "stops"],
+)
+def test_figures_are_those_of_the_statistics(settings, target, draft):
+    settings = {"max_tokens": 50} | settings
+    models = {"target": ScriptedModel(truthful, **target), "draft": ScriptedModel(draft)}
+    events, (completion,) = simulate(generated([5, 6, 7], **settings), **models)
+    (session,) = data_for(events)["sessions"]
+    statistics, summary = completion.statistics, session["summary"]
+    assert summary["promptTokens"] == statistics.prompt_tokens
+    assert summary["tokens"] == statistics.generated_tokens
+    assert summary["rounds"] == statistics.rounds
+    assert (summary["proposed"], summary["accepted"]) == (statistics.proposed, statistics.accepted)
+    assert (summary["hits"], summary["misses"]) == (statistics.lookahead_hits, statistics.lookahead_misses)
+    assert summary["tokensPerSecond"] == pytest.approx(statistics.generation_tps)
+    assert summary["firstToken"] == pytest.approx(statistics.time_to_first_token)
+    assert summary["targetBusy"] == pytest.approx(statistics.target_busy)
+    assert 0 <= summary["draftBusy"] <= 1
+    assert session["end"] == completion.finish_reason
+
+
+def test_every_token_is_there_once_with_whom_it_is_from():
+    events, (completion,) = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
+    (session,) = data_for(events, Words())["sessions"]
+    tokens = [token for round in session["rounds"] for token in round["tokens"]]
+    assert [alone for _, _, alone in tokens] == [f" w{token.id}" for token in completion.tokens]
+    assert [whose == "accepted" for _, whose, _ in tokens] == [token.from_draft for token in completion.tokens]
+    whose = [whose for _, whose, _ in tokens]
+    assert whose.count("bonus") == completion.statistics.bonus > 0
+    assert {"accepted", "recovered", "bonus"} <= set(whose) <= {"accepted", "recovered", "bonus", "plain"}
+
+
+def test_a_recovered_token_is_the_last_of_a_round_in_which_something_was_rejected():
+    events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=3))
+    (session,) = data_for(events)["sessions"]
+    for round in session["rounds"]:
+        *first, (_, last, _) = round["tokens"]
+        assert {whose for _, whose, _ in first} <= {"accepted"}
+        if last != "accepted":
+            full = round["accepted"] == len(round["proposed"])
+            assert last == ("plain" if not round["proposed"] else "bonus" if full else "recovered")
+            assert (round["rejected"] > 0) == (last == "recovered")
+
+
+def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time():
+    events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
+    (session,) = data_for(events)["sessions"]
+    assert [round["round"] for round in session["rounds"]] == list(range(len(session["rounds"])))
+    for round in session["rounds"][:-1]:
+        kind, began, ended = round["work"]
+        assert kind == "verify"
+        assert round["proposedAt"] <= began < ended <= round["committedAt"] <= round["answeredAt"]
+        assert isinstance(round["hit"], bool)
+    assert "hit" not in session["rounds"][-1]
+
+
+def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(tmp_path):
+    tokenizer = demo_tokenizer()
+    text = "a = 'äöü €…'  # 日本語\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    commits = [Commit(0, i, i, (id,), 0) for i, id in enumerate(ids)]
+    events: list[Event] = [Instant("target", "open", 0, 0.0, tokens=(1,))]
+    events += [Instant("target", "verdict", 0, 1.0 + c.round, c.round, commit=c) for c in commits]
+    (session,) = data_for(events, tokenizer)["sessions"]
+    pieces = [piece for round in session["rounds"] for piece, _, _ in round["tokens"]]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "" in pieces  # some character did take more than one token
+
+
+def demo_tokenizer() -> TokenizerWrapper:
+    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
+
+
+def test_busy_is_what_was_worked_until_the_text_was_there():
+    events = [
+        Instant("target", "open", 0, 0.0),
+        Span("target", "verify", 0, 1.0, 3.0, round=0),
+        Instant("target", "verdict", 0, 3.0, commit=Commit(0, 0, 1, (7,), 0)),
+        Span("target", "verify", 0, 3.0, 9.0, round=1),  # it was cancelled meanwhile
+        Span("draft", "draft", 0, 2.0, 4.0),
+    ]
+    (session,) = data_for(events)["sessions"]
+    assert session["summary"]["targetBusy"] == pytest.approx(2 / 3)
+    assert session["summary"]["draftBusy"] == pytest.approx(1 / 3)
+
+
+def test_a_draft_says_how_much_of_it_cost_nothing():
+    events = [
+        Instant("target", "open", 0, 0.0),
+        Span("target", "verify", 0, 1.0, 3.0),
+        Span("target", "verify", 1, 3.0, 4.0),
+        *[Span("draft", "draft", 0, *when) for when in [(0.0, 1.0), (1.5, 2.0), (2.5, 3.5), (3.5, 4.5), (5.0, 6.0)]],
+    ]
+    data = data_for(events)
+    assert [span[7] for span in data["spans"] if span[0] == 1] == [0, 1, 1, 0.5, 0]
+
+
+def test_a_cancelled_stream_says_so_and_keeps_its_tokens(several):
+    cancelled = data_for(several)["sessions"][1]
+    assert cancelled["end"] == "cancel"
+    assert len([token for round in cancelled["rounds"] for token in round.get("tokens", ())]) >= 13
+
+
+def test_without_a_tokenizer_ids_are_shown():
+    events, (completion,) = simulate(generated([5, 6], max_tokens=5))
+    (session,) = data_for(events)["sessions"]
+    assert session["prompt"] == "⟨5⟩⟨6⟩"
+    pieces = [piece for round in session["rounds"] for piece, _, _ in round["tokens"]]
+    assert pieces == [f"⟨{token.id}⟩" for token in completion.tokens]
+
+
+def test_a_tokenizer_that_fails_costs_the_texts_only(caplog):
+    class Broken:
+        def decode(self, ids: Sequence[int]) -> str:
+            raise RuntimeError("no such word")
+
+    events, _ = simulate(generated([5, 6], max_tokens=5))
+    assert data_for(events, Broken()) == data_for(events)
+    assert "no such word" in caplog.text
+
+
+async def test_while_texts_are_made_other_tasks_have_their_turn(long):
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_turns)
+        await texts_of(long, Words())  # type: ignore[arg-type]
+        nursery.cancel_scope.cancel()
+    assert turns >= 4000 // TEXTS_A_TURN
+
+
+# --- text stays text ------------------------------------------------------------------------------
+
+
+class Scripts(html.parser.HTMLParser):
+    """The scripts of a page, as a browser would find them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self.tags: list[str] = []
+        self._is_inside = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "script":
+            self._is_inside = True
+            self.found.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_inside = self._is_inside and tag != "script"
+
+    def handle_data(self, data: str) -> None:
+        if self._is_inside:
+            attributes, before = self.found[-1]
+            self.found[-1] = attributes, before + data
+
+
+def nasty() -> list[Event]:
+    """Prompt and text are markup that would do something if it were taken for it."""
+    commit = Commit(0, 0, 3, (0, 1), 1, finish_reason="length")
+    return [
+        Instant("target", "open", 0, 0.0, tokens=(0, 1)),
+        Instant("draft", "proposal", 0, 1.0, 0, 1, (0,)),
+        Span("target", "verify", 0, 1.0, 2.0, 2, 0),
+        Instant("target", "verdict", 0, 2.0, 0, 1, commit=commit),
+        Instant("draft", "<img src=x onerror=alert(1)>", 0, 2.0),  # type: ignore[arg-type]
+    ]
+
+
+def test_no_text_breaks_out_of_the_page():
+    page = page_for(nasty(), Words(BREAKOUT, "</SCRIPT >"))
+    scripts = Scripts(page)
+    assert scripts.tags == Scripts(page_for([])).tags
+    (attributes, data), (_, code) = scripts.found
+    assert attributes == {"type": "application/json", "id": "data"}
+    assert json.loads(data)["sessions"][0]["prompt"] == BREAKOUT + "</SCRIPT >"
+    # Whatever a browser makes of the beginnings of tags and comments in a script: there are none.
+    assert not set("<>&") & set(data)
+    assert "broken" not in code
+
+
+def test_the_place_of_the_data_is_not_looked_for_in_the_data():
+    events = [Instant("target", "open", 0, 0.0, tokens=(0,))]
+    scripts = Scripts(page_for(events, Words(PLACE)))
+    assert json.loads(scripts.found[0][1])["sessions"][0]["prompt"] == PLACE
+
+
+def test_the_page_asks_nothing_of_any_network():
+    page = page_for([])
+    assert (
+        re.search(r"(https?:)?//[a-z]|url\(|@import|\ssrc\s*=|\shref\s*=|fetch\(|XMLHttpRequest|import\(", page) is None
+    )
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none';")
+
+
+# --- what can be read -----------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2 has it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_contrast_as_much_as_reading_takes(scheme):
+    light, dark = re.findall(r":root \{(.*?)\}", page_for([]), re.DOTALL)
+    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", light))
+    if scheme == "dark":
+        colours |= dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", dark))
+    texts = [("ink", under) for under in ("page", "panel", "draft-tint", "target-tint", "chosen", "faint")]
+    texts += [("muted", under) for under in ("page", "panel", "faint")]
+    texts += [(name, "panel") for name in ("target", "draft", "hit", "miss", "rewind", "other")]
+    too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in texts}
+    assert {pair: ratio for pair, ratio in too_little.items() if ratio < 4.5} == {}
+    graphics = [("target", "target-tint"), ("draft", "draft-tint"), ("focus", "panel"), ("on-strong", "hit")]
+    too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in graphics}
+    assert {pair: ratio for pair, ratio in too_little.items() if ratio < 3} == {}
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+@in_a_browser
+def test_a_browser_shows_the_text_token_by_token(several, tmp_path):
+    said = visit(
+        page_for(several, Words()),
+        """return {
+            text: $("text").textContent,
+            classes: [...document.querySelectorAll("#text .t")].map((t) => t.classList[1]),
+            of: $("of").textContent,
+            summary: $("summary").textContent,
+            legend: $("legend").textContent,
+        };""",
+        tmp_path,
+    )
+    session = data_for(several, Words())["sessions"][0]
+    tokens = [token for round in session["rounds"] for token in round["tokens"]]
+    assert said["text"] == session["prompt"] + "".join(piece for piece, _, _ in tokens)
+    assert said["classes"] == [whose for _, whose, _ in tokens]
+    assert said["of"].startswith("60 tokens after a prompt of 3")
+    assert f"{session['summary']['hits']} hits" in said["summary"]
+    assert "faded: another stream" in said["legend"]
+
+
+@in_a_browser
+def test_a_browser_takes_no_text_for_markup(tmp_path):
+    words = Words(BREAKOUT, "</SCRIPT >")
+    said = visit(
+        page_for(nasty(), words),
+        """key(lanes, "]"); key(lanes, "ArrowDown"); key(lanes, "ArrowDown"); key(lanes, "]");
+        hover(document.querySelector("#text .t"));
+        return { title: document.title, prompt: document.querySelector(".prompt").textContent,
+                 marked_up: document.querySelectorAll("main b:not(#tip b, .guesses b), main img").length,
+                 details: $("details").textContent, legend: $("legend").textContent };""",
+        tmp_path,
+    )
+    assert said["title"] == "Outrider timeline"
+    assert said["prompt"] == words.decode([0, 1])
+    assert said["marked_up"] == 0
+    assert "</script>" in said["details"]
+    # A kind that this page has never heard of is named as it is.
+    assert "<img src=x onerror=alert(1)>" in said["legend"]
+
+
+@in_a_browser
+def test_a_browser_zooms_and_pans_by_wheel_keys_drag_and_pinch(several, tmp_path):
+    said = visit(
+        page_for(several),
+        """const views = { all: view() };
+        const then = (name, ...acts) => { for (const act of acts) act(); views[name] = view(); };
+        then("wheel", () => wheel(400, { deltaY: -200 }));
+        then("key", () => key(lanes, "+"));
+        then("right", () => key(lanes, "ArrowRight"));
+        then("sideways", () => wheel(400, { deltaX: -120, deltaY: 0 }));
+        const one = (kind, x) => () => pointer("pointer" + kind, x, 70);
+        const other = (kind, x) => () => pointer("pointer" + kind, x, 70, { pointerId: 2 });
+        then("drag", one("down", 600), one("move", 500), one("up", 500));
+        then("pinch", one("down", 500), other("down", 600), other("move", 700), other("up", 700), one("up", 500));
+        then("out", () => key(lanes, "-"));
+        then("button", () => $("in").click(), frame);
+        then("rounds", () => $("rounds").click(), frame);
+        for (let i = 0; i < 80; i++) key(lanes, "+");
+        views.closest = view();
+        for (let i = 0; i < 120; i++) key(lanes, "-");
+        views.farthest = view();
+        then("reset", () => key(lanes, "0"));
+        return views;""",
+        tmp_path,
+    )
+    wide = {name: view["to"] - view["from"] for name, view in said.items()}
+    assert wide["wheel"] < wide["all"]
+    assert wide["key"] < wide["wheel"]
+    assert said["right"]["from"] > said["key"]["from"]
+    assert said["sideways"]["from"] < said["right"]["from"]
+    assert said["drag"]["from"] > said["sideways"]["from"]
+    assert wide["right"] == pytest.approx(wide["sideways"]) == pytest.approx(wide["drag"])
+    assert wide["pinch"] == pytest.approx(wide["drag"] / 2)
+    assert wide["out"] > wide["pinch"]
+    assert wide["button"] < wide["out"]
+    assert wide["closest"] == pytest.approx(100)
+    data = data_for(several)
+    assert wide["farthest"] == pytest.approx(data["ended"] * 1.04)
+    session = data["sessions"][0]
+    assert said["reset"] == said["all"]
+    assert said["all"]["from"] < session["began"] < session["ended"] < said["all"]["to"]
+
+
+@in_a_browser
+def test_a_browser_shows_the_round_of_a_token_and_the_tokens_of_a_round(several, tmp_path):
+    said = visit(
+        page_for(several, Words()),
+        """const lit = () => [...document.querySelectorAll(".t.round")].map((t) => Number(t.dataset.i)), out = {};
+        const token = document.querySelectorAll("#text .t")[20];
+        hover(token);
+        out.token = { round: view().round, lit: lit(), tip: $("tip").textContent, details: $("details").textContent };
+        send($("text"), new MouseEvent("mouseleave"));
+        out.left = { round: view().round, lit: lit(), hidden: $("tip").hidden };
+        const r = data.sessions[0].rounds[5];
+        $("rounds").click(); key(lanes, "0");
+        const x = place((r.work[1] + r.work[2]) / 2);
+        pointer("pointermove", x, 70);
+        out.verify = { round: view().round, lit: lit(), tip: $("tip").textContent };
+        pointer("pointerdown", x, 70); pointer("pointerup", x, 70); pointer("pointerleave", x, 70);
+        out.kept = { round: view().round };
+        key(lanes, "Escape");
+        out.let_go = { round: view().round };
+        return out;""",
+        tmp_path,
+    )
+    rounds = data_for(several, Words())["sessions"][0]["rounds"]
+    ends = list(itertools.accumulate(len(round["tokens"]) for round in rounds))
+    of_token = next(i for i, end in enumerate(ends) if end > 20)
+    assert said["token"]["round"] == str(of_token)
+    assert said["token"]["lit"] == list(range(ends[of_token - 1], ends[of_token]))
+    assert f"round {of_token}" in said["token"]["tip"]
+    assert f"Round {of_token}" in said["token"]["details"]
+    assert said["left"] == {"round": "", "lit": [], "hidden": True}
+    assert said["verify"]["round"] == "5"
+    assert said["verify"]["lit"] == list(range(ends[4], ends[5]))
+    assert "verify of round 5" in said["verify"]["tip"]
+    assert said["kept"]["round"] == "5"
+    assert said["let_go"]["round"] == ""
+
+
+@in_a_browser
+def test_a_browser_needs_no_pointer(several, tmp_path):
+    said = visit(
+        page_for(several, Words()),
+        """const out = {}, all = (selector) => [...document.querySelectorAll(selector)];
+        out.focusable = all("select, button, [tabindex='0'], summary").map((e) => e.id || e.tagName);
+        out.named = all("button, canvas[tabindex], [role=listbox], section").every(
+          (e) => e.getAttribute("aria-label") || e.getAttribute("aria-labelledby") || e.textContent.trim());
+        lanes.focus();
+        key(lanes, "]"); out.first = $("said").textContent;
+        key(lanes, "]"); out.second = $("said").textContent;
+        key(lanes, "ArrowDown"); out.below = $("said").textContent;
+        key(lanes, "ArrowDown"); out.marks = $("said").textContent;
+        for (let i = 0; i < 6; i++) key(lanes, "]");
+        out.later = $("said").textContent;
+        $("text").focus();
+        key($("text"), "ArrowRight"); key($("text"), "ArrowRight");
+        const active = $($("text").getAttribute("aria-activedescendant"));
+        const [label, selected] = [active.getAttribute("aria-label"), active.getAttribute("aria-selected")];
+        out.active = { i: active.dataset.i, label, selected, round: view().round };
+        key($("text"), "ArrowDown"); out.next_round = view().round;
+        key($("text"), "End"); out.last = $("text").getAttribute("aria-activedescendant");
+        return out;""",
+        tmp_path,
+    )
+    assert said["focusable"] == ["session", "out", "in", "rounds", "reset", "lanes", "text", "SUMMARY"]
+    assert said["named"]
+    assert said["first"].startswith("Target: ")
+    assert said["second"].startswith("Target: ")
+    assert said["first"] != said["second"]
+    assert said["below"].startswith("Draft: ")
+    assert said["marks"] != said["below"]
+    assert said["later"] != said["marks"]
+    assert said["active"]["i"] == "1"
+    assert said["active"]["selected"] == "true"
+    assert "round" in said["active"]["label"]
+    assert int(said["next_round"]) == int(said["active"]["round"]) + 1
+    assert said["last"] == "t59"
+
+
+@in_a_browser
+def test_a_browser_lets_streams_be_chosen(several, tmp_path):
+    said = visit(
+        page_for(several, Words()),
+        """const out = [], choose = $("session");
+        for (const option of [...choose.options]) {
+            choose.value = option.value;
+            send(choose, new Event("change"));
+            const tokens = document.querySelectorAll("#text .t").length;
+            out.push({ of: $("of").textContent, tokens, prompt: document.querySelector(".prompt").textContent });
+        }
+        return out;""",
+        tmp_path,
+    )
+    sessions = data_for(several, Words())["sessions"]
+    assert [one["prompt"] for one in said] == [session["prompt"] for session in sessions]
+    assert [one["tokens"] for one in said] == [session["summary"]["tokens"] for session in sessions]
+    assert "cancelled" in said[1]["of"]
+
+
+@in_a_browser
+def test_a_browser_draws_of_a_long_text_only_what_is_in_view(long, tmp_path):
+    said = visit(
+        page_for(long),
+        """const all = view().drawn;
+        $("rounds").click(); frame();
+        return { all, some: view().drawn, tokens: document.querySelectorAll("#text .t").length };""",
+        tmp_path,
+    )
+    assert said["tokens"] == 2000
+    assert said["all"] > 3000
+    assert 12 < said["some"] < 200
+
+
+@in_a_browser
+def test_a_browser_shows_a_trace_of_nothing(tmp_path):
+    said = visit(page_for([]), "key(lanes, ']'); key(lanes, '+'); return $('of').textContent;", tmp_path)
+    assert said == "no stream was opened"
+
+
+@in_a_browser
+def test_a_browser_window_that_is_narrow_needs_no_scrolling_sideways(several, tmp_path):
+    said = visit(
+        page_for(several, Words()),
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth];",
+        tmp_path,
+        width=500,  # the narrowest that Chromium makes a window
+    )
+    assert said[0] <= said[1] <= 500
