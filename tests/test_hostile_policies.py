@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -21,7 +21,6 @@ from scripted import (
     always,
     continuation,
     hashed,
-    ids,
     markov,
     never,
     run,
@@ -204,4 +203,52 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ILLEGAL)
 def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
-    assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), NUM_TOKENS)) < SIGNIFICANCE
+    # What is learnt of it by what comes after is little.
+    num_tokens = 4 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
+    assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), num_tokens)) < SIGNIFICANCE
+
+
+# --- the other rules ------------------------------------------------------------------------------
+
+HASHED_TARGET = hashed("target", 6.0)
+HASHED_DRAFT = hashed("draft", 3.0, near=HASHED_TARGET)
+
+
+async def text_under(
+    policy: Hostile | None, script: Any, of_draft: Any, *, undo: Any = always, keeps_states: bool = False, **more: Any
+) -> list[int]:
+    """The text under a policy; without one, the target's alone."""
+    target = ScriptedModel(script, undo=undo, keeps_states=keeps_states)
+    draft = None if policy is None else ScriptedModel(of_draft, undo=undo, keeps_states=keeps_states)
+    async with simulated(
+        target, draft, price=random_price(3), draft_price=random_price(4), make_policy=lambda settings, prices: policy
+    ) as simulation:
+        return await text_of(simulation, [5, 6, 7], max_tokens=60, **more)
+
+
+CACHES = {
+    "trim": {},
+    "none": {"undo": never},
+    "trim until they are full": {"undo": within(24)},
+    "only go back to a state": {"undo": never, "keeps_states": True},
+}
+POLICIES = {
+    **LEGAL,
+    **{what: (lambda view, node: True, admits) for what, admits in ILLEGAL.items() if what == "the token"},
+}
+
+
+@pytest.mark.parametrize("caches", CACHES)
+@pytest.mark.parametrize("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
+    policy = Hostile(*POLICIES[what])
+    assert run(lambda: text_under(policy, truthful, agreeing(0.6), **CACHES[caches])) == continuation([5, 6, 7], 60)
+
+
+@pytest.mark.parametrize("caches", CACHES)
+@pytest.mark.parametrize("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> None:
+    settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}
+    alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings))
+    policy = Hostile(*POLICIES[what])
+    assert run(lambda: text_under(policy, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings)) == alone

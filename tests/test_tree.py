@@ -344,7 +344,9 @@ class AgainstPaths(RuleBasedStateMachine):
         node = self.tree.root
         for following in [*self.tree.chain(), None]:
             choices = [child for child in node.children.values() if child.guess.rank == 0]
-            assert (choices or [None])[0] is following is node.choice
+            assert node.choice is following
+            assert (following in choices) if choices else following is None
+            assert all(child.guess.confidence <= following.guess.confidence for child in choices)
             node = following
 
 

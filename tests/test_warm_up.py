@@ -1,0 +1,139 @@
+"""The first measurement of the prices: it finds those of the simulator, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from scripted import ScriptedModel, run, truthful
+
+from actors.simulated import Contention, SimulatedWorker
+from actors.warm_up import LEAST_CONTEXT, warm_up
+from actors.worker import Job, JobError
+from protocol.prices import Prices
+from protocol.trace import Event, Span
+
+
+async def warmed_up(
+    target: ScriptedModel,
+    draft: ScriptedModel,
+    *,
+    base: float = 1.0,
+    slope: float = 0.25,
+    draft_step: float = 0.125,
+    kappa: float = 0.0,
+    until: float = 1e6,
+    heard: list[Event] | None = None,
+) -> Prices:
+    """The prices of two scripted models, on workers of these prices; cancelled at a moment, if it comes to that."""
+
+    def verify_price(job: Job[Any]) -> float:
+        return base + slope * (job.num_tokens - 1) if job.num_tokens else 0.0
+
+    def draft_price(job: Job[Any]) -> float:
+        return draft_step * (1 + 0.5 * (job.num_tokens - 1)) if job.num_tokens else 0.0
+
+    device, prices, events = Contention(kappa), Prices(), [] if heard is None else heard
+    workers = (
+        SimulatedWorker("target", verify_price, events.append, device),
+        SimulatedWorker("draft", draft_price, events.append, device),
+    )
+    with trio.move_on_at(until):
+        await warm_up((target, workers[0]), (draft, workers[1]), prices)
+    return prices
+
+
+def models(**of_draft: Any) -> tuple[ScriptedModel, ScriptedModel]:
+    return ScriptedModel(truthful), ScriptedModel(truthful, **of_draft)
+
+
+def nothing_is_open(*of: ScriptedModel) -> bool:
+    return all(line.is_closed for model in of for line in model.lines) and not any(model.misuses for model in of)
+
+
+@pytest.mark.parametrize("base", [0.001, 1.0, 64.0])
+@pytest.mark.parametrize("slope", [0.0, 0.0625, 0.5])
+@pytest.mark.parametrize("cost_ratio", [0.03125, 0.25, 1.5])
+@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
+def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: float, kappa: float) -> None:
+    step = base * cost_ratio
+    prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
+    assert prices.is_known
+    # What is taken to be likely beforehand still counts a little.
+    assert prices.verify(1) == pytest.approx(base, rel=0.1)
+    assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.1)
+    assert prices.draft(1, beside=False) == pytest.approx(step, rel=1e-6)
+    assert prices.draft(4, beside=False) == pytest.approx(2.5 * step, rel=1e-6)
+    assert prices.plain.value == pytest.approx(base, rel=1e-6)
+    # A job that shares the device takes its time and as much of the other's as they share it.
+    assert prices.slowdown.value == pytest.approx(1 + kappa, rel=0.25)
+    assert prices.contention == pytest.approx(kappa, abs=0.25)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0])
+def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) -> None:
+    less, more = (run(lambda k=k: warmed_up(*models(), kappa=k)).contention for k in (kappa / 2, kappa))
+    assert less <= more
+    assert kappa == 0 or less < more
+
+
+def test_both_models_lines_are_closed() -> None:
+    pair = models()
+    run(lambda: warmed_up(*pair))
+    assert all(model.lines for model in pair)
+    assert nothing_is_open(*pair)
+
+
+def test_it_is_counted_for_no_session() -> None:
+    heard: list[Event] = []
+    run(lambda: warmed_up(*models(), heard=heard))
+    spans = [event for event in heard if isinstance(event, Span)]
+    assert {span.kind for span in spans} == {"open", "warm-up", "close"}
+    assert {span.session for span in spans} == {None}
+
+
+@pytest.mark.parametrize("call", ["open", "feed", "check"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_model_that_fails_at_any_call_is_an_error_and_leaves_nothing_open(who: int, call: str) -> None:
+    pair = models()
+    run(lambda: warmed_up(*pair))
+    num_calls = pair[who].num_calls[call]
+    for n in range(1, num_calls + 1):
+        failing = [ScriptedModel(truthful), ScriptedModel(truthful)]
+        failing[who] = ScriptedModel(truthful, fails={call: {n}})
+        with pytest.raises(JobError, match=f"{call} {n} failed"):
+            run(lambda failing=failing: warmed_up(*failing))
+        assert nothing_is_open(*failing)
+    assert num_calls > 0 or (who, call) == (1, "check")
+
+
+@pytest.mark.parametrize("kappa", [0.0, 1.0])
+def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
+    async def took() -> float:
+        await warmed_up(*models(), kappa=kappa)
+        return trio.current_time()
+
+    whole = run(took)
+    for i in range(48):
+        pair = models()
+
+        async def cancelled(pair: Any = pair, until: float = whole * i / 48) -> float:
+            await warmed_up(*pair, kappa=kappa, until=until)
+            return trio.current_time() - until
+
+        # It waits for the passes that are running, and for no other.
+        assert run(cancelled) <= 2 * (1.0 + 7 * 0.25)
+        assert nothing_is_open(*pair)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_model_with_hardly_any_context_is_left_alone(who: int) -> None:
+    pair = [ScriptedModel(truthful), ScriptedModel(truthful)]
+    pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT - 1)
+    assert not run(lambda: warmed_up(*pair)).is_known
+    assert pair[0].lines == pair[1].lines == []
+    # With as much as it takes, the passes stay within it: the scripted lines would say.
+    pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT)
+    assert run(lambda: warmed_up(*pair)).is_known
+    assert nothing_is_open(*pair)
