@@ -125,9 +125,10 @@ class ContendedPrice:
             zz, zy = zz + DELAY_WEIGHT, zy + DELAY_WEIGHT * PRIOR_DELAY
             n = max(n, 1e-9)
             # Eliminate the constant, then two unknowns are left.
-            xx, xz, zz = xx - x * x / n, xz - x * z / n, zz - z * z / n
+            # What was believed beforehand is a lower bound, but for rounding.
+            xx, xz, zz = max(SLOPE_WEIGHT, xx - x * x / n), xz - x * z / n, max(DELAY_WEIGHT, zz - z * z / n)
             xy, zy = xy - x * y / n, zy - z * y / n
-            determinant = xx * zz - xz * xz
+            determinant = max(SLOPE_WEIGHT * DELAY_WEIGHT, xx * zz - xz * xz)
             slope = max(0.0, (xy * zz - zy * xz) / determinant)
             delay = min(0.9, max(0.0, (zy - xz * slope) / zz))
             slope = max(0.0, (xy - xz * delay) / xx)

@@ -8,6 +8,7 @@ may not, which shows that it would be seen.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -176,7 +177,7 @@ APART: tuple[Callable[[int, list[int]], Any], ...] = (
 def likelihood(text: Sequence[int]) -> float:
     """The p-value of a text as one of the target's, by the worst of several tests."""
     whole = PROMPT + list(text)
-    assert [pair for pair in zip(whole, whole[1:], strict=False) if TARGET[pair[0]][pair[1]] == 0] == []
+    assert [pair for pair in itertools.pairwise(whole) if TARGET[pair[0]][pair[1]] == 0] == []
     p_values = []
     for apart in APART:
         after: dict[Any, Counter[int]] = {}

@@ -1,0 +1,261 @@
+"""What passes cost is found from passes, whatever they were drafted beside and in whichever order that is heard."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.prices import ContendedPrice, Mean, Prices
+
+deterministic = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+# --- a pass of the target -------------------------------------------------------------------------
+
+
+@given(
+    base=st.floats(1e-3, 1e3),
+    slope=st.floats(0, 1),
+    delay=st.floats(0, 0.85),
+    seed=st.integers(0, 1000),
+)
+@deterministic
+def test_an_affine_price_is_found(base, slope, delay, seed):
+    price, dice = ContendedPrice(), random.Random(seed)
+    # As in the first measurement; the unit of what is believed beforehand.
+    price.observe(1, 0.0, base)
+    for _ in range(500):
+        width, overlap = dice.randint(1, 9), base * dice.random()
+        price.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
+    # What is believed beforehand counts a little to the end.
+    assert price(1) == pytest.approx(base, rel=0.05)
+    assert price.per_token == pytest.approx(base * slope, abs=0.02 * base)
+    assert price.delay == pytest.approx(delay, abs=0.06)
+    assert price(6, base) == pytest.approx(base * (1 + 5 * slope) + delay * base, rel=0.05)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_believed(width, overlap):
+    first, price = ContendedPrice(), ContendedPrice()
+    first.observe(width, overlap, 2.0)
+    for _ in range(500):
+        price.observe(width, overlap, 2.0)
+    assert price(width, overlap) == pytest.approx(2.0, rel=1e-6)
+    assert price.per_token == pytest.approx(first.per_token, rel=0.2)
+    assert 0 <= price.delay <= 0.9
+
+
+# Of a clock that counts nanoseconds.
+seconds = st.just(0.0) | st.floats(1e-9, 100)
+passes = st.lists(st.tuples(st.integers(1, 65), seconds, seconds), max_size=30)
+
+
+@given(seen=passes, width=st.integers(1, 65), overlap=st.floats(0, 100))
+@deterministic
+def test_whatever_was_seen_no_price_is_negative_or_infinite(seen, width, overlap):
+    price = ContendedPrice()
+    for each in seen:
+        price.observe(*each)
+        assert 0 <= price(width, overlap) < math.inf
+        assert 0 <= price.per_token < math.inf
+        assert 0 <= price.delay <= 0.9
+
+
+def test_before_the_first_pass_nothing_is_known():
+    price = ContendedPrice()
+    assert not price.is_known
+    price.observe(3, 0.0, 0.5)
+    assert price.is_known
+    assert price(3) == pytest.approx(0.5, rel=0.1)
+
+
+def test_one_pass_in_which_the_machine_did_something_else_bends_nothing():
+    dice = random.Random(0)
+    price, undisturbed = ContendedPrice(), ContendedPrice()
+    for i in range(200):
+        width, overlap = dice.randint(1, 6), dice.random()
+        seconds = 1.0 + 0.1 * (width - 1) + 0.3 * overlap
+        price.observe(width, overlap, 1000.0 if i == 150 else seconds)
+        undisturbed.observe(width, overlap, seconds)
+    assert price(1) == pytest.approx(undisturbed(1), rel=0.1)
+    assert price.per_token == pytest.approx(undisturbed.per_token, abs=0.03)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
+def test_a_machine_that_changes_its_pace_is_followed(factor):
+    price = ContendedPrice()
+    for i in range(600):
+        width = 1 + i % 4
+        price.observe(width, 0.0, (1.0 if i < 200 else factor) * (1.0 + 0.25 * (width - 1)))
+    assert price(1) == pytest.approx(factor, rel=0.05)
+    assert price.per_token == pytest.approx(0.25 * factor, rel=0.2)
+
+
+# --- passes, and drafts beside them ---------------------------------------------------------------
+
+
+def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
+    prices = Prices()
+    widths = itertools.cycle([1, 2, 4])
+    at, dice = 0.0, random.Random(0)
+    for _ in range(300):
+        width, begins, works = next(widths), dice.random(), dice.random()
+        # Two steps: one that began before the pass, one within it.
+        early = 0.25 * dice.random()
+        overlap = early + works
+        seconds = 2.0 + 0.25 * (width - 1) + 0.4 * overlap
+        prices.drafted(1, at - 0.125, at + early, beside=True)
+        prices.drafted(1, at + early + 0.1 * begins, at + early + 0.1 * begins + works, beside=True)
+        prices.verified(width, at, at + seconds)
+        at += seconds + 1.0
+    assert prices.verify(1) == pytest.approx(2.0, rel=0.05)
+    assert prices.verify.per_token == pytest.approx(0.25, rel=0.1)
+    assert prices.verify.delay == pytest.approx(0.4, abs=0.05)
+
+
+spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4)
+
+
+@given(drafts=st.lists(spans, min_size=3, max_size=12), seed=st.integers(0, 100))
+@deterministic
+def test_it_makes_no_difference_whether_a_pass_is_heard_of_before_or_after_the_drafts_beside_it(drafts, seed):
+    """A draft step that ended before the pass did is heard of first; but its task may come to say so later."""
+    dice = random.Random(seed)
+    sorted_out, as_it_comes = Prices(), Prices()
+    at = 0.0
+    for steps in drafts:
+        # One after the other, all within the pass but for the last, which ends after it.
+        ends, now = [], at
+        for gap, length in steps:
+            ends.append((now + gap, now + gap + length))
+            now += gap + length
+        seconds, width = now - at, dice.randint(1, 4)
+        for began, ended in ends:
+            sorted_out.drafted(1, began, ended, beside=True)
+        sorted_out.verified(width, at, at + seconds - 0.25 * steps[-1][1])
+        heard = [lambda b=b, e=e: as_it_comes.drafted(1, b, e, beside=True) for b, e in ends[:-1]]
+        for hear in heard:
+            hear()
+        as_it_comes.verified(width, at, at + seconds - 0.25 * steps[-1][1])
+        as_it_comes.drafted(1, *ends[-1], beside=True)
+        at += seconds + 0.5
+    for prices in (sorted_out, as_it_comes):
+        prices.drafted(1, at + 100, at + 101, beside=True)
+    assert as_it_comes.verify(1) == pytest.approx(sorted_out.verify(1), rel=1e-9, abs=1e-12)
+    assert as_it_comes.verify.delay == pytest.approx(sorted_out.verify.delay, rel=1e-9, abs=1e-12)
+
+
+def test_a_draft_step_beside_the_target_says_how_much_slower_it_is_there():
+    prices = Prices()
+    for i in range(20):
+        prices.drafted(1, i, i + 0.25, beside=False)
+    for i in range(20, 40):
+        prices.drafted(1, i, i + 0.375, beside=True)
+    assert prices.draft(1, beside=False) == pytest.approx(0.25)
+    assert prices.draft(1, beside=True) == pytest.approx(0.375)
+
+
+def test_before_a_step_was_seen_alone_one_beside_the_target_stands_for_it():
+    prices = Prices()
+    prices.drafted(1, 0.0, 0.5, beside=True)
+    assert prices.draft(1, beside=False) == 0.5
+
+
+# --- what speculating brings ----------------------------------------------------------------------
+
+
+def known(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:
+    """Prices that were measured on a machine without noise."""
+    prices, dice, at = Prices(), random.Random(0), 0.0
+    for _ in range(200):
+        width, overlap = dice.randint(1, 8), base * dice.random()
+        prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
+        prices.drafted(1, at, at + step, beside=False)
+        prices.plain.observe(base)
+        at += 1 + step
+    return prices
+
+
+prices_of = st.builds(
+    known, slope=st.floats(0, 0.8), step=st.floats(0.01, 1.5), delay=st.sampled_from([0.0, 0.3, 0.9])
+)
+
+
+@given(prices=prices_of, one=st.floats(0, 1), other=st.floats(0, 1))
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_a_drafter_that_is_right_more_often_is_modelled_to_bring_no_less(prices, one, other):
+    less, more = sorted((one, other))
+    assert 0 < prices.modelled_rate(less) <= prices.modelled_rate(more)
+
+
+def test_a_drafter_that_is_always_right_and_free_is_worth_many_tokens_and_one_that_never_is_none():
+    prices = known(slope=0.0, step=0.001)
+    assert prices.modelled_rate(1.0) > 8 * prices.plain_rate
+    assert prices.modelled_rate(0.0) < 1.02 * prices.plain_rate
+
+
+def test_what_a_second_is_worth_is_never_less_than_plain_decoding():
+    prices = known()
+    for tokens, seconds in ((1, 4.0), (6, 1.0)):
+        for _ in range(400):
+            prices.round_over(tokens, seconds)
+        assert prices.speculative_rate == pytest.approx(tokens / seconds, rel=0.01)
+        assert prices.rate == pytest.approx(max(1.0, tokens / seconds), rel=0.01)
+
+
+def test_speculating_afresh_is_as_good_as_its_model():
+    prices = known()
+    for _ in range(100):
+        prices.round_over(1, 50.0)
+    before = prices.speculative_rate
+    prices.speculate_afresh()
+    assert prices.speculative_rate == pytest.approx(prices.modelled_rate(prices.estimates().acceptance))
+    assert prices.speculative_rate > before
+
+
+def test_the_estimates_are_what_was_measured():
+    prices = known(base=2.0, slope=0.25, step=0.125, delay=0.5)
+    prices.round_over(3, 2.0)
+    estimates = prices.estimates()
+    assert estimates.verify_seconds == prices.verify(1) == pytest.approx(2.0, rel=0.05)
+    assert estimates.verify_seconds_per_token == prices.verify.per_token == pytest.approx(0.5, rel=0.05)
+    assert estimates.draft_seconds == pytest.approx(0.125)
+    assert estimates.plain_seconds == pytest.approx(2.0)
+    assert estimates.tokens_per_second == pytest.approx(1.5)
+    assert estimates.contention == prices.contention == pytest.approx(0.5, abs=0.1)
+    assert 0 <= estimates.acceptance <= 1
+
+
+def test_before_anything_was_measured_the_estimates_are_nothing():
+    estimates = Prices().estimates()
+    assert (estimates.verify_seconds, estimates.verify_seconds_per_token, estimates.draft_seconds) == (0, 0, 0)
+    assert (estimates.plain_seconds, estimates.tokens_per_second) == (0, 0)
+    assert not Prices().is_known
+
+
+def test_what_is_known_of_a_drafter_is_kept_apart_by_rule():
+    prices = Prices()
+    greedy, sampling = prices.calibration("match"), prices.calibration("rejection")
+    assert greedy is not sampling
+    assert prices.calibration("match") is greedy
+
+
+# --- means ----------------------------------------------------------------------------------------
+
+
+def test_a_mean_begins_with_the_first_value_and_forgets():
+    mean = Mean(memory=10.0)
+    assert (mean.is_known, mean.value) == (False, 0.0)
+    mean.observe(4.0)
+    assert (mean.is_known, mean.value) == (True, 4.0)
+    mean.observe(2.0)
+    assert mean.value == 3.0
+    for _ in range(100):
+        mean.observe(-1.0)
+    assert mean.value == pytest.approx(-1.0, abs=1e-3)
