@@ -228,12 +228,11 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
     statistics = completion.statistics
     # Trimmed while that was possible, and then restored from checkpoints.
     assert statistics.n1_rounds == 0
-    if drafter == "right":
-        assert statistics.rejected == statistics.replayed_tokens == 0
-    # How much the rules propose between models as small as these is up to the machine's clock.
+    # What the rules propose between models as small as these, and look up, is up to the machine's clock.
     if lookahead == "auto":
         return
     if drafter == "right":
+        assert statistics.rejected == statistics.replayed_tokens == 0
         assert statistics.accepted > 0
     if drafter == "wrong":
         assert statistics.replayed_tokens > 0
