@@ -105,13 +105,13 @@ async def _decode_plainly(line: Line, worker: Worker, prices: Prices) -> None:
 
 @asynccontextmanager
 async def _line(model: Model, worker: Worker) -> AsyncIterator[Line]:
-    line = await worker.run(Job("open", partial(model.open_line, beside_another=True)))
+    line = await worker.run(Job("warm-up", partial(model.open_line, beside_another=True)))
     try:
         await worker.run(Job("warm-up", partial(line.feed, (0,) * TEXT, 0), None, TEXT))
         yield line
     finally:
         with trio.CancelScope(shield=True):
-            await worker.run(Job("close", line.close))
+            await worker.run(Job("warm-up", line.close))
 
 
 def _pass(line: Line, width: int) -> Job[None]:
