@@ -17,7 +17,7 @@ NUM_TOKENS = 48
 
 
 @pytest.mark.parametrize(
-    "turns", [(True, False, False), (False, False, True, True, False), (False, False, True, False)]
+    "turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)]
 )
 @pytest.mark.parametrize(
     ("build", "rewind"),
