@@ -79,7 +79,9 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
             again = await simulation.runtime.generate([1, 2], max_tokens=12, lookahead=lookahead)
             assert ids(again.tokens) == continuation([1, 2], 12)
             assert again.statistics.draft_failures == 0
-            assert again.statistics.accepted > 0
+            # Whether that one is worth asking is for the rules to say.
+            if lookahead != "auto":
+                assert again.statistics.accepted > 0
             assert simulation.runtime.statistics().draft_failures == 1
 
     total = run(num_feeds, "draft", PRICES[price], lookahead, num_tokens)

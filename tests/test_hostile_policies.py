@@ -209,6 +209,42 @@ def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
     assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), num_tokens)) < SIGNIFICANCE
 
 
+class Spying(Hostile):
+    """Drafts after the corrections first, and allows what comes after its choice by what was drawn after them."""
+
+    def proposal(self, view: View) -> list[Node] | None:
+        return None if self._next(view) is not None else super().proposal(view)
+
+    def expansion(self, view: View) -> Node | None:
+        node = self._next(view)
+        if node is not None:
+            seen = [cousin.token for cousin in cousins(view, node)]
+            self._allowed.setdefault(node.trail, view.tree.depth(node) == 0 or 0 in seen)
+        return node
+
+    def _open(self, view: View) -> list[Node]:
+        return [node for node in super()._open(view) if view.tree.depth(node) < 2]
+
+    def _next(self, view: View) -> Node | None:
+        return min(self._open(view), key=lambda n: (view.tree.depth(n), -n.guess.rank if n.guess else 0), default=None)
+
+
+def test_what_was_drawn_after_another_text_says_nothing_of_what_is_drawn_after_this_one() -> None:
+    # Whatever comes before: then draws that came of the same noise would be the same token.
+    row = (0.4, 0.3, 0.2, 0.1)
+    policy = Spying(rests=False)
+
+    async def main() -> list[int]:
+        models = (ScriptedModel(markov([row] * 4), vocab_size=4) for _ in range(2))
+        async with simulated(*models, make_policy=lambda settings, prices: policy) as simulation:
+            settings = {"temperature": 1.0, "acceptance": "rejection", "seed": 2}
+            return await text_of(simulation, PROMPT, max_tokens=1000, **settings)
+
+    text = run(main)
+    assert policy.num_held_back > 100
+    assert pooled_p_value([(Counter(text), dict(enumerate(row)))]) > SIGNIFICANCE
+
+
 # --- the other rules ------------------------------------------------------------------------------
 
 HASHED_TARGET = hashed("target", 6.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.lookahead import Chain, View, policy_for
+from protocol.lookahead import Auto, Chain, View, policy_for
 from protocol.prices import Prices
 from protocol.tree import Guess, LookaheadTree, Node
 
@@ -173,3 +173,134 @@ def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, li
     assert len({None if nodes is None else len(nodes) for nodes in proposals}) == 1
     expansions = [policy.expansion(view) for view in views]
     assert len({None if node is None else node.position for node in expansions}) == 1
+
+
+# --- the rules over measured prices ---------------------------------------------------------------
+
+
+def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:
+    """Prices that were measured on a machine without noise."""
+    prices, at = Prices(), 0.0
+    for i in range(300):
+        width, overlap = 1 + i % 5, base * (i % 7) / 7
+        prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
+        prices.drafted(1, at, at + step, beside=False)
+        prices.plain.observe(base)
+        at += step
+    return prices
+
+
+def auto(prices: Prices) -> Auto:
+    policy = policy_with("auto", prices)
+    assert isinstance(policy, Auto)
+    return policy
+
+
+trees = st.lists(st.tuples(st.integers(0, 20), st.floats(0.01, 0.99), st.integers(0, 2)), min_size=1, max_size=12).map(
+    lambda shape: grown(shape)
+)
+
+
+def grown(shape: list[tuple[int, float, int]]) -> LookaheadTree:
+    """A tree whose nodes have a choice, or a choice and corrections."""
+    tree, token = LookaheadTree(ROOT, POSITION), 0
+    for which, confidence, num_corrections in shape:
+        leaves = tree.frontier()
+        node = leaves[which % len(leaves)]
+        left, found = 1.0 - confidence, [Guess(token, confidence, raw=confidence)]
+        for rank in range(1, num_corrections + 1):
+            left /= 2
+            found.append(Guess(token + rank, left, rank=rank, raw=left))
+        token += len(found)
+        tree.expand(node, *found)
+    return tree
+
+
+situations = st.builds(
+    prices_of,
+    slope=st.sampled_from([0.0, 0.05, 0.2, 0.6]),
+    step=st.floats(0.02, 1.5),
+    delay=st.sampled_from([0.0, 0.2, 0.6, 0.9]),
+)
+
+
+@given(tree=trees, prices=situations, limit=st.integers(0, 8), mean=st.floats(0, 1))
+@deterministic
+def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_not(tree, prices, limit, mean):
+    policy = auto(prices)
+    policy.calibration.mean = mean
+    view = view_of(tree, limit=limit)
+    worth, per_token, step = prices.rate, prices.verify.per_token, prices.draft(1, beside=False)
+    nodes, chain = policy.proposal(view), tree.chain()[:limit]
+    end = view.growable()
+    worthy = [node for node in chain if node.reach > worth * per_token]
+    if nodes is None:
+        # All that is there is worth it, and so is the next, for which there is room.
+        assert worthy == chain
+        assert end is not None
+        assert end.reach * mean > worth * (per_token + step)
+    else:
+        assert nodes == worthy
+        if end is not None and worthy == chain:
+            assert end.reach * mean <= worth * (per_token + step)
+
+
+@given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))
+@deterministic
+def test_what_is_drafted_ahead_is_worth_its_time_and_where_it_is_the_likeliest_is(tree, prices, left):
+    view = view_of(tree, now=10.0, due=10.0 + left)
+    step, saved = prices.draft(1, beside=True), prices.draft(1, beside=False)
+    overrun = min(step, max(0.0, step - left))
+
+    def is_worth_it(node: Node) -> bool:
+        return node.reach * saved > prices.verify.delay * step + (1.0 - node.reach) * overrun
+
+    likeliest = tree.frontier()[0]
+    chosen = auto(prices).expansion(view)
+    if chosen is None:
+        assert likeliest.reach < 0.05 or not is_worth_it(likeliest)
+    else:
+        assert chosen.reach == likeliest.reach
+        assert is_worth_it(chosen)
+
+
+@given(tree=trees, prices=situations, limit=st.integers(0, 8))
+@deterministic
+def test_no_correction_is_ever_proposed(tree, prices, limit):
+    nodes = auto(prices).proposal(view_of(tree, limit=limit))
+    for node in nodes or []:
+        assert node.guess is not None
+        assert node.guess.rank == 0
+    assert len(nodes or []) <= limit
+
+
+@given(tree=trees, prices=situations)
+@deterministic
+def test_on_its_turn_the_drafter_drafts_only_what_lengthens_the_proposal(tree, prices):
+    view = view_of(tree)
+    assert auto(prices).expansion(view) is view.growable()
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3])
+def test_where_speculating_is_modelled_to_be_slower_a_rest_is_taken_and_prolonged(mean):
+    prices = prices_of(slope=0.5, step=1.0, delay=0.9)
+    policy = auto(prices)
+    policy.calibration.mean = mean
+    for _ in range(100):
+        prices.round_over(1, 3.0)
+    assert policy.should_rest()
+    assert policy.should_rest_on(8)
+
+
+def test_where_speculating_is_faster_no_rest_is_taken_nor_prolonged():
+    prices = prices_of(slope=0.0, step=0.05)
+    policy = auto(prices)
+    policy.calibration.mean = 0.9
+    for _ in range(100):
+        prices.round_over(5, 1.0)
+        assert not policy.should_rest()
+    assert not policy.should_rest_on(8)
+
+
+def test_before_anything_was_measured_nobody_rests():
+    assert not auto(Prices()).should_rest()

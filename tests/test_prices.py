@@ -182,9 +182,7 @@ def known(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: fl
     return prices
 
 
-prices_of = st.builds(
-    known, slope=st.floats(0, 0.8), step=st.floats(0.01, 1.5), delay=st.sampled_from([0.0, 0.3, 0.9])
-)
+prices_of = st.builds(known, slope=st.floats(0, 0.8), step=st.floats(0.01, 1.5), delay=st.sampled_from([0.0, 0.3, 0.9]))
 
 
 @given(prices=prices_of, one=st.floats(0, 1), other=st.floats(0, 1))

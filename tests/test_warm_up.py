@@ -61,8 +61,8 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
     assert prices.is_known
     # What is taken to be likely beforehand still counts a little.
-    assert prices.verify(1) == pytest.approx(base, rel=0.1)
-    assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.1)
+    assert prices.verify(1) == pytest.approx(base, rel=0.15)
+    assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.15)
     assert prices.draft(1, beside=False) == pytest.approx(step, rel=1e-6)
     assert prices.draft(4, beside=False) == pytest.approx(2.5 * step, rel=1e-6)
     assert prices.plain.value == pytest.approx(base, rel=1e-6)

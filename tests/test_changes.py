@@ -1,0 +1,45 @@
+"""Agreement that changes in mid-stream is followed: fifty rounds later the text goes on as if it had always been so."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from runtime.simulation import Scenario, played
+
+GOOD, BAD = 0.9, 0.2
+BAD_FROM, GOOD_AGAIN = 300, 700
+# No round commits less than a token, and one of a drafter that is seldom right hardly more.
+FOLLOWED_WITHIN = 65
+LONG = 300
+
+
+@functools.cache
+def seconds(num_tokens: int, cost: float, slope: float, kappa: float, *changes: tuple[int, float]) -> float:
+    scenario = Scenario(GOOD, cost, contention=kappa, verify_slope=slope, acceptance_changes=changes)
+    return played(scenario, num_tokens=num_tokens).seconds
+
+
+def pace(begin: int, machine: tuple[float, float, float], *changes: tuple[int, float]) -> float:
+    """Seconds a token, from one on."""
+    return (seconds(begin + LONG, *machine, *changes) - seconds(begin, *machine, *changes)) / LONG
+
+
+machines = pytest.mark.parametrize("machine", [(0.1, 0.06, 0.0), (0.2, 0.06, 0.3), (0.1, 0.5, 0.0), (0.35, 0.06, 1.0)])
+
+
+@pytest.mark.slow
+@machines
+def test_a_drafter_that_becomes_bad_costs_no_more_than_plain_decoding_soon(machine: tuple[float, float, float]) -> None:
+    assert pace(BAD_FROM + FOLLOWED_WITHIN, machine, (BAD_FROM, BAD)) < 1.05
+
+
+@pytest.mark.slow
+@machines
+def test_a_drafter_that_becomes_good_again_is_used_again_soon(machine: tuple[float, float, float]) -> None:
+    changes = ((BAD_FROM, BAD), (GOOD_AGAIN, GOOD))
+    # At worst three quarters of the way from plain decoding, which takes a second a token.
+    always_good = pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine)
+    assert always_good < 0.8
+    assert pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine, *changes) < always_good + 0.25 * (1.0 - always_good)

@@ -1,0 +1,40 @@
+"""Spells of plain decoding between rounds that are proposed for, on real models and real caches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from models import gemma3_text, greedy, llama, mamba, near, prompt_of
+from test_schedules import Restful
+
+import runtime
+
+NUM_TOKENS = 48
+
+
+@pytest.mark.parametrize(
+    "turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)]
+)
+@pytest.mark.parametrize(
+    ("build", "rewind"),
+    [(llama, "auto"), (llama, "none"), (mamba, "auto"), (mamba, "none"), (lambda: gemma3_text(window=16), "auto")],
+    ids=["llama", "llama-none", "mamba", "mamba-none", "gemma3-window"],
+)
+async def test_the_greedy_text_goes_on_through_every_rest(
+    build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]
+) -> None:
+    target, prompt = build(), prompt_of(9)
+    async with runtime.open((target, None), (near(target, noise=0.03), None), rewind=rewind) as rt:
+        draft: Any = rt._draft
+        draft._make_policy = lambda settings, prices: Restful(settings.lookahead, turns=itertools.cycle(turns))
+        completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3)
+    statistics = completion.statistics
+    assert [token.id for token in completion.tokens] == greedy(target, prompt, NUM_TOKENS)
+    assert statistics.draft_failures == 0
+    # Neither of the two all the time.
+    assert 0 < statistics.resting_rounds < statistics.rounds
+    assert statistics.proposed > 0
