@@ -362,7 +362,7 @@ class DraftActor(ModelActor[DraftPart]):
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
         if was_resting:
-            if part.books.rests_until - part.books.round <= 1 and part.policy.should_rest_on(part.num_behind):
+            if part.books.rests_until - part.books.round == 1 and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:
             self._count_hit(part, verdict, was_hit)

@@ -141,12 +141,13 @@ AMORTISED = 100.0
 WORSE = 0.99
 # Proposals in a row that may have nothing in them, before one begins.
 MOST_EMPTY = 8
-# The part of the time of a rest that may go into finding out whether it should end.
-PROBING = 0.02
+# The part of the time that may go into finding out whether a rest should end; and how much of it is kept for later, in
+# plain tokens.
+PROBING, MOST_SAVED = 0.02, 8.0
 # Rounds of a rest after which a model that was wrong is believed again, but for 1/e.
 TRUST_MEMORY = 100.0
 # Tokens that are worth catching up with at once.
-CATCH_UP = 6
+CATCH_UP, MOST_PATIENCE = 6, 96
 
 
 @attrs.define
@@ -172,6 +173,7 @@ class Auto:
     # How far the model of speculating is to be believed: what it brought, of what the model had said.
     _trust: float = 1.0
     _allowance: float = 0.0
+    _patience: int = CATCH_UP
     _num_empty: int = 0  # proposals in a row with nothing in them
 
     def proposal(self, view: View) -> list[Node] | None:
@@ -247,6 +249,7 @@ class Auto:
         prices = self.prices
         if not prices.is_known:
             return False
+        self._save_up()
         if not prices.speculative_rate:
             prices.speculate_afresh()
         if self._num_empty >= MOST_EMPTY:
@@ -269,17 +272,26 @@ class Auto:
         if seconds * self.prices.plain_rate * BETTER > 1.0:
             return True
         self.prices.speculate_afresh()
+        self._patience = CATCH_UP
         return False
 
     def should_catch_up(self, num_tokens: int) -> bool:
         """See `Policy.should_catch_up`."""
         self._trust += (1.0 - self._trust) / TRUST_MEMORY
-        self._allowance += PROBING * self.prices.plain.value
+        self._save_up()
         cost = self.prices.verify.delay * self.prices.draft(num_tokens, beside=True)
-        if num_tokens < CATCH_UP or cost > self._allowance:
+        if num_tokens < self._patience or cost > self._allowance:
             return False
         self._allowance -= cost
+        if cost > PROBING * num_tokens * self.prices.plain.value:
+            # So often it cannot be afforded for long.
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
         return True
+
+    def _save_up(self) -> None:
+        """Put the part of a round's time aside that may go into finding out."""
+        second = self.prices.plain.value
+        self._allowance = min(self._allowance + PROBING * second, MOST_SAVED * second)
 
 
 def policy_for(setting: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
