@@ -154,15 +154,17 @@ class LookupActor(Actor[LookupPart]):
         if commit.finish_reason is not None:
             return
         was_hit = part.follow(commit)
-        if was_resting:
-            part.session.counts.resting_rounds += 1
-        elif was_hit:
+        if not was_resting:
+            self._count_hit(part, verdict, was_hit)
+        self._answer(part)
+
+    def _count_hit(self, part: LookupPart, verdict: Verdict, was_hit: bool) -> None:
+        if was_hit:
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))
         else:
             part.session.counts.lookahead_misses += 1
             self._note(part, "miss", round=verdict.round)
-        self._answer(part)
 
     def _answer(self, part: LookupPart) -> None:
         """Propose what is found; or leave the next rounds to the target, if there has been nothing for a while."""

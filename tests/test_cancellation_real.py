@@ -540,7 +540,7 @@ async def test_a_model_that_is_target_and_drafter_in_one_is_as_it_was_after_leav
     before = layer_classes(model)
     for _ in range(5):
         async with runtime.open((model, None), (model, None)) as rt:
-            completion = await rt.generate(PROMPT, max_tokens=8)
+            completion = await rt.generate(PROMPT, max_tokens=8, lookahead=3)
             assert completion.statistics.acceptance_rate == 1
         assert layer_classes(model) == before
 

@@ -61,7 +61,7 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 
 
 @pytest.mark.parametrize("price", PRICES)
-@pytest.mark.parametrize("lookahead", [1, 2, 5, "auto"])
+@pytest.mark.parametrize("lookahead", [1, 2, 5, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
     # A slow drafter rests, once it is found out, and is fed seldom.
     num_tokens = 48 if lookahead == "auto" else 12

@@ -89,7 +89,7 @@ def test_it_is_counted_for_no_session() -> None:
     heard: list[Event] = []
     run(lambda: warmed_up(*models(), heard=heard))
     spans = [event for event in heard if isinstance(event, Span)]
-    assert {span.kind for span in spans} == {"open", "warm-up", "close"}
+    assert {span.kind for span in spans} == {"warm-up"}
     assert {span.session for span in spans} == {None}
 
 
@@ -99,7 +99,8 @@ def test_a_model_that_fails_at_any_call_is_an_error_and_leaves_nothing_open(who:
     pair = models()
     run(lambda: warmed_up(*pair))
     num_calls = pair[who].num_calls[call]
-    for n in range(1, num_calls + 1):
+    # Whether there is another draft step beside the target's last pass is up to trio's dice.
+    for n in range(1, num_calls + 1 - (who == 1 and call == "feed")):
         failing = [ScriptedModel(truthful), ScriptedModel(truthful)]
         failing[who] = ScriptedModel(truthful, fails={call: {n}})
         with pytest.raises(JobError, match=f"{call} {n} failed"):
