@@ -38,6 +38,8 @@ INDEXED_IN_A_ROW = 256
 LOOKED_UP_AT_ONCE = 8
 # Rounds for which the drafter leaves the target alone at a time.
 REST = 8
+# Rounds before its end at which a rest is prolonged, if it is: soon enough for the target to work ahead all the time.
+SAY_SO_BEFORE = 2
 
 MakePolicy = Callable[[Settings, Prices], Policy]
 
@@ -362,7 +364,7 @@ class DraftActor(ModelActor[DraftPart]):
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
         if was_resting:
-            if part.books.rests_until - part.books.round == 1 and part.policy.should_rest_on(part.num_behind):
+            if part.books.rests_until - part.books.round == SAY_SO_BEFORE and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:
             self._count_hit(part, verdict, was_hit)

@@ -37,6 +37,7 @@ class TargetPart(Part):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.seconds = 0.0  # of verify passes
+        self.was_plain = False  # the round before
 
     @property
     def seconds_per_token(self) -> float:
@@ -146,9 +147,12 @@ class TargetActor(ModelActor[TargetPart]):
         if commit.round > 0:  # the first waits for the other's prefill
             seconds = self.worker.clock() - began
             if proposal is None:
-                self.prices.plain.observe(seconds)
+                # The first after a proposal cannot work ahead, nor can what it costs be avoided.
+                if part.was_plain:
+                    self.prices.plain.observe(seconds)
             else:
                 self.prices.round_over(len(commit.tokens), seconds)
+        part.was_plain = proposal is None
         return commit
 
     async def _wait_for_room(self, session: Session) -> float:

@@ -21,7 +21,7 @@ SHIFT_STEP = 0.15
 SHIFT_KEPT = 0.97
 # How often a drafter is taken to be right before it was tried, and for how many observations' worth: hopeful, since
 # one that is never tried is never known.
-HOPE, HOPE_WEIGHT = 0.8, 12.0
+HOPE, HOPE_WEIGHT, HOPE_WEIGHT_ANEW = 0.8, 12.0, 6.0
 LEAST, MOST = 0.002, 0.9995
 
 
@@ -64,17 +64,20 @@ class Calibration:
     Attributes:
         memory: observations over which `mean` is taken.
         mean: probability, in [0, 1], that the drafter's own choice at a place not looked at yet is right.
+        trust: what speculating brought, of what a model of it had said from `mean` and the prices; in [0, 1].
     """
 
     memory: float = 30.0
     mean: float = HOPE
+    trust: float = 1.0
     _curves: dict[int, _Curve] = attrs.field(factory=dict)
     _weight: float = HOPE_WEIGHT
 
     def begin_text(self) -> None:
         """Hope anew: another text is another chance, and what was seen last was about the last one."""
         if self._weight > HOPE_WEIGHT:
-            self._weight, self.mean = HOPE_WEIGHT, (self.mean + HOPE) / 2
+            self._weight = HOPE_WEIGHT_ANEW
+            self.mean += (HOPE - self.mean) / 4
 
     def __call__(self, rank: int, raw: float) -> float:
         """The modelled probability, in (0, 1), that the committed text takes a guess."""

@@ -170,8 +170,6 @@ class Auto:
     prices: Prices
     calibration: Calibration
     num_guesses: int = 3
-    # How far the model of speculating is to be believed: what it brought, of what the model had said.
-    _trust: float = 1.0
     _allowance: float = 0.0
     _patience: int = CATCH_UP
     _num_empty: int = 0  # proposals in a row with nothing in them
@@ -256,16 +254,16 @@ class Auto:
             self._num_empty = 0
             return True
         modelled = prices.modelled_rate(self.calibration.mean)
-        self._trust += (min(1.0, prices.speculative_rate / modelled) - self._trust) / TRUST_MEMORY
+        self.calibration.trust += (min(1.0, prices.speculative_rate / modelled) - self.calibration.trust) / TRUST_MEMORY
         # A few dozen rounds say little where the two are close, and the model says more.
-        if (prices.speculative_rate + 2 * self._trust * modelled) / 3 >= WORSE * prices.plain_rate:
+        if (prices.speculative_rate + 2 * self.calibration.trust * modelled) / 3 >= WORSE * prices.plain_rate:
             return False
-        self._trust = min(1.0, prices.speculative_rate / modelled)
+        self.calibration.trust = min(1.0, prices.speculative_rate / modelled)
         return True
 
     def should_rest_on(self, num_behind: int) -> bool:
         """See `Policy.should_rest_on`."""
-        expected = self._trust * self.prices.modelled_rate(self.calibration.mean)
+        expected = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean)
         if expected <= 0.0:
             return True
         seconds = 1.0 / expected + self.prices.draft(num_behind, beside=False) / AMORTISED
@@ -277,7 +275,7 @@ class Auto:
 
     def should_catch_up(self, num_tokens: int) -> bool:
         """See `Policy.should_catch_up`."""
-        self._trust += (1.0 - self._trust) / TRUST_MEMORY
+        self.calibration.trust += (1.0 - self.calibration.trust) / TRUST_MEMORY
         self._save_up()
         cost = self.prices.verify.delay * self.prices.draft(num_tokens, beside=True)
         if num_tokens < self._patience or cost > self._allowance:
