@@ -364,7 +364,8 @@ class DraftActor(ModelActor[DraftPart]):
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
         if was_resting:
-            if part.books.rests_until - part.books.round == SAY_SO_BEFORE and part.policy.should_rest_on(part.num_behind):
+            is_ending = part.books.rests_until - part.books.round == SAY_SO_BEFORE
+            if is_ending and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:
             self._count_hit(part, verdict, was_hit)
