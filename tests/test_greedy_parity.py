@@ -86,13 +86,13 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
                 assert statistics.n1_rounds == 0
                 if lookahead == 0:
                     assert statistics.proposed == 0
-                elif drafter == "right":
-                    assert statistics.rejected == 0
-                elif drafter == "wrong":
-                    assert statistics.accepted == 0
-                # What the rules make of such small models is up to the machine's clock.
-                if lookahead not in (0, "auto"):
+                # What the rules make of such small models, and look up, is up to the machine's clock.
+                elif lookahead != "auto":
                     assert statistics.proposed > 0
+                    if drafter == "right":
+                        assert statistics.rejected == 0
+                    elif drafter == "wrong":
+                        assert statistics.accepted == 0
         if drafter == "near":
             # Otherwise the mixture of acceptances and rejections that it is there for did not happen.
             assert 0.2 < rt.statistics().acceptance_rate < 0.9
@@ -179,9 +179,9 @@ async def test_padding_rows_of_the_drafter_are_not_drafted_however_likely(lookah
     draft = Tempting(family("llama"), 16)
     completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=lookahead)
     assert ids(completion) == family_text("llama", tuple(prompt), 20)
-    # Without its padding it is the target itself.
-    assert completion.statistics.rejected == 0
+    # Without its padding it is the target itself; on their own judgement the actors also propose what they look up.
     if lookahead != "auto":
+        assert completion.statistics.rejected == 0
         assert completion.statistics.accepted > 0
 
 
@@ -280,11 +280,11 @@ async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: st
                 assert statistics.rounds == 40
             else:
                 assert statistics.n1_rounds == 0
-            if drafter == "right":
-                assert statistics.rejected == statistics.replayed_tokens == 0
-            # How much the rules propose between models as small as these is up to the machine's clock.
+            # What the rules propose between models as small as these, and look up, is up to the machine's clock.
             if lookahead == "auto":
                 continue
+            if drafter == "right":
+                assert statistics.rejected == statistics.replayed_tokens == 0
             if rewind == "none":
                 # The last token cannot be followed by a verdict's own, so nothing is proposed for it.
                 assert statistics.proposed == 39
@@ -305,8 +305,8 @@ async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> 
     completion = await complete(target, draft, prompt, max_tokens=40, lookahead=lookahead)
     assert ids(completion) == greedy(draft, prompt, 40)
     assert completion.statistics.draft_failures == 0
-    assert completion.statistics.rejected == 0
     if lookahead != "auto":
+        assert completion.statistics.rejected == 0
         assert completion.statistics.accepted > 0
 
 

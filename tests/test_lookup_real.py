@@ -115,7 +115,8 @@ async def test_several_streams_at_once_and_one_that_is_left() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(3):
                 nursery.start_soon(read, rt, number)
-        assert rt.num_streams == 0
+        while rt.num_streams:  # a stream that is over is put away in the next turn of the event loop
+            await trio.lowlevel.checkpoint()
     assert texts == {number: greedy(family("qwen3"), prompt, 30) for number, prompt in enumerate(prompts)}
 
 
