@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -14,6 +16,8 @@ Acceptance = Literal["auto", "match", "rejection"]
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 128
+MAX_STOP_LENGTH = 1000
 
 # What stands for prompt lookup where a draft model could be named; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
@@ -39,12 +43,25 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
     return check
 
 
-def _temperature(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    # Compared and not asked with isfinite, which a whole number too large for a float would break.
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
-        raise SettingsError(
-            f"temperature must be a finite number of at least 0, got {value!r}; use 0 for greedy decoding"
-        )
+def _number(low: float, high: float, hint: str, *, or_none: str | None = None) -> Any:
+    """A validator for numbers; `or_none` says what None means where it is allowed."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and or_none:
+            return
+        # Compared and not asked with isfinite, which a whole number too large for a float would break.
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            if high < sys.float_info.max:
+                allowed = f"a number in [{low:g}, {high:g}]"
+            else:
+                allowed = "a finite number" if low < 0 else f"a finite number of at least {low:g}"
+            allowed += f", or None for {or_none}" if or_none else ""
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r}; {hint}")
+
+    return check
+
+
+_MOST = sys.float_info.max
 
 
 def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -57,45 +74,156 @@ def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {value!r}')
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise SettingsError(f"stop_tokens must be a sequence of token ids, got {value!r}")
-    ids = tuple(value)
-    for i in ids:
+def _tupled(value: Any) -> tuple[Any, ...]:
+    """A tuple of what can be listed; what cannot is left to the validator. None is mlx-lm's empty list."""
+    if value is None:
+        return ()
+    is_list = hasattr(value, "__iter__") and not isinstance(value, (str, bytes, Mapping))
+    return tuple(value) if is_list else value
+
+
+def _strings_tupled(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else _tupled(value)
+
+
+def _copied(value: Any) -> Mapping[int, float]:
+    return dict(value) if isinstance(value, Mapping) else {} if value is None else value
+
+
+def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {value!r}")
+    for i in value:
         if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-            raise SettingsError(f"stop_tokens must be token ids of at least 0, got {i!r} among them")
-    return ids
+            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {i!r} among them")
+
+
+def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {value!r}")
+    for text in value:
+        if not isinstance(text, str):
+            raise SettingsError(f"{attribute.name} must be texts, got {text!r} among them; ids go into stop_tokens")
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise SettingsError(
+                f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
+            )
+
+
+def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {value!r}")
+    for id, bias in value.items():
+        if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+            raise SettingsError(f"{attribute.name} must have token ids of at least 0 for keys, got {id!r} among them")
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
+        if not is_number or math.isnan(bias) or not bias <= _MOST:
+            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {bias!r} for {id}")
+
+
+LogitsProcessor = Callable[[Any, Any], Any]
+"""`f(tokens, logits)`: (n,) ids of the text so far, prompt included, and (1, V) logits; returns (1, V) logits."""
+
+
+def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {value!r}")
+    for processor in value:
+        if not callable(processor):
+            raise SettingsError(f"{attribute.name} must be functions f(tokens, logits), got {processor!r} among them")
+        if hasattr(processor, "save") != hasattr(processor, "restore"):
+            raise SettingsError(
+                f"{processor!r} in {attribute.name} must have both save() and restore(state), or neither"
+            )
 
 
 @attrs.frozen(kw_only=True)
 class Settings:
     """Settings of one generation.
 
+    Names, defaults and the order in which they take effect are mlx-lm's: the logits go through `logit_bias`, the
+    penalties and `logits_processors`; what comes out, as log-probabilities, through `top_p`, `min_p`, XTC and
+    `top_k`; then the temperature.
+
     Attributes:
         max_tokens: most tokens to generate, >= 1; None goes on until a stop or the end of the
             context. A generation never runs past the target's context either way.
-        temperature: >= 0; 0 is greedy.
+        temperature: >= 0; 0 is greedy, and then the filters (`top_p` to `xtc_special_tokens`) do nothing.
+        top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1
+            keep all.
+        min_p: keep tokens that are at least so likely, as a part of the likeliest's probability, in [0, 1]; 0 keeps
+            all.
+        min_tokens_to_keep: tokens that `min_p` always keeps, >= 1.
+        top_k: keep so many of the likeliest tokens, >= 0; 0 keeps all.
+        xtc_probability: how often, in [0, 1], a position leaves out its top choices (XTC): of the tokens above
+            `xtc_threshold` all but the least likely.
+        xtc_threshold: in [0, 0.5].
+        xtc_special_tokens: ids that XTC never leaves out.
         seed: in [0, 2**64), or None for a fresh one. With a seed, `acceptance="auto"` takes the match
             rule, under which the text depends on target, prompt, settings and seed alone.
+        stop: texts that end the generation where one of them appears; the text is given up to there. A single one may
+            be given as it is. Needs a tokenizer.
         stop_tokens: ids that end the text, beside the tokenizer's own end-of-text ids.
         ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still count.
+        logit_bias: what to add to the logits of tokens, by id; -inf forbids one.
+        repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
+            negative ones, >= 0; None or 0 does nothing, 1 changes nothing.
+        presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
+        frequency_penalty: likewise, once for each time that they occur there.
+        repetition_context_size, presence_context_size, frequency_context_size: tokens, prompt included, that the
+            penalties look back, >= 1.
+        logits_processors: functions `f(tokens, logits)` as mlx-lm's: (n,) ids of the text so far, prompt included, and
+            (1, V) logits of the target's width; each returns (1, V) logits. They run on the models' threads, in any
+            order of texts and also for texts that are never committed. That is right for one that is marked with
+            `runtime.stateless`, and for one that has `save()` and `restore(state)` (see `runtime.Checkpointed`); any
+            other is taken to keep a state, and called on committed text alone, which means a lookahead of 0.
+        logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
+            that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
+            filters and the temperature.
         prefill_step_size: prompt tokens per forward pass during prefill, >= 1. A cancellation takes
             effect between two such passes.
         acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else
             rejection. At temperature 0 the two rules are the same.
         lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
+        reuse_prefix: begin with what is still cached of an earlier text that began alike, and keep what is cached of
+            this one for later.
 
     Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
     """
 
     max_tokens: int | None = attrs.field(default=256, validator=_integer(1, or_none="no limit"))
-    temperature: float = attrs.field(default=0.0, validator=_temperature)
+    temperature: float = attrs.field(default=0.0, validator=_number(0, _MOST, "use 0 for greedy decoding"))
+    top_p: float = attrs.field(default=0.0, validator=_number(0, 1, "0 and 1 keep all tokens"))
+    min_p: float = attrs.field(default=0.0, validator=_number(0, 1, "0 keeps all tokens"))
+    min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
+    top_k: int = attrs.field(default=0, validator=_integer(0))
+    xtc_probability: float = attrs.field(default=0.0, validator=_number(0, 1, "0 turns XTC off"))
+    xtc_threshold: float = attrs.field(default=0.1, validator=_number(0, 0.5, "above a half it could not act"))
+    xtc_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     seed: int | None = attrs.field(default=None, validator=_integer(0, MAX_SEED, or_none="a fresh seed"))
-    stop_tokens: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings_tupled, validator=_strings)
+    stop_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_copied, validator=_bias)
+    repetition_penalty: float | None = attrs.field(
+        default=None, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
+    )
+    repetition_context_size: int = attrs.field(default=20, validator=_integer(1))
+    presence_penalty: float | None = attrs.field(
+        default=None, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+    )
+    presence_context_size: int = attrs.field(default=20, validator=_integer(1))
+    frequency_penalty: float | None = attrs.field(
+        default=None, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+    )
+    frequency_context_size: int = attrs.field(default=20, validator=_integer(1))
+    logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
+    logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
     prefill_step_size: int = attrs.field(default=2048, validator=_integer(1))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
     lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
+    reuse_prefix: bool = attrs.field(default=False, validator=_flag)
 
     @property
     def rule(self) -> Literal["match", "rejection"]:
