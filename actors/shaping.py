@@ -42,7 +42,7 @@ class Tail:
     def before(self, position: int, look_back: int | None) -> tuple[int, ...]:
         """The tokens before an absolute position; the last `look_back` of them, unless that is None."""
         history = self.tokens[: position - self.begin]
-        return history if look_back is None else history[len(history) - look_back :] if look_back else ()
+        return history if look_back is None else history[max(0, len(history) - look_back) :]
 
 
 NOTHING = Tail(0, ())
