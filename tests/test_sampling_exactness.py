@@ -273,7 +273,7 @@ def left_over(row: Sequence[float], keep: Callable[[int, float], bool]) -> list[
 
 
 def filtered(table: Sequence[Sequence[float]]) -> list[list[float]]:
-    """With `min_p` 0.4 of the likeliest; and, in half of all cases, of what is above 0.25 the least likely alone (XTC)."""
+    """With `min_p` 0.4; and, in half of all cases, of what is above 0.25 the least likely alone (XTC)."""
     rows = []
     for row in table:
         row = left_over(row, lambda _, p, row=row: p >= 0.4 * max(row))
