@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import trio
-from measure_demo_pair import SEED, held_out_prompts
+from demo_corpus import SEED, held_out_prompts
 from mlx_lm import load
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
