@@ -226,7 +226,7 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
         person.interrupts()
         second = await person.sees("were cached")
         num_asked = int(second.rpartition("after a prompt of ")[2].partition(", of which")[0].replace(",", ""))
-        # The running text: what was said, what was answered, and what was said then; where they meet, two words are one.
+        # The running text: what was said, answered, and said then; where they meet, two words are one.
         assert num_asked == 2 + num_said + 1 - 2
         await person.sees("> ")
         await person.types("\x04")
