@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import trio
 
@@ -9,6 +11,7 @@ from protocol.books import Commit
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.statistics import Counts
+from protocol.stops import Stop
 
 
 @attrs.define(eq=False)
@@ -24,6 +27,8 @@ class Session:
         counts: what the actors count; the consumer's side counts tokens.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
+        find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
+            ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
     """
 
     opened: Open
@@ -31,6 +36,7 @@ class Session:
     counts: Counts = attrs.field(factory=Counts)
     unsent: Commit | None = None
     error: OutriderError | None = None
+    find_stop: Callable[[Commit], Stop | None] | None = None
 
     def end(self, error: OutriderError | None = None) -> None:
         """Say that nothing more comes, and why. The first reason stands."""

@@ -158,6 +158,13 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
             default=argparse.SUPPRESS,
             help=f"{text} (default: {'a fresh one' if default is None else default})",
         )
+    settings.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="end before this text where it appears; may be given more than once",
+    )
     _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
@@ -288,6 +295,7 @@ class _Generated:
         pieces: its text.
         ids: its tokens.
         finish_reason: None unless the text is whole, and written.
+        stop_reason: the stop string or stop token that ended it, or None.
         statistics: None where it never began.
         failure: why it ended, where something failed.
         signal: which one interrupted it, if one did.
@@ -296,6 +304,7 @@ class _Generated:
     pieces: list[str] = attrs.field(factory=list)
     ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     statistics: Statistics | None = None
     failure: OutriderError | None = None
     signal: int | None = None
@@ -306,6 +315,7 @@ class _Generated:
                 "text": "".join(self.pieces),
                 "tokens": self.ids,
                 "finish_reason": self.finish_reason,
+                "stop_reason": self.stop_reason,
                 "interrupted": self.signal is not None,
                 "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
             }
@@ -452,7 +462,7 @@ async def _stream_text(
                         if token.index == 0:
                             output.echo(prompt)
                         await output.write(token.text)
-                    generated.finish_reason = token.finish_reason
+                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
 

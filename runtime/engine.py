@@ -40,8 +40,8 @@ from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
-from runtime.streaming import Completion, TokenStream
-from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.streaming import Completion, TokenStream, complete
+from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -123,30 +123,13 @@ class Runtime:
         Returns: a stream that generates from now on; see `TokenStream` for how to end it.
 
         Raises: before any model work:
-            SettingsError: a setting is unknown or out of its range.
+            SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
+                no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
-        if self._closed is not None:
-            # A new object each time: a traceback grows on an exception that is raised again.
-            raise _again(self._closed)
-        opened = self._opened(prompt, settings_from(settings))
-        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
-        self._sessions[opened.session] = session
-        self._target.open_session(session)
-        if self._draft is not None and opened.drafted:
-            self._draft.open_session(session)
-        return TokenStream(
-            session,
-            receive,
-            Detokenizer(self._tokenizer),
-            hang_up=partial(self._end_session_soon, opened.session),
-            clock=self._clock,
-            on_token=session.counts.give,
-            estimates=self._prices.estimates,
-        )
+        self._check_open()
+        return self._begin(self._opened(prompt, settings_from(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -155,12 +138,7 @@ class Runtime:
 
         Cancellation: ends the generation; what was generated until then is lost.
         """
-        async with self.stream(prompt, **settings) as stream:
-            tokens = tuple([token async for token in stream])
-            assert stream.finish_reason is not None
-            return Completion(
-                "".join(token.text for token in tokens), tokens, stream.finish_reason, stream.statistics()
-            )
+        return await complete(self.stream(prompt, **settings))
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
@@ -194,8 +172,18 @@ class Runtime:
 
     # --- sessions ---------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            # A new object each time: a traceback grows on an exception that is raised again.
+            raise _again(self._closed)
+
     def _opened(self, prompt: Prompt, settings: Settings) -> Open:
         model = self._target.model
+        if settings.stop and self._tokenizer is None:
+            raise SettingsError(
+                f"stop {list(settings.stop)} needs text, and the target was opened without a tokenizer; "
+                "name ids in stop_tokens instead"
+            )
         ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
         if model.context_length is not None and len(ids) >= model.context_length:
             raise PromptError(
@@ -215,6 +203,27 @@ class Runtime:
             stop_tokens=frozenset(ends),
             context_length=model.context_length,
             drafted=self._draft is not None and settings.lookahead != 0,
+        )
+
+    def _begin(self, opened: Open) -> TokenStream:
+        self._check_open()
+        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
+        session = Session(opened, send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        if opened.settings.stop and self._tokenizer is not None:
+            session.find_stop = StopFinder(self._tokenizer, opened)
+        self._sessions[opened.session] = session
+        self._target.open_session(session)
+        if self._draft is not None and opened.drafted:
+            self._draft.open_session(session)
+        return TokenStream(
+            session,
+            receive,
+            GrowingText(self._tokenizer, opened),
+            hang_up=partial(self._end_session_soon, opened.session),
+            clock=self._clock,
+            on_token=session.counts.give,
+            estimates=self._prices.estimates,
         )
 
     def _end_session_soon(self, session: int) -> None:
