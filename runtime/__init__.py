@@ -29,6 +29,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream
     from runtime.sync import generate_sync
 
@@ -36,6 +37,7 @@ __all__ = [
     "DEMO_DRAFT",
     "DEMO_TARGET",
     "Completion",
+    "Completions",
     "Event",
     "Instant",
     "ModelError",
@@ -70,6 +72,7 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Completions": "runtime.many",
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",

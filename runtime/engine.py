@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -39,6 +39,7 @@ from protocol.prices import Prices
 from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
@@ -96,8 +97,10 @@ class Runtime:
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
+        nursery: trio.Nursery,
     ) -> None:
         self._prices = prices
+        self._nursery = nursery
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -139,6 +142,32 @@ class Runtime:
         Cancellation: ends the generation; what was generated until then is lost.
         """
         return await complete(self.stream(prompt, **settings))
+
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args:
+            prompts: each as for `stream`; may be none.
+            max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone.
+
+        Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
+            see `Completions`, also for what a failure and a cancellation do.
+
+        Raises: before any model work, as `stream`, and:
+            PromptError: it says at which index.
+            SettingsError: `max_concurrent` is out of its range.
+        """
+        self._check_open()
+        check_max_concurrent(max_concurrent)
+        checked = settings_from(settings)
+        return Completions(
+            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
+            self._complete,
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
@@ -220,20 +249,28 @@ class Runtime:
             session,
             receive,
             GrowingText(self._tokenizer, opened),
-            hang_up=partial(self._end_session_soon, opened.session),
+            hang_up=partial(self._run_soon, partial(self._end_session, opened.session)),
             clock=self._clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
 
-    def _end_session_soon(self, session: int) -> None:
-        """End a session, from any thread; harmless where it is over."""
+    async def _complete(self, opened: Open) -> Completion:
         try:
-            self._trio_token.run_sync_soon(self._end_session, session)
+            return await complete(self._begin(opened))
+        finally:
+            # Now and not soon, so that it is over before another begins.
+            self._end_session(opened.session)
+
+    def _run_soon(self, call: Callable[[], None]) -> None:
+        """Have a function called in trio's thread; may be called from any, at any moment."""
+        try:
+            self._trio_token.run_sync_soon(call)
         except trio.RunFinishedError:
-            return  # and with the event loop every session ended
+            return  # and with the event loop everything ended
 
     def _end_session(self, id: int) -> None:
+        """End a session; harmless where it is over."""
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
@@ -359,7 +396,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery)
         before = _current.get()
         _current.set(runtime)
         try:
