@@ -163,7 +163,7 @@ class Runtime:
         checked = settings_from(settings)
         return Completions(
             check_each(prompts, lambda prompt: self._opened(prompt, checked)),
-            self._complete,
+            lambda opened: complete(self._begin(opened)),
             max_concurrent,
             start_soon=self._nursery.start_soon,
             run_soon=self._run_soon,
@@ -254,13 +254,6 @@ class Runtime:
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
-
-    async def _complete(self, opened: Open) -> Completion:
-        try:
-            return await complete(self._begin(opened))
-        finally:
-            # Now and not soon, so that it is over before another begins.
-            self._end_session(opened.session)
 
     def _run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; may be called from any, at any moment."""

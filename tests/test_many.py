@@ -105,19 +105,20 @@ def test_one_by_one_they_come_as_they_finish() -> None:
 
 @pytest.mark.parametrize("max_concurrent", [1, 2, 5])
 def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
-    async def main() -> None:
+    async def main(schedule: int) -> None:
         most = 0
 
         def look(_: Any) -> None:
             nonlocal most
             most = max(most, simulation.runtime.num_streams)
 
-        async with simulated(*pair(), listener=look) as simulation:
+        async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
             await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
             assert most == max_concurrent
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
 
-    run(main)
+    for schedule in range(10):
+        run(main, schedule)
 
 
 def test_eight_at_a_time_unless_told_otherwise() -> None:
@@ -410,6 +411,7 @@ def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: i
                 await consume(many)
             (note,) = caught.value.__notes__
             assert note.startswith("prompts[")
+            assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(RewindError):
                 await many._next()
