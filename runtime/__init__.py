@@ -31,6 +31,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
@@ -39,6 +40,7 @@ __all__ = [
     "DEMO_TARGET",
     "Checkpointed",
     "Completion",
+    "Completions",
     "Event",
     "Instant",
     "LogitsProcessor",
@@ -77,6 +79,7 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Completions": "runtime.many",
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
