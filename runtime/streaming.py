@@ -47,9 +47,9 @@ class Token:
             is not among `stop_tokens` too.
         logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
             unless `logprobs` asks for it.
-        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
         top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
             it asks for some.
+        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
     """
 
     id: int
