@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
+from actors.shaping import Shaping
 from protocol.books import Commit
 from protocol.errors import OutriderError
 from protocol.messages import Open
@@ -25,6 +26,7 @@ class Session:
         commits: where the target puts what is committed. Bounded, so that a slow consumer slows the
             models and not the memory; closed when nothing more comes.
         counts: what the actors count; the consumer's side counts tokens.
+        shaping: of both models' logits.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
         find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
@@ -37,6 +39,9 @@ class Session:
     unsent: Commit | None = None
     error: OutriderError | None = None
     find_stop: Callable[[Commit], Stop | None] | None = None
+    shaping: Shaping = attrs.field(
+        init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
+    )
 
     def end(self, error: OutriderError | None = None) -> None:
         """Say that nothing more comes, and why. The first reason stands."""

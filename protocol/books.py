@@ -25,7 +25,7 @@ from typing import Literal
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Likelihood, Message, Open, Proposal, Rest, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
 
@@ -74,6 +74,7 @@ class Commit:
         finish_reason: why the text ends with the last token, or None where it goes on.
         stop_reason: the stop string or stop token that the user named and that ended it. None for the tokenizer's
             own end of the text, unless it is among the user's stop tokens too.
+        likelihoods: of the tokens, where the session asks for log-probabilities.
     """
 
     session: int
@@ -88,6 +89,7 @@ class Commit:
     resting: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 class Books:
@@ -247,6 +249,7 @@ class Books:
             resting=self.state is State.RESTING,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            likelihoods=verdict.likelihoods[:most],
         )
 
     def _move(self, message: Message) -> None:

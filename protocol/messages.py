@@ -86,6 +86,19 @@ class Proposal:
 
 
 @attrs.frozen
+class Likelihood:
+    """How likely the target found a token, by its log-probabilities after logits processors.
+
+    Attributes:
+        logprob: of the token, <= 0.
+        top: (id, log-probability) of the likeliest tokens at its position, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@attrs.frozen
 class Verdict:
     """The target's answer to a proposal.
 
@@ -99,6 +112,7 @@ class Verdict:
             nothing could have been undone (the N=1 fallback), or to settle what is to be fed again.
         settles: whether it was the latter.
         stop: where a stop string ends the text in this round, or None. Only the target reads text as it comes.
+        likelihoods: of the accepted tokens and the one after them, where the session asks for log-probabilities.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -109,6 +123,7 @@ class Verdict:
     single_step: bool = attrs.field(default=False)
     settles: bool = False
     stop: Stop | None = None
+    likelihoods: tuple[Likelihood, ...] = ()
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:

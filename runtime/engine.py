@@ -36,7 +36,8 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
+from protocol.processors import can_be_speculated_with
+from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.many import Completions, check_each, check_max_concurrent
@@ -49,6 +50,8 @@ logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
+
+_warned_of: set[str] = set()  # logits processors, once a process
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -129,6 +132,7 @@ class Runtime:
             SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
                 no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
+            ProcessorError: a logits processor cannot say its state.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         self._check_open()
@@ -149,7 +153,8 @@ class Runtime:
         Args:
             prompts: each as for `stream`; may be none.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
-            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
+                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
 
         Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
             see `Completions`, also for what a failure and a cancellation do.
@@ -219,8 +224,7 @@ class Runtime:
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        if outside := [t for t in settings.stop_tokens if t >= model.vocab_size]:
-            raise SettingsError(f"stop_tokens {outside} are outside the target's vocabulary of {model.vocab_size} ids")
+        check_vocabulary_size(settings, model.vocab_size)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
@@ -231,7 +235,7 @@ class Runtime:
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
             stop_tokens=frozenset(ends),
             context_length=model.context_length,
-            drafted=self._draft is not None and settings.lookahead != 0,
+            drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
         )
 
     def _begin(self, opened: Open) -> TokenStream:
@@ -295,6 +299,21 @@ class Runtime:
         for id, session in list(self._sessions.items()):
             session.end(_again(error))
             self._end_session(id)
+
+
+def _can_be_speculated(settings: Settings) -> bool:
+    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
+    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
+    for processor in careful:
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
+                "runtime.stateless if it keeps none, or give it save() and restore(state)",
+                name,
+            )
+    return not careful
 
 
 def _again(error: OutriderError) -> OutriderError:

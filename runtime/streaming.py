@@ -20,6 +20,15 @@ _CLOSED = "this stream was closed; begin another with stream()"
 
 
 @attrs.frozen
+class TopLogprob:
+    """One of the likeliest tokens at a position: its id, its text by itself, and its log-probability."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@attrs.frozen
 class Token:
     """One generated token.
 
@@ -35,6 +44,10 @@ class Token:
         stop_reason: what of `stop` and `stop_tokens` ended the text: the string, or the id. None where nothing did:
             where the text goes on or ends by its length, and at an end-of-text token of the tokenizer's own that
             is not among `stop_tokens` too.
+        logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
+            unless `logprobs` asks for it.
+        top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
+            it asks for some.
     """
 
     id: int
@@ -43,6 +56,8 @@ class Token:
     from_draft: bool
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @attrs.frozen
@@ -222,6 +237,7 @@ class TokenStream:
         if self._first_at is None:
             self._first_at = self._last_at
         self._on_token(commit, index)
+        likelihood = commit.likelihoods[index] if commit.likelihoods else None
         token = Token(
             id=commit.tokens[index],
             text=self._text.add(commit.tokens[index], is_last=finish_reason is not None),
@@ -229,12 +245,17 @@ class TokenStream:
             from_draft=index < commit.num_from_draft,
             finish_reason=finish_reason,
             stop_reason=commit.stop_reason if is_last_in_commit else None,
+            logprob=None if likelihood is None else likelihood.logprob,
+            top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
         )
         self._num_given += 1
         if finish_reason is not None:
             self._finish_reason, self._stop_reason = finish_reason, commit.stop_reason
             self._close()
         return token
+
+    def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
+        return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
 
     def _close(self) -> None:
         if not self._is_closed:

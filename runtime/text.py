@@ -111,6 +111,10 @@ class Detokenizer:
         self._ids.append(token)
         return self._advance(is_last=False)
 
+    def alone(self, token: int) -> str:
+        """The text of a token by itself, whatever comes before it."""
+        return "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+
     def finish(self) -> str:
         """What is left: a character that was never completed."""
         return self._advance(is_last=True)
@@ -146,6 +150,10 @@ class GrowingText:
     def stop(self) -> str | None:
         """The stop string that ended the text, or None so far."""
         return None if self._matcher is None else self._matcher.found
+
+    def alone(self, token: int) -> str:
+        """The text of a token by itself."""
+        return self._detokenizer.alone(token)
 
     def add(self, token: int, *, is_last: bool) -> str:
         """What a token gives to read, maybe empty; with the last one, whatever was withheld."""
