@@ -153,7 +153,8 @@ class Runtime:
         Args:
             prompts: each as for `stream`; may be none.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
-            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
+                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
 
         Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
             see `Completions`, also for what a failure and a cancellation do.
