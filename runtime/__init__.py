@@ -29,6 +29,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.grammar import Grammar
     from runtime.streaming import Completion, Token, TokenStream
     from runtime.sync import generate_sync
 
@@ -37,6 +38,7 @@ __all__ = [
     "DEMO_TARGET",
     "Completion",
     "Event",
+    "Grammar",
     "Instant",
     "ModelError",
     "NoRuntimeError",
@@ -70,6 +72,7 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
