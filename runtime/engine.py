@@ -32,11 +32,11 @@ from protocol.errors import (
     PromptError,
     RuntimeBrokenError,
     RuntimeClosedError,
-    SettingsError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
+from protocol.processors import can_be_speculated_with
+from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
@@ -48,6 +48,8 @@ logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
+
+_warned_of: set[str] = set()  # logits processors, once a process
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -202,8 +204,7 @@ class Runtime:
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        if outside := [t for t in settings.stop_tokens if t >= model.vocab_size]:
-            raise SettingsError(f"stop_tokens {outside} are outside the target's vocabulary of {model.vocab_size} ids")
+        check_vocabulary_size(settings, model.vocab_size)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
@@ -214,7 +215,7 @@ class Runtime:
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
             stop_tokens=frozenset(ends),
             context_length=model.context_length,
-            drafted=self._draft is not None and settings.lookahead != 0,
+            drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
         )
 
     def _end_session_soon(self, session: int) -> None:
@@ -256,6 +257,21 @@ class Runtime:
         for id, session in list(self._sessions.items()):
             session.end(_again(error))
             self._end_session(id)
+
+
+def _can_be_speculated(settings: Settings) -> bool:
+    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
+    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
+    for processor in careful:
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
+                "runtime.stateless if it keeps none, or give it save() and restore(state)",
+                name,
+            )
+    return not careful
 
 
 def _again(error: OutriderError) -> OutriderError:
