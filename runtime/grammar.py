@@ -20,25 +20,36 @@ from protocol.errors import SettingsError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+# Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the white space
+# that the standard allows, a weak model writes newlines until it is cut off.
+_WHITE_SPACE = r"[ ]|\n[ \t]{0,32}"
+
 # Of a schema or the like, in messages.
 _SHOWN = 80
+
+
+# Tokens after which a state has a matcher of its own again.
+_MOST_BEHIND = 16
 
 
 @attrs.frozen
 class _State:
     """Where a text stands.
 
-    A copy of the matcher for each text, and not one matcher that is rolled back: a copy takes microseconds and shares
-    what is large, the compiled grammar; any of them can be gone on from, in any order; and one that was led astray by
-    a token that the grammar forbids is simply dropped, where a matcher in error can go nowhere any more.
+    To go on from a state is to copy its matcher, and leaves the state as it was. (llguidance can also roll a matcher
+    back. But then version 1.9 allows, now and then, what the grammar does not; and one that a forbidden token has led
+    astray can go nowhere any more.) A copy takes microseconds; but it takes some hundred kilobytes for a long text,
+    though the grammar itself is shared. So states share matchers, and add the few tokens that are missing.
 
     Attributes:
-        length: of the text, in tokens, prompt included.
-        matcher: after the text, never advanced; None where the grammar does not allow the text.
+        size: of the text, in tokens, prompt included.
+        matcher: after the text, but for its last few tokens; None where the grammar does not allow the text.
+        behind: those tokens.
     """
 
-    length: int
+    size: int
     matcher: LLMatcher | None
+    behind: tuple[int, ...] = ()
 
 
 class Grammar:
@@ -82,10 +93,9 @@ class Grammar:
 
         Args:
             schema: as an object, such as pydantic's `model_json_schema()` gives, or as JSON; True for any JSON. Object
-                keys come in the schema's order.
+                keys come in the schema's order, and others than those only where `additionalProperties` is not false.
             tokenizer: see `Grammar`.
-            compact: no white space between tokens of the JSON. Else any is allowed, in which a weak model may lose
-                itself.
+            compact: nothing between tokens of the JSON; else there may be a blank, or a new line and its indentation.
 
         Raises: SettingsError: see `Grammar`; among them a schema with a keyword that cannot be kept to, or one that
             nothing satisfies.
@@ -135,14 +145,15 @@ class Grammar:
         """
         # Of an error nothing is kept.
         state, self._state, self._is_saved = self._state, None, False
-        if state is None or tokens.size != state.length + 1:
+        if state is None or tokens.size != state.size + 1:
             matcher: LLMatcher | None = self._start
+            reached = _State(tokens.size, matcher)
         else:
             # Read in place: indexing the array would be a computation, on a GPU perhaps.
-            matcher = _after(state.matcher, memoryview(cast(Any, tokens))[-1])
+            matcher, reached = _after(state, memoryview(cast(Any, tokens))[-1])
         if matcher is not None:
             logits = self._masked(matcher, logits)
-        self._state = _State(tokens.size, matcher)
+        self._state = reached
         return logits
 
     def save(self) -> _State | None:
@@ -189,13 +200,21 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
         raise SettingsError(f"the JSON schema {_short(schema)} cannot be followed: {error}")
 
 
-def _after(matcher: LLMatcher | None, token: int) -> LLMatcher | None:
-    """The matcher for a text that is one token longer; None where the grammar does not allow it."""
+def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
+    """A matcher for the text that is one token longer, None where the grammar does not allow it; and its state."""
+    size = state.size + 1
+    if state.matcher is None:
+        return None, _State(size, None)
+    matcher = state.matcher.deep_copy()
+    matcher.consume_tokens(list(state.behind))
     # One that has stopped has only the end before it, or behind it.
-    if matcher is None or matcher.is_stopped():
-        return matcher
-    longer = matcher.deep_copy()
-    return longer if longer.consume_token(token) else None
+    if matcher.is_stopped():
+        return matcher, attrs.evolve(state, size=size)
+    if not matcher.consume_token(token):
+        return None, _State(size, None)
+    if len(state.behind) < _MOST_BEHIND:
+        return matcher, _State(size, state.matcher, (*state.behind, token))
+    return matcher, _State(size, matcher)
 
 
 # --- what goes in ---------------------------------------------------------------------------------
@@ -222,7 +241,8 @@ def _from_json_schema(schema: Any, *, compact: bool = False) -> str:
         raise SettingsError(f"{what} must be an object, True or False")
     # Options go into an object, and there is none where True or False is the schema.
     written = "{}" if value is True else written
-    options = {"whitespace_flexible": False} if compact and value is not False else None
+    spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
+    options = None if value is False else spacing
     grammar: str = _library().LLMatcher.grammar_from_json_schema(written, overrides=options)
     return grammar
 
