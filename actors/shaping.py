@@ -57,6 +57,8 @@ class Shaping:
 
         Args:
             opened: the message that begins it.
+
+        Raises: ProcessorError: a processor cannot say its state.
         """
         settings = opened.settings
         self._seed = opened.seed
@@ -241,7 +243,11 @@ class _Recalled:
         self._prompt_length = prompt_length
         # One object, and two models' threads.
         self._lock = threading.Lock()
-        self._initial = processor.save()
+        try:
+            self._initial = processor.save()
+        # Somebody else's code, as in `Shaping`.
+        except Exception as error:
+            raise ProcessorError(f"{processor!r} raised {type(error).__name__} in save(): {error}") from error
         # By what was generated: the state after the call with it.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 

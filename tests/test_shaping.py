@@ -388,6 +388,17 @@ async def test_an_error_in_a_processor_ends_its_stream_and_no_other(draft: nn.Mo
         assert ids((await rt.generate(PROMPT, max_tokens=NUM_TOKENS)).tokens) == plain(TARGET)
 
 
+async def test_a_processor_that_cannot_say_its_state_begins_no_stream() -> None:
+    class Shy(Bans):
+        def save(self) -> tuple[int, ...]:
+            raise Tantrum("no")
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match=r"raised Tantrum in save\(\): no"):
+            rt.stream(PROMPT, logits_processors=[Shy()])
+        assert rt.num_streams == 0
+
+
 @pytest.mark.parametrize("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
 async def test_a_processor_that_returns_no_logits_is_told_so(result: Any) -> None:
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
