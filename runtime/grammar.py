@@ -20,8 +20,8 @@ from protocol.errors import SettingsError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the white space
-# that the standard allows, a weak model writes newlines until it is cut off.
+# Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the white
+# space that the standard allows, a weak model writes newlines until it is cut off.
 _WHITE_SPACE = r"[ ]|\n[ \t]{0,32}"
 
 # Of a schema or the like, in messages.
@@ -59,10 +59,10 @@ class Grammar:
         grammar = runtime.Grammar.from_json_schema(schema, rt.tokenizer)
         answer = await rt.generate(prompt, logits_processors=[grammar])
 
-    The text begins after the prompt, and ends (with an end-of-text token, which is allowed where the text is
-    complete, and is all that is allowed where nothing more can come) or is cut off by `max_tokens` or a stop. Tokens
-    that the tokenizer does not know, rows that pad an embedding, are never allowed. `ignore_eos` makes no sense
-    beside it: after the end come end-of-text tokens.
+    The text begins right after the prompt, so a model cannot think first; have its chat template tell it not to. It
+    ends with an end-of-text token, which is allowed where the text is complete, and is all that is allowed where
+    nothing more can come; or it is cut off by `max_tokens` or a stop. Rows that pad an embedding, of which the
+    tokenizer knows nothing, are never allowed. `ignore_eos` makes no sense beside it: after the end comes the end.
 
     An object serves one stream at a time, and each stream from the beginning. To make one takes about a millisecond,
     but for the first one of a tokenizer, for which a large vocabulary is indexed in about a second.
