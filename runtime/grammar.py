@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx_model import tokenizer_wrapper
 from protocol.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _WHITE_SPACE = r"[ ]|\n[ \t]{0,32}"
 
 # Of a schema or the like, in messages.
 _SHOWN = 80
-
 
 # Tokens after which a state has a matcher of its own again.
 _MOST_BEHIND = 16
@@ -64,8 +63,9 @@ class Grammar:
     nothing more can come; or it is cut off by `max_tokens` or a stop. Rows that pad an embedding, of which the
     tokenizer knows nothing, are never allowed. `ignore_eos` makes no sense beside it: after the end comes the end.
 
-    An object serves one stream at a time, and each stream from the beginning. To make one takes about a millisecond,
-    but for the first one of a tokenizer, for which a large vocabulary is indexed in about a second.
+    An object serves one stream at a time, and each stream from the beginning. To make one takes a few milliseconds,
+    but for the first one of a tokenizer, for which a large vocabulary is indexed: a second or so, while nothing else
+    runs on the thread.
     """
 
     def __init__(self, grammar: str, tokenizer: Any, *, what: str = "the grammar") -> None:
@@ -272,14 +272,16 @@ def _indexed(tokenizer: Any) -> LLTokenizer:
 
     Raises: SettingsError: llguidance cannot read it.
     """
-    if tokenizer is None:
-        raise SettingsError("a grammar needs a tokenizer, and got None; open the target with one")
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise SettingsError(f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {tokenizer!r}")
     _library()
     from llguidance.hf import from_tokenizer
 
-    wrapper = tokenizer_wrapper(tokenizer)
-    # The wrapper may know more ends than the tokenizer that it wraps.
-    inner, ends = wrapper._tokenizer, sorted(wrapper.eos_token_ids)
+    # To wrap one that is not would take longer than all the rest, once it is known.
+    if isinstance(tokenizer, TokenizerWrapper):
+        inner, ends = tokenizer._tokenizer, sorted(tokenizer.eos_token_ids)
+    else:
+        inner, ends = tokenizer, sorted({tokenizer.eos_token_id} - {None})
     if not ends:
         raise SettingsError("a grammar needs a tokenizer with an end-of-text token, and this one has none; set one")
     known = _indices.get(inner)

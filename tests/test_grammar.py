@@ -478,14 +478,15 @@ def test_after_an_error_it_goes_on_from_any_state():
 @pytest.mark.parametrize(
     ("tokenizer", "complaint"),
     [
-        (None, "a grammar needs a tokenizer, and got None"),
+        (None, "a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got None"),
+        ("path/to/a/model", "as Runtime.tokenizer has it, got 'path/to/a/model'"),
         (characters("abc"), "a tokenizer with an end-of-text token"),
         (
             PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"w": 0}, unk_token="w")), eos_token="w"),
             "llguidance cannot read the tokenizer .*: .*decoder",
         ),
     ],
-    ids=["none", "endless", "words"],
+    ids=["none", "path", "endless", "words"],
 )
 def test_a_tokenizer_that_will_not_do_is_refused(tokenizer, complaint):
     with pytest.raises(runtime.SettingsError, match=complaint):
