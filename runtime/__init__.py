@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
     from runtime.grammar import Grammar
+    from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
@@ -40,6 +41,7 @@ __all__ = [
     "DEMO_TARGET",
     "Checkpointed",
     "Completion",
+    "Completions",
     "Event",
     "Grammar",
     "Instant",
@@ -79,6 +81,7 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Completions": "runtime.many",
     "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",

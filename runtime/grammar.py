@@ -7,6 +7,7 @@ may come next is worked out by llguidance, which is an extra and imported when a
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -51,6 +52,13 @@ class _State:
     behind: tuple[int, ...] = ()
 
 
+class _Here(threading.local):
+    """What has become of the calls on one thread."""
+
+    state: _State | None = None  # after the last one; None before the first
+    is_saved = False
+
+
 class Grammar:
     """A logits processor that leaves a model only the tokens with which its text can still be completed as asked.
 
@@ -63,9 +71,9 @@ class Grammar:
     nothing more can come; or it is cut off by `max_tokens` or a stop. Rows that pad an embedding, of which the
     tokenizer knows nothing, are never allowed. `ignore_eos` makes no sense beside it: after the end comes the end.
 
-    An object serves one stream at a time, and each stream from the beginning. To make one takes a few milliseconds,
-    but for the first one of a tokenizer, for which a large vocabulary is indexed: a second or so, while nothing else
-    runs on the thread.
+    An object will do for any number of streams, one after the other or at once, as in `generate_many`. To make one
+    takes a few milliseconds, but for the first one of a tokenizer, for which a large vocabulary is indexed: a second
+    or so, while nothing else runs on the thread.
     """
 
     def __init__(self, grammar: str, tokenizer: Any, *, what: str = "the grammar") -> None:
@@ -81,9 +89,8 @@ class Grammar:
         self._what = what
         self._start = _library().LLMatcher(_indexed(tokenizer), grammar, log_level=0)
         self._allowed(self._start)
-        # None before the first call.
-        self._state: _State | None = None
-        self._is_saved = False
+        # To each thread its own, since it is restored, called and saved in one go: so streams may share an object.
+        self._here = _Here()
 
     @classmethod
     def from_json_schema(
@@ -143,29 +150,32 @@ class Grammar:
         Returns: (1, V) logits, -inf for what is forbidden; after a text that the grammar does not allow, as they are.
         Raises: SettingsError: the grammar is too complex to go on with, or asks for what the model has no token for.
         """
+        here = self._here
         # Of an error nothing is kept.
-        state, self._state, self._is_saved = self._state, None, False
+        state, here.state, here.is_saved = here.state, None, False
         if state is None or tokens.size != state.size + 1:
-            matcher: LLMatcher | None = self._start
-            reached = _State(tokens.size, matcher)
+            # A copy, since working out what is allowed is not for two threads at a time.
+            matcher: LLMatcher | None = self._start.deep_copy()
+            reached = _State(tokens.size, self._start)
         else:
             # Read in place: indexing the array would be a computation, on a GPU perhaps.
             matcher, reached = _after(state, memoryview(cast(Any, tokens))[-1])
         if matcher is not None:
             logits = self._masked(matcher, logits)
-        self._state = reached
+        here.state = reached
         return logits
 
     def save(self) -> _State | None:
         """The state after the last call; what a new text begins with where there was none since the last `save`."""
-        # A call comes before each but the first of a stream. So the object begins anew for each stream.
-        state = None if self._is_saved else self._state
-        self._is_saved = True
+        # A call comes before each but the first of a stream. So each stream begins anew.
+        here = self._here
+        state = None if here.is_saved else here.state
+        here.is_saved = True
         return state
 
     def restore(self, state: _State | None) -> None:
         """Go back, or over, to a state that was saved."""
-        self._state, self._is_saved = state, False
+        self._here.state, self._here.is_saved = state, False
 
     def _masked(self, matcher: LLMatcher, logits: mx.array) -> mx.array:
         width = logits.shape[-1]

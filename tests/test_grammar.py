@@ -584,7 +584,24 @@ async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_wa
             assert re.fullmatch("[a-z]{30}", text)
 
 
-async def test_streams_that_take_turns_keep_to_a_grammar_each():
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(
+    float32_pair, lookahead
+):
+    prompts = [REQUEST, "names = [", "def quicksort(items):", "class Stack:", "import os\n"]
+    target, draft = float32_pair
+    async with runtime.open(target, draft) as rt:
+        grammar = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
+        settings = {"max_tokens": 60, "lookahead": lookahead}
+        at_once = await rt.generate_many(prompts, logits_processors=[grammar], **settings)
+        for prompt, completion in zip(prompts, at_once, strict=True):
+            assert completion.statistics.draft_failures == 0
+            fresh = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
+            assert completion.text == (await rt.generate(prompt, logits_processors=[fresh], **settings)).text
+    assert len({completion.text for completion in at_once}) > 1
+
+
+async def test_streams_at_once_keep_to_a_grammar_each():
     patterns = ["[0-9]{12}", "[a-f]{5,20}", "(yes|no)"]
     found: dict[str, str] = {}
 
