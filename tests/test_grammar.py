@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -390,6 +391,17 @@ def test_without_states_a_text_that_does_not_go_on_from_the_last_begins_anew():
     first = allowed(grammar, PROMPT)
     assert allowed(grammar, PROMPT + encode("a")) != first
     assert allowed(grammar, [1, 2]) == first
+
+
+def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_another():
+    grammar = Grammar.from_regex("ab[0-9]", TOKENIZER)
+    alone = after(Grammar.from_regex("ab[0-9]", TOKENIZER), "a")
+    allowed(grammar, PROMPT)
+    grammar.restore(grammar.save())
+    others = threading.Thread(target=grammar, args=(mx.array([1, 2]), ZEROS))
+    others.start()
+    others.join()
+    assert allowed(grammar, PROMPT + encode("a")) == alone
 
 
 # --- what is refused ------------------------------------------------------------------------------
