@@ -170,6 +170,11 @@ def test_a_lark_grammar_is_followed():
     assert END in after(Grammar.from_lark(lark, TOKENIZER), "12 + 3")
 
 
+def test_text_that_is_forced_comes_in_the_tokens_that_the_tokenizer_would_make_of_it():
+    assert texts(after(Grammar.from_regex("(def|class)", TOKENIZER), "")) == {"d", "de", "def", "c", "cl", "class"}
+    assert texts(after(Grammar.from_regex("def", TOKENIZER), "")) == {"def"}
+
+
 # --- texts ----------------------------------------------------------------------------------------
 
 
@@ -372,7 +377,7 @@ def test_llguidance_s_own_way_back_is_still_not_to_be_trusted():
 @pytest.mark.parametrize("prompt", [PROMPT, [9], PROMPT + encode("ab")], ids=["same", "another", "the text so far"])
 @pytest.mark.parametrize("is_cut_off", [True, False])
 def test_for_another_stream_it_begins_anew(prompt, is_cut_off):
-    grammar = Grammar.from_regex("ab[0-9]", TOKENIZER)
+    grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     at_first = None
     for stream_prompt, text in ((PROMPT, "a" if is_cut_off else "ab1"), (prompt, "ab1")):
         state = grammar.save()
@@ -387,15 +392,15 @@ def test_for_another_stream_it_begins_anew(prompt, is_cut_off):
 
 
 def test_without_states_a_text_that_does_not_go_on_from_the_last_begins_anew():
-    grammar = Grammar.from_regex("ab[0-9]", TOKENIZER)
+    grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     first = allowed(grammar, PROMPT)
     assert allowed(grammar, PROMPT + encode("a")) != first
     assert allowed(grammar, [1, 2]) == first
 
 
 def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_another():
-    grammar = Grammar.from_regex("ab[0-9]", TOKENIZER)
-    alone = after(Grammar.from_regex("ab[0-9]", TOKENIZER), "a")
+    grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
+    alone = after(Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER), "a")
     allowed(grammar, PROMPT)
     grammar.restore(grammar.save())
     others = threading.Thread(target=grammar, args=(mx.array([1, 2]), ZEROS))
