@@ -31,6 +31,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.grammar import Grammar
     from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
@@ -42,6 +43,7 @@ __all__ = [
     "Completion",
     "Completions",
     "Event",
+    "Grammar",
     "Instant",
     "LogitsProcessor",
     "ModelError",
@@ -80,6 +82,7 @@ _HOMES = {
     "serve": "runtime.engine",
     "stream": "runtime.engine",
     "Completions": "runtime.many",
+    "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
