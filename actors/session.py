@@ -31,6 +31,8 @@ class Session:
         error: why nothing more comes, where that is not the end of the text.
         find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
             ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
+        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
+            any thread.
     """
 
     opened: Open
@@ -38,6 +40,7 @@ class Session:
     counts: Counts = attrs.field(factory=Counts)
     unsent: Commit | None = None
     error: OutriderError | None = None
+    is_unwanted: bool = False
     shaping: Shaping = attrs.field(
         init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
     )

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import (
+    ConversationBusyError,
     ModelError,
     NoRuntimeError,
     OutriderError,
@@ -30,6 +31,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
+    from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
     from runtime.grammar import Grammar
     from runtime.many import Completions
@@ -42,6 +44,8 @@ __all__ = [
     "Checkpointed",
     "Completion",
     "Completions",
+    "Conversation",
+    "ConversationBusyError",
     "Event",
     "Grammar",
     "Instant",
@@ -84,6 +88,7 @@ _HOMES = {
     "Completions": "runtime.many",
     "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
+    "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
     "TopLogprob": "runtime.streaming",

@@ -17,6 +17,7 @@ import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.actor import PREFIX_CACHE_BYTES
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
@@ -40,10 +41,21 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from runtime.conversation import Conversation
 from runtime.many import Completions, check_each, check_max_concurrent
-from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
+from runtime.opening import (
+    Device,
+    Loaded,
+    Source,
+    check_cache_options,
+    check_device,
+    check_integer,
+    check_source,
+    load_onto,
+)
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
+from runtime.thinking import Answer
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -174,6 +186,26 @@ class Runtime:
             run_soon=self._run_soon,
         )
 
+    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+        """Begin a conversation; nothing is generated until something is said.
+
+        Args:
+            system: what the model is told before anything is said, or None; without a chat template, the text's
+                beginning.
+            thinking: whether the model is to think before it answers, for those that can be told; None leaves it to
+                the chat template.
+            **settings: of every turn; see `Settings`. `reuse_prefix` is set.
+
+        Returns: see `Conversation`.
+
+        Raises: before any model work:
+            SettingsError: a setting is unknown or out of its range, or the chat template has no switch for thinking.
+            PromptError: there is no tokenizer, or its chat template does not take a system's message.
+        """
+        conversation = Conversation(self.stream, self._tokenizer, system=system, thinking=thinking, settings=settings)
+        check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
+        return conversation
+
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
 
@@ -253,11 +285,18 @@ class Runtime:
             session,
             receive,
             GrowingText(self._tokenizer, opened),
-            hang_up=partial(self._run_soon, partial(self._end_session, opened.session)),
+            Answer(self._tokenizer, opened.prompt),
+            hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
+
+    def _end_session_soon(self, session: int) -> None:
+        """End a session, from any thread; harmless where it is over."""
+        if (unwanted := self._sessions.get(session)) is not None:
+            unwanted.is_unwanted = True
+        self._run_soon(partial(self._end_session, session))
 
     def _run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; may be called from any, at any moment."""
@@ -367,6 +406,7 @@ async def running(
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -378,6 +418,7 @@ async def running(
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
+        prefix_cache_bytes: see `open`.
 
     Cancellation: as `open`.
     """
@@ -389,7 +430,14 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        target_actor = TargetActor(
+            *target,
+            events,
+            prices,
+            on_failure=on_failure,
+            beside_another=draft != NGRAM,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
         draft_actor: DraftActor | LookupActor | None = None
         if draft == NGRAM:
             draft_actor = LookupActor(
@@ -403,6 +451,7 @@ async def running(
                 target=target_actor.mailbox,
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
+                prefix_cache_bytes=prefix_cache_bytes,
             )
         if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
@@ -431,6 +480,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -450,6 +500,8 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
+            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -474,6 +526,7 @@ async def open(
     if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     events = Events()
     listener = check_trace(trace)
 
@@ -512,6 +565,7 @@ async def open(
             tokenizer=ours.tokenizer,
             events=events,
             prices=prices,
+            prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime
 

@@ -15,6 +15,7 @@ from protocol.errors import RuntimeClosedError, StreamBusyError
 from protocol.prices import Estimates
 from protocol.statistics import Statistics
 from runtime.text import GrowingText
+from runtime.thinking import Answer
 
 _CLOSED = "this stream was closed; begin another with stream()"
 
@@ -46,6 +47,7 @@ class Token:
             is not among `stop_tokens` too.
         logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
             unless `logprobs` asks for it.
+        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
         top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
             it asks for some.
     """
@@ -58,6 +60,7 @@ class Token:
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
     stop_reason: str | int | None = None
+    is_thinking: bool = False
 
 
 @attrs.frozen
@@ -70,6 +73,7 @@ class Completion:
         finish_reason: "stop" or "length".
         statistics: of this generation.
         stop_reason: the stop string or the stop token that ended the text, as in `Token`, or None.
+        thinking: what stands between the tags of thinking, which are part of `text`; empty where there are none.
     """
 
     text: str
@@ -77,6 +81,7 @@ class Completion:
     finish_reason: FinishReason
     statistics: Statistics
     stop_reason: str | int | None = None
+    thinking: str = ""
 
 
 class TokenStream:
@@ -87,6 +92,9 @@ class TokenStream:
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
+
+    Attributes:
+        answer: what was given so far, told apart into what the model thinks and what it says.
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class TokenStream:
         session: Session,
         commits: trio.MemoryReceiveChannel[Commit],
         text: GrowingText,
+        answer: Answer,
         *,
         hang_up: Callable[[], None],
         clock: Callable[[], float],
@@ -106,6 +115,7 @@ class TokenStream:
             session: what the actors share with this stream.
             commits: where committed tokens arrive.
             text: fresh, for this generation.
+            answer: likewise.
             hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
@@ -114,6 +124,7 @@ class TokenStream:
         self._session = session
         self._commits = commits
         self._text = text
+        self.answer = answer
         self._hang_up = hang_up
         self._clock = clock
         self._on_token = on_token
@@ -138,6 +149,11 @@ class TokenStream:
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
         return self._stop_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -238,15 +254,17 @@ class TokenStream:
             self._first_at = self._last_at
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
+        text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
         token = Token(
             id=commit.tokens[index],
-            text=self._text.add(commit.tokens[index], is_last=finish_reason is not None),
+            text=text,
             index=self._num_given,
             from_draft=index < commit.num_from_draft,
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
+            is_thinking=self.answer.add(commit.tokens[index], text),
         )
         self._num_given += 1
         if finish_reason is not None:
@@ -280,4 +298,5 @@ async def complete(stream: TokenStream) -> Completion:
             finish_reason=stream.finish_reason,
             statistics=stream.statistics(),
             stop_reason=stream.stop_reason,
+            thinking=stream.answer.thinking,
         )
