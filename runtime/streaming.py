@@ -47,9 +47,9 @@ class Token:
             is not among `stop_tokens` too.
         logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
             unless `logprobs` asks for it.
+        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
         top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
             it asks for some.
-        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
     """
 
     id: int
@@ -146,14 +146,14 @@ class TokenStream:
         return self._finish_reason
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
-        return self._is_closed
-
-    @property
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
         return self._stop_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -287,7 +287,7 @@ async def complete(stream: TokenStream) -> Completion:
 
     Raises: as `TokenStream.__anext__`.
 
-    Cancellation: ends the generation.
+    Cancellation: ends the generation; what was generated until then is lost.
     """
     async with stream:
         tokens = tuple([token async for token in stream])

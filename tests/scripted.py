@@ -484,8 +484,8 @@ async def simulated(
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
-    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     tokenizer: Any = None,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -498,8 +498,8 @@ async def simulated(
         listener: called with each event.
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
-        prefix_cache_bytes: most that either model keeps of texts that are over.
         tokenizer: the target's.
+        prefix_cache_bytes: most that either model keeps of texts that are over.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
