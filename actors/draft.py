@@ -15,16 +15,17 @@ from actors.actor import ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
-from actors.worker import Job, Worker
+from actors.worker import Job, Step, Steps, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
+from protocol.leash import NO_LEASH, Leash
 from protocol.lookahead import Auto, Policy, View, policy_for
 from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
-from protocol.randomness import Purpose, key_for
+from protocol.randomness import Purpose, further, key_for
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
 from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
@@ -49,6 +50,23 @@ def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
     return policy_for(settings.lookahead, prices, (settings.rule, round(settings.temperature, 1)))
 
 
+@attrs.define
+class Drafting:
+    """Draft steps that are under way.
+
+    Attributes:
+        steps: as the worker does them.
+        node: what is drafted after at the moment; None where that is of no use any more.
+        until: when that is expected to be done.
+        beside: whether the target worked when that began.
+    """
+
+    steps: Steps[Outcome]
+    node: Node | None = None
+    until: float = 0.0
+    beside: bool = False
+
+
 class DraftPart(Part):
     """The drafter's part in one session: its books, its tree, and what it decides from them."""
 
@@ -71,8 +89,7 @@ class DraftPart(Part):
         # are fed, and one token beyond them can be guessed.
         self.can_look_ahead = True
         self.due = 0.0  # when the verdict on what is proposed is expected
-        self.in_flight: Node | None = None
-        self.in_flight_until = 0.0
+        self.drafting: Drafting | None = None
 
     def receive(self, message: Message) -> None:
         """Take a verdict, and answer it."""
@@ -128,8 +145,8 @@ class DraftPart(Part):
             width=self._width,
             now=now,
             due=self.due if self.books.state is State.VERIFYING else None,
-            in_flight=self.in_flight,
-            in_flight_until=self.in_flight_until,
+            in_flight=self.drafting.node if self.drafting else None,
+            in_flight_until=self.drafting.until if self.drafting else 0.0,
         )
 
     def next_expansion(self, now: float) -> Node | None:
@@ -185,7 +202,12 @@ class DraftPart(Part):
 
 
 class DraftActor(ModelActor[DraftPart]):
-    """Drafts one token a job, for all sessions in turn."""
+    """Drafts a token a step, for all sessions in turn.
+
+    Attributes:
+        chains: whether a step is launched before the choice that it starts from is read back; None for where the
+            device works ahead of what it is asked for, which a GPU does.
+    """
 
     name = "draft"
 
@@ -211,6 +233,7 @@ class DraftActor(ModelActor[DraftPart]):
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
+        self.chains: bool | None = None
 
     def _join(self, session: Session) -> DraftPart:
         policy = self._make_policy(session.opened.settings, self.prices)
@@ -256,50 +279,77 @@ class DraftActor(ModelActor[DraftPart]):
             node = part.next_expansion(self.worker.clock())
             if node is None:
                 await part.change()
-                continue
-            guesses = await self._draft(part, line, node)
-            # The text may have gone another way meanwhile, and taken the node with it.
-            if guesses and node.alive:
-                part.tree.expand(node, *guesses)
-            self._propose(part)
+            else:
+                await self._draft(part, line, node)
 
-    async def _draft(self, part: DraftPart, line: Line, node: Node) -> tuple[Guess, ...]:
-        """The guesses at what comes after a node; none where the cache has to be brought in line first."""
+    async def _draft(self, part: DraftPart, line: Line, node: Node) -> None:
+        """Draft after a node, and on down the drafter's own choices, as long as nothing else is wanted."""
         plan = part.held.plan(part.books.committed, part.tree.path(node))
         if plan.keep < len(part.held):
             self._note(part, "rewind", num_tokens=len(part.held) - plan.keep)
-        call = partial(
-            draft,
+        on_thread = DraftSteps(
             line,
-            plan,
             len(part.books.committed),
             part.session.opened,
             self._target_vocab_size,
-            node.trail,
             part.policy.num_guesses,
+            self.worker.clock,
+            self.chains,
         )
-        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
-        beside = part.books.state is State.VERIFYING
-        part.in_flight = node
-        part.in_flight_until = self.worker.clock() + self.prices.draft(len(plan.feed), beside=beside)
+        leash = part.policy.leash(part.view(self.worker.clock()), node)
+        steps = Steps(
+            "draft",
+            partial(on_thread.begin, plan, node.trail, leash),
+            partial(self._heed, part),
+            part.id,
+            len(plan.feed),
+            part.books.round,
+        )
+        part.drafting = Drafting(steps)
+        self._begin_step(part, part.drafting, node, len(plan.feed))
         try:
-            drafted = await self.worker.run(job)
+            await self.worker.run_steps(steps)
         finally:
-            part.in_flight = None
-        match drafted:
+            part.drafting = None
+
+    def _begin_step(self, part: DraftPart, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
+        drafting.node = node
+        drafting.beside = part.books.state is State.VERIFYING
+        drafting.until = self.worker.clock() + self.prices.draft(num_tokens, beside=drafting.beside)
+        drafting.steps.round = part.books.round
+
+    def _heed(self, part: DraftPart, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
+        """See what a draft step has brought; if another follows, it is after its choice."""
+        drafting, following = part.drafting, None
+        assert drafting is not None
+        node, drafting.node = drafting.node, None
+        match outcome:
             case Drafted():
-                self.prices.drafted(len(plan.feed), job.began, job.ended, beside=beside)
-                part.can_look_ahead = drafted.can_look_ahead
-                part.held.follow(plan)
-                return self._calibrated(part, drafted)
+                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=drafting.beside)
+                part.can_look_ahead = outcome.can_look_ahead
+                part.held.follow(outcome.fed)
+                # The text may have gone another way meanwhile, and taken the node with it.
+                if node is not None and node.alive:
+                    following = part.tree.expand(node, *self._calibrated(part, outcome))
             case FellBack():
-                # Ask again for the same node, with more to feed.
-                part.session.counts.draft_replayed_tokens += plan.keep - drafted.length
-                part.held.rewind(drafted.length)
+                # What is wanted may still be the same, with more to feed.
+                part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
+                part.held.rewind(outcome.length)
             case Refused():
                 part.can_look_ahead = False
-                part.held.rewind(plan.keep)
-        return ()
+                part.held.rewind(outcome.length)
+        self._propose(part)
+        if goes_on:
+            self._begin_step(part, drafting, following, 1)
+            self._reconsider(part)
+
+    def _reconsider(self, part: DraftPart) -> None:
+        """Have the draft steps that are under way end where something else is wanted by now.
+
+        What is wanted instead is asked for once they have: the step that is running is not abandoned.
+        """
+        if part.drafting is not None and part.drafting.node is not part.next_expansion(self.worker.clock()):
+            part.drafting.steps.interrupt()
 
     def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
         if not isinstance(part.policy, Auto):
@@ -315,7 +365,7 @@ class DraftActor(ModelActor[DraftPart]):
         job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
-            part.session.counts.draft_replayed_tokens += plan.keep - outcome.length
+            part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
             part.held.rewind(outcome.length)
             return
         self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
@@ -360,6 +410,7 @@ class DraftActor(ModelActor[DraftPart]):
             part.session.counts.stale_proposals += 1
             return
         if commit.finish_reason is not None:
+            self._reconsider(part)
             return
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
@@ -370,6 +421,7 @@ class DraftActor(ModelActor[DraftPart]):
         else:
             self._count_hit(part, verdict, was_hit)
         self._take_turn(part)
+        self._reconsider(part)
 
     def _count_hit(self, part: DraftPart, verdict: Verdict, was_hit: bool) -> None:
         self.prices.hits.observe(float(was_hit))
@@ -391,72 +443,180 @@ class Drafted:
     Attributes:
         guesses: the drafter's choice first.
         can_look_ahead: whether the cache could now take one that is not committed and lose it again.
+        fed: what the cache has carried out since it was heard of last; the choice too, where the step after it has
+            been launched.
     """
 
     guesses: tuple[Guess, ...]
     can_look_ahead: bool
+    fed: Plan
 
 
 @attrs.frozen
 class FellBack:
-    """The cache could only go back to a checkpoint, and holds `length` tokens; nothing was fed."""
+    """The cache could only go back to a checkpoint, and holds `length` tokens, not those `wanted`; nothing was fed."""
 
     length: int
+    wanted: int
 
 
 @attrs.frozen
 class Refused:
-    """The cache could not lose the text again if it came to that; nothing was fed."""
+    """The cache could not lose the text again if it came to that; it holds `length` tokens, and nothing was fed."""
+
+    length: int
 
 
-def draft(
-    line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int, trail: int, num_guesses: int
-) -> Drafted | FellBack | Refused:
-    """Draft one token.
+Outcome = Drafted | FellBack | Refused
 
-    Args:
+
+@attrs.frozen
+class DraftSteps:
+    """Draft steps in a row: after one text, then down the drafter's own choices.
+
+    Attributes:
         line: the draft model's cache of this session.
-        plan: how to bring it in line with the text that the token comes after.
         settled: length of the committed text; the text to draft after may go beyond it.
         opened: of the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
-        trail: of the text that the token comes after.
         num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
-
-    Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
-        distribution that it was drawn from; or what stood against it.
+        clock: seconds.
+        chains: see `DraftActor`.
     """
-    if (length := line.rewind(plan.keep)) < plan.keep:
-        return FellBack(length)
-    position = plan.keep + len(plan.feed)
-    if position > settled and line.prepare(len(plan.feed), settled) is Rung.SINGLE:
-        return Refused()
-    rows = line.feed(plan.feed, 1)
-    assert rows is not None
-    logits = rows[:, :vocab_size]
+
+    line: Line
+    settled: int
+    opened: Open
+    vocab_size: int
+    num_guesses: int
+    clock: Callable[[], float]
+    chains: bool | None
+
+    def begin(self, plan: Plan, trail: int, leash: Leash) -> Step[Outcome]:
+        """Draft one token.
+
+        Args:
+            plan: how to bring the cache in line with the text that the token comes after.
+            trail: of that text.
+            leash: how far to go on.
+
+        Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
+            distribution that it was drawn from; or what stood against it.
+        """
+        if (length := self.line.rewind(plan.keep)) < plan.keep:
+            return Step(FellBack(length, plan.keep))
+        position = plan.keep + len(plan.feed)
+        if position > self.settled and self.line.prepare(len(plan.feed), self.settled) is Rung.SINGLE:
+            return Step(Refused(plan.keep))
+        rows = self.line.feed(plan.feed, 1)
+        assert rows is not None
+        return self._read(plan, self._guess(rows, position, trail), trail, leash)
+
+    def _read(self, fed: Plan, lazy: LazyGuesses, trail: int, leash: Leash) -> Step[Outcome]:
+        """Read guesses back, and say what follows; where that pays, it is launched first."""
+        position = fed.keep + len(fed.feed)
+        can_look_ahead = True
+        launched: LazyGuesses | None = None
+        if self._may_chain() and leash.foresees_another(self.clock()):
+            can_look_ahead = self._can_look_ahead()
+            if can_look_ahead:
+                mx.async_eval(*lazy.arrays())
+                launched = self._guess(self.line.feed_lazy(lazy.choice), position + 1, 0)
+                mx.async_eval(*launched.arrays())
+        found = lazy.read()
+        token = found[0].token
+        if launched is not None:
+            self.line.check(position + 1)
+            # Whatever comes of the step, the cache holds the choice.
+            fed = Plan(fed.keep, (*fed.feed, token))
+        else:
+            self.line.check(position)
+            can_look_ahead = can_look_ahead and self._can_look_ahead()
+        drafted = Drafted(found, can_look_ahead, fed)
+        # Nothing comes after the end of the text.
+        if not can_look_ahead or token in self.opened.stop_tokens:
+            return Step(drafted)
+        left, trail = leash.after(found, self.clock()), further(trail, token)
+        if launched is not None:
+            # The device is at work on it, wanted or not.
+            return Step(drafted, partial(self._read, Plan(position + 1, ()), launched, trail, left or NO_LEASH))
+        if left is not None:
+            return Step(drafted, partial(self.begin, Plan(position, (token,)), trail, left))
+        return Step(drafted)
+
+    def _guess(self, rows: mx.array, position: int, trail: int) -> LazyGuesses:
+        logits = rows[:, : self.vocab_size]
+        return guesses(logits, self.opened, position, trail, self.vocab_size, self.num_guesses)
+
+    def _can_look_ahead(self) -> bool:
+        return self.line.prepare(1, self.settled) is not Rung.SINGLE
+
+    def _may_chain(self) -> bool:
+        """Whether a step may be launched before the choice that it starts from is known."""
+        # Under the rejection rule, what is drawn hangs on the text before.
+        if self.opened.settings.rule != "match":
+            return False
+        return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
+
+
+@attrs.frozen
+class LazyGuesses:
+    """Guesses that may not be computed yet.
+
+    Attributes:
+        choice: (1,) the drafter's choice.
+        others: (1, k) further tokens, and (1, k) how sure the drafter is of each: under the match rule the choice
+            is the first of them.
+        expected: () how sure it is of the choice; None under the match rule.
+        probs: (V,) the distribution that the choice was drawn from; None under the match rule.
+    """
+
+    choice: mx.array
+    others: tuple[mx.array, mx.array]
+    expected: mx.array | None = None
+    probs: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """All of them."""
+        return [array for array in (self.choice, *self.others, self.expected, self.probs) if array is not None]
+
+    def read(self) -> tuple[Guess, ...]:
+        """The guesses, the choice first."""
+        mx.eval(*self.arrays())
+        if self.expected is None:
+            return _ranked(self.others)
+        token, confidence = cast(int, self.choice.item()), cast(float, self.expected.item())
+        others = [guess for guess in _ranked(self.others, first=1) if guess.token != token]
+        return Guess(token, confidence, self.probs, raw=confidence), *others[: self.others[0].shape[1] - 1]
+
+
+def guesses(
+    logits: mx.array, opened: Open, position: int, trail: int, vocab_size: int, num_guesses: int
+) -> LazyGuesses:
+    """What may come at a position.
+
+    Args:
+        logits: (1, V) of the draft model, lazy or not.
+        opened: of the session.
+        position: absolute.
+        trail: of the text before; of no account under the match rule.
+        vocab_size: the width of the target's logits.
+        num_guesses: how many tokens are wanted, >= 1.
+    """
     settings, seed = opened.settings, opened.seed
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
-        guesses = _ranked(found)
-    else:
-        # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
-        # what a draw from this q may expect, not what this draw may.
-        probs = distribution(logits[0], settings.temperature)
-        drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-        expected = (probs * probs).sum()
-        found = likeliest(mx.log(probs)[None], num_guesses)
-        mx.eval(drawn, expected, probs, *found)
-        token, confidence = cast(int, drawn.item()), cast(float, expected.item())
-        others = [guess for guess in _ranked(found, first=1) if guess.token != token]
-        guesses = (Guess(token, confidence, probs, raw=confidence), *others[: num_guesses - 1])
-    line.check(position)
-    return Drafted(guesses, line.prepare(1, settled) is not Rung.SINGLE)
+        return LazyGuesses(found[0][:, 0], found)
+    # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
+    # what a draw from this q may expect, not what this draw may.
+    probs = distribution(logits[0], settings.temperature)
+    drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
+    return LazyGuesses(drawn[None], likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
 
 
 def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
-    """One row of `likeliest` as guesses, with ranks from `first` on."""
-    mx.eval(*found)
+    """One row of `likeliest`, evaluated, as guesses with ranks from `first` on."""
     (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
     return tuple(
         Guess(token, share, rank=rank, raw=share)
@@ -471,12 +631,12 @@ MOST_ROWS = 32
 def catch_up(line: Line, plan: Plan, opened: Open, vocab_size: int) -> list[tuple[int, float]] | FellBack:
     """Read committed tokens, and guess what comes after each.
 
-    Args: as `draft`.
+    Args: as `DraftSteps`.
 
     Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
     """
     if (length := line.rewind(plan.keep)) < plan.keep:
-        return FellBack(length)
+        return FellBack(length, plan.keep)
     num_rows = min(len(plan.feed), MOST_ROWS)
     end = plan.keep + len(plan.feed)
     rows = line.feed(plan.feed, num_rows)

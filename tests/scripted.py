@@ -26,7 +26,7 @@ from actors.actor import Part
 from actors.draft import MakePolicy, policy_by_settings
 from actors.model import Rung
 from actors.simulated import SimulatedWorker
-from actors.worker import Job, JobError
+from actors.worker import Job, JobError, Steps
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.trace import Event, Instant, Span
@@ -341,7 +341,8 @@ class BookkeepingWorker(SimulatedWorker):
     """A simulated worker that compares, at each job, what the session's books say with what its line holds.
 
     Attributes:
-        handed: every job that was handed in, in order.
+        handed: every job that was handed in, and every step that was done, in order.
+        runs: the steps that were done in a row, for each time that steps were handed in.
         num_comparisons: how often books and line were compared.
         most_ahead: most tokens that a line held beyond the text as it was committed when the job was handed in.
         parts: the actor's parts in its sessions.
@@ -350,6 +351,7 @@ class BookkeepingWorker(SimulatedWorker):
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
         super().__init__(actor, price, on_event)
         self.handed: list[Handed] = []
+        self.runs: list[list[Job[Any]]] = []
         self.num_comparisons = 0
         self.most_ahead = 0
         self.parts = WatchedParts()
@@ -357,12 +359,7 @@ class BookkeepingWorker(SimulatedWorker):
         self._lines: dict[int | None, ScriptedLine] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        line, num_committed = self._lines.get(job.session), 0
-        if line is not None:
-            assert job.session is not None
-            part = self.parts[job.session]
-            self._compare(part, line)
-            num_committed = len(part.books.committed)
+        line, num_committed = self._look(job.session)
         handed = Handed(job, self.clock())
         self.handed.append(handed)
         try:
@@ -377,6 +374,38 @@ class BookkeepingWorker(SimulatedWorker):
         if line is not None:
             self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
         return result
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        line, num_committed = self._look(steps.session)
+        assert line is not None
+        at, on_step = self.clock(), steps.on_step
+        done: list[Job[Any]] = []
+
+        def watched(job: Job[Any], result: Any, goes_on: bool) -> None:
+            nonlocal at, num_committed
+            done.append(job)
+            self.handed.append(Handed(job, at, self.clock()))
+            on_step(job, result, goes_on)
+            self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
+            _, num_committed = self._look(steps.session)
+            at = self.clock()
+
+        steps.on_step = watched
+        self.runs.append(done)
+        try:
+            await super().run_steps(steps)
+        except JobError:
+            self._lines.pop(steps.session, None)
+            raise
+
+    def _look(self, session: int | None) -> tuple[ScriptedLine | None, int]:
+        """Compare a session's line, if it has one, with its books; it, and the length of the committed text."""
+        if (line := self._lines.get(session)) is None:
+            return None, 0
+        assert session is not None
+        part = self.parts[session]
+        self._compare(part, line)
+        return line, len(part.books.committed)
 
     def _compare(self, part: Part, line: ScriptedLine) -> None:
         self.num_comparisons += 1

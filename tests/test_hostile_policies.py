@@ -32,6 +32,7 @@ from scripted import (
 )
 from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 
+from protocol.leash import NO_LEASH, Leash
 from protocol.lookahead import View
 from protocol.tree import Node
 
@@ -89,6 +90,9 @@ class Hostile:
         # Before it is drawn, and once for all.
         self._allowed.setdefault(node.trail, self.allows(view, node))
         return node
+
+    def leash(self, view: View, node: Node) -> Leash:
+        return NO_LEASH
 
     def _open(self, view: View) -> list[Node]:
         return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
