@@ -23,10 +23,10 @@ import trio
 import trio.testing
 
 from actors.actor import Part
-from actors.draft import MakePolicy, policy_by_settings
+from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.model import Rung
 from actors.simulated import SimulatedWorker
-from actors.worker import Job, JobError, Steps
+from actors.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.trace import Event, Instant, Span
@@ -416,6 +416,55 @@ class BookkeepingWorker(SimulatedWorker):
             assert held[:both] == committed[:both], f"the target holds {held}, its text is {committed}"
 
 
+class LaggingWorker(BookkeepingWorker):
+    """A worker that goes on before trio's thread has heard of a step, as a thread does.
+
+    So books and line are compared only where a job is handed in.
+    """
+
+    def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None], hop: Callable[[], float]) -> None:
+        """As `BookkeepingWorker`, and:
+
+        Args:
+            hop: seconds until a step is heard of, asked for each; none is heard of before an earlier one.
+        """
+        super().__init__(actor, price, on_event)
+        self._hop = hop
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        self._look(steps.session)
+        error: JobError | None = None
+        send, receive = trio.open_memory_channel[Any](math.inf)
+
+        async def hear() -> None:
+            with trio.CancelScope(shield=True):
+                async for at, *heard in receive:
+                    await trio.sleep_until(at)
+                    steps.hand_over(*heard).unwrap()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hear)
+            with send:
+                async with self._turn:
+                    done: list[Job[Any]] = []
+                    self.runs.append(done)
+                    following: Job[Any] | None = steps.first()
+                    while following is not None and error is None:
+                        job, result = following, await self._do(following)
+                        self._announce(job, steps.round)
+                        done.append(job)
+                        try:
+                            step = as_job_error(job, result).unwrap()
+                        except JobError as raised:
+                            error = raised
+                            self._lines.pop(steps.session, None)
+                            break
+                        following = None if self._is_wanted_elsewhere() else steps.following(step)
+                        send.send_nowait((self.clock() + self._hop(), job, step, following is not None))
+        if error is not None:
+            raise error
+
+
 @attrs.define
 class Simulation:
     """A runtime over scripted models, and everything that happened in it.
@@ -467,6 +516,8 @@ async def simulated(
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
+    chains: bool | None = None,
+    hop: Callable[[], float] | None = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -479,6 +530,8 @@ async def simulated(
         listener: called with each event.
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
+        chains: whether a draft step is launched before the one before it is read; None for as it is.
+        hop: seconds until trio's thread hears of a draft step, asked for each; None for at once.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -486,7 +539,10 @@ async def simulated(
     events = Events()
     target_worker = BookkeepingWorker("target", price, events)
     draft_model = draft if isinstance(draft, ScriptedModel) else None
-    draft_worker = None if draft_model is None else BookkeepingWorker("draft", draft_price or price, events)
+    draft_worker: BookkeepingWorker | None = None
+    if draft_model is not None:
+        about = ("draft", draft_price or price, events)
+        draft_worker = BookkeepingWorker(*about) if hop is None else LaggingWorker(*about, hop)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
@@ -500,8 +556,9 @@ async def simulated(
             if listener is not None:
                 events.listen(listener)
             runtime._target._parts = target_worker.parts
-            if runtime._draft is not None and draft_worker is not None:
+            if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
                 runtime._draft._parts = draft_worker.parts
+                runtime._draft.chains = chains
             yield simulation
     simulation.assert_put_away()
     # Fewer where tasks of somebody else's have ended meanwhile.
