@@ -156,7 +156,7 @@ class SimulatedWorker:
                 self._announce(job, steps.round)
                 step = as_job_error(job, result).unwrap()
                 following = None if self._is_wanted_elsewhere() else steps.following(step)
-                steps.hand_over(job, step, following is not None).unwrap()
+                steps.hand_over(job, step.result, following is not None).unwrap()
                 if steps.is_interrupted:
                     return
 

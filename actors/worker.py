@@ -107,11 +107,11 @@ class Steps(Generic[T]):
             return None
         return Job(self.kind, step.then, self.session, step.num_tokens, self.round)
 
-    def hand_over(self, job: Job[Step[T]], step: Step[T], goes_on: bool) -> outcome.Outcome[None]:
+    def hand_over(self, job: Job[Step[T]], result: T, goes_on: bool) -> outcome.Outcome[None]:
         """Have a step heard of; returns what has come of that so far."""
         if self._trouble is not None:
             return self._trouble
-        heard = outcome.capture(self.on_step, job, step.result, goes_on)
+        heard = outcome.capture(self.on_step, job, result, goes_on)
         if isinstance(heard, outcome.Error):
             self._trouble = heard
             self.interrupt()
@@ -280,9 +280,11 @@ class ThreadWorker:
         result = outcome.capture(job.call)
         ended = time.perf_counter()
         following = None
-        # Whoever waits for the worker comes first: sessions have their turns after each step.
-        if waiting.steps is not None and isinstance(result, outcome.Value) and self._jobs.empty():
-            following = waiting.steps.following(result.value)
+        if waiting.steps is not None and isinstance(result, outcome.Value):
+            # Whoever waits for the worker comes first: sessions have their turns after each step.
+            following = waiting.steps.following(result.value) if self._jobs.empty() else None
+            # What follows stays on this thread.
+            result = outcome.Value(result.value.result)
         self._trio_token.run_sync_soon(self._finish, waiting, job, result, began, ended, following is not None)
         return following
 

@@ -460,7 +460,7 @@ class LaggingWorker(BookkeepingWorker):
                             self._lines.pop(steps.session, None)
                             break
                         following = None if self._is_wanted_elsewhere() else steps.following(step)
-                        send.send_nowait((self.clock() + self._hop(), job, step, following is not None))
+                        send.send_nowait((self.clock() + self._hop(), job, step.result, following is not None))
         if error is not None:
             raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import gemma3_text, greedy, llama, mamba, near, prompt_of
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -34,7 +36,8 @@ from scripted import (
 from test_cache_ladder import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
 from test_schedules import COSTS, by_turns, tuples
 
-from actors.draft import Drafted, DraftSteps, FellBack, Refused
+import runtime
+from actors.draft import DraftActor, Drafted, DraftSteps, FellBack, Refused
 from protocol.acceptance import likeliest
 from protocol.held import Held
 from protocol.leash import Leash
@@ -412,3 +415,39 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
         found = thread.draft((), 5, most)
         # The last choice is not in the cache.
         assert len(thread.held) == 5 + len(found) - 1
+
+
+# --- on threads -----------------------------------------------------------------------------------
+
+FAMILIES = {"KVCache": llama, "RotatingKVCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_on_threads_the_text_is_the_greedy_one(name: str, chains: bool) -> None:
+    target, prompt = FAMILIES[name](), prompt_of(9)
+    expected = greedy(target, prompt, 40)
+    async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
+        assert isinstance(rt._draft, DraftActor)
+        rt._draft.chains = chains
+        for lookahead in (1, 3, 6, "auto"):
+            completion = await rt.generate(prompt, max_tokens=40, lookahead=lookahead)
+            assert [token.id for token in completion.tokens] == expected
+            assert completion.statistics.draft_failures == 0
+            assert lookahead == "auto" or completion.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("chains", [False, True])
+async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(chains: bool) -> None:
+    target, prompt = llama(), prompt_of(9)
+    expected = greedy(target, prompt, 30)
+    async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
+        assert isinstance(rt._draft, DraftActor)
+        rt._draft.chains = chains
+        for num_taken in range(8):
+            async with rt.stream(prompt, max_tokens=100, lookahead=8) as stream:
+                taken = [(await anext(stream)).id for _ in range(num_taken)]
+            assert taken == expected[:num_taken]
+        completion = await rt.generate(prompt, max_tokens=30, lookahead=4)
+        assert [token.id for token in completion.tokens] == expected
+        assert completion.statistics.draft_failures == 0
