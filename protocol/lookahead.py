@@ -269,17 +269,18 @@ class Auto:
             price = self.prices.rate * (self.prices.verify.per_token + self.prices.draft(1, beside=False))
             most = min(view.limit, view.depth) + further
             return Leash(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
-        step = self.prices.draft(1, beside=True)
-        rival = max(
-            (
-                other.reach * step / max(self.prices.draft(view.width(other), beside=True), 1e-9)
-                for other in view.tree.frontier()
-                if other is not node and other.reach >= LEAST_REACH and view.is_open(other)
-            ),
-            default=0.0,
-        )
         worth = self._worth(1, view.due)
-        return Leash(view.depth + further, node.reach, LEAST_REACH, rival, worth, believe, mean)
+        return Leash(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
+
+    def _rival(self, view: View, node: Node) -> float:
+        """The greatest reach of all else that could be drafted after, in steps of width 1."""
+        step, best = max(self.prices.draft(1, beside=True), 1e-9), 0.0
+        for other in view.tree.frontier():
+            if other.reach <= max(best, LEAST_REACH):
+                break
+            if other is not node and view.is_open(other):
+                best = max(best, other.reach * step / max(self.prices.draft(view.width(other), beside=True), step))
+        return best
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""

@@ -55,7 +55,6 @@ CACHES: dict[str, dict[str, Any]] = {
 
 def runs_of(simulation: Simulation) -> list[int]:
     """How many steps each job of the drafter's had."""
-    assert simulation.draft_worker is not None
     return [len(done) for done in simulation.draft_worker.runs]
 
 
@@ -112,28 +111,26 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
 
 
 @pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("verify", [3.5, 4.25, 5.0, 6.75])
+@pytest.mark.parametrize("verify", [0.5, 1.25, 2.5, 3.75])
 async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_running(
     verify: float, chains: bool, autojump_clock: Any
 ) -> None:
-    # The first proposal is sent at 2, and the drafter goes on; it is wrong from the first token on.
+    # A proposal takes four steps, and five more are of use; all are wrong from the first token on.
     price = priced(prefill=0.0, draft=1.0, verify=verify)
     draft = ScriptedModel(agreeing(0.0))
     async with simulated(ScriptedModel(truthful), draft, price=price, chains=chains) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=12, lookahead=2) == continuation(PROMPT, 12)
-        assert simulation.draft_worker is not None
-        for miss in simulation.instants("miss"):
-            running = [done for done in simulation.draft_worker.runs if done[0].began < miss.at < done[-1].ended]
-            for done in running:
-                assert done[-1].began <= miss.at
-        assert any(instant.kind == "rewind" for instant in simulation.instants("rewind", "draft"))
+        assert await text_of(simulation, PROMPT, max_tokens=24, lookahead=4) == continuation(PROMPT, 24)
+        runs, misses = filter(None, simulation.draft_worker.runs), simulation.instants("miss")
+        struck = [(done, miss.at) for done in runs for miss in misses if done[0].began < miss.at < done[-1].ended]
+        assert len(struck) > 5
+        for done, at in struck:
+            assert done[-1].began < at
 
 
 async def test_a_verdict_that_goes_their_way_does_not_end_them(autojump_clock: Any) -> None:
     price = priced(prefill=0.0, draft=2.0, verify=5.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         await text_of(simulation, PROMPT, max_tokens=40, lookahead=3)
-        assert simulation.draft_worker is not None
         passed = [
             (done, hit.at)
             for done in simulation.draft_worker.runs
@@ -299,7 +296,6 @@ def test_a_verdict_at_any_time_finds_the_books_true(caches: str, chains: bool) -
                 hop=None if hop is None else lambda: hop,
             ) as simulation:
                 assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
-                assert simulation.draft_worker is not None
                 assert simulation.draft_worker.num_comparisons > 10
 
         run(main)
