@@ -348,8 +348,10 @@ class DraftActor(ModelActor[DraftPart]):
 
         What is wanted instead is asked for once they have: the step that is running is not abandoned.
         """
-        if part.drafting is not None and part.drafting.node is not part.next_expansion(self.worker.clock()):
-            part.drafting.steps.interrupt()
+        if (drafting := part.drafting) is None:
+            return
+        if drafting.node is None or drafting.node is not part.next_expansion(self.worker.clock()):
+            drafting.steps.interrupt()
 
     def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
         if not isinstance(part.policy, Auto):
