@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -60,7 +60,8 @@ def fingerprint(model: Module) -> Fingerprint:
     Reads a few hundred elements of each tensor, so it takes some milliseconds whatever the model's size.
     """
     # Not `parameters`, which leaves out what begins with an underscore: the frequencies of a rotary embedding do.
-    arrays = [(name, leaf) for name, leaf in tree_flatten(dict(model)) if isinstance(leaf, mx.array)]
+    leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
+    arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
     layout = [[name, list(array.shape), str(array.dtype)] for name, array in arrays]
     quantised = [
         [name, *(getattr(part, what, None) for what in ("group_size", "bits", "mode"))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -119,11 +119,15 @@ def recall(recorded: LineRecord) -> LineState:
             ids = array(tokens)
             if ids.ndim != 1 or ids.dtype != mx.uint32:
                 raise MisfitError("its tokens are no list of ids")
-            return LineState(tuple(ids.tolist()), tuple(layer(one) for one in layers), tuple(pin(one) for one in pins))
+            return LineState(
+                tuple(cast(list[int], ids.tolist())),
+                tuple(layer(one) for one in layers),
+                tuple(pin(one) for one in pins),
+            )
     raise MisfitError("it describes a cache otherwise than it should")
 
 
 def _checked(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise MisfitError(f"it has {value!r:.40} where a number should be")
+        raise MisfitError(f"it has a {type(value).__name__} where a number should be")
     return value

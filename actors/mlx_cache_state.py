@@ -109,7 +109,8 @@ def put_pin(taken: LayerState, length: int, layer: Any, like: Any) -> Restore:
     """
     if type(layer) is CacheList:
         _check_parts(taken, like)
-        parts = [put_pin(*each) for each in zip(taken.parts, [length] * len(like.caches), layer.caches, like.caches)]
+        pairs = zip(layer.caches, like.caches, strict=True)
+        parts = [put_pin(part, length, *pair) for part, pair in zip(taken.parts, pairs, strict=True)]
 
         def restore_parts() -> None:
             for restore in parts:
@@ -198,17 +199,17 @@ def _take_arrays(layer: ArraysCache) -> State:
     return layer.state
 
 
-def _check_kv(state: State, like: KVCache) -> None:
+def _check_kv(state: State, like: Any) -> None:
     keys, values, offset = state
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
     _require(_is_number(offset, 0, num_rows), "a length that its arrays do not have", like)
 
 
-def _check_concatenated(state: State, like: ConcatenateKVCache) -> None:
+def _check_concatenated(state: State, like: Any) -> None:
     _num_rows(state, (like.keys, like.values), like)
 
 
-def _check_quantized(state: State, like: QuantizedKVCache) -> None:
+def _check_quantized(state: State, like: Any) -> None:
     keys, values, offset, group_size, bits = state
     _require(
         all(isinstance(arrays, tuple) and len(arrays) == 3 for arrays in (keys, values)), "arrays of another form", like
@@ -218,7 +219,7 @@ def _check_quantized(state: State, like: QuantizedKVCache) -> None:
     _require((group_size, bits) == (like.group_size, like.bits), "another quantisation", like)
 
 
-def _check_rotating(state: State, like: RotatingKVCache) -> None:
+def _check_rotating(state: State, like: Any) -> None:
     keys, values, offset, keep, max_size, index = state
     _require((keep, max_size) == (like.keep, like.max_size), f"a window other than {like.max_size}", like)
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
@@ -232,7 +233,7 @@ def _check_rotating(state: State, like: RotatingKVCache) -> None:
     _require(fits, "a length that its arrays do not have", like)
 
 
-def _check_chunk(state: State, like: ChunkedKVCache) -> None:
+def _check_chunk(state: State, like: Any) -> None:
     keys, values, offset, chunk_size, start = state
     _require(chunk_size == like.chunk_size, f"a chunk size other than {like.chunk_size}", like)
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
@@ -240,7 +241,7 @@ def _check_chunk(state: State, like: ChunkedKVCache) -> None:
     _require(fits, "a length that its arrays do not have", like)
 
 
-def _check_arrays(state: State, like: ArraysCache) -> None:
+def _check_arrays(state: State, like: Any) -> None:
     arrays, *padding = state
     _require(isinstance(arrays, tuple) and len(arrays) == len(like.cache), "another number of arrays", like)
     for array, other in zip(arrays, like.cache, strict=True):

@@ -32,6 +32,8 @@ from actors.mlx_cache import (
     trim,
     window,
 )
+from actors.line_state import LineState
+from actors.mlx_cache_state import MisfitError, can_take_state, put_state, take_state
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
@@ -259,6 +261,40 @@ class MLXLine:
                     raise RewindError(
                         f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {have}"
                     )
+
+    def take_state(self, tokens: tuple[int, ...]) -> LineState | None:
+        """What it holds, for a file; None where some cache is of a class of which nothing is known.
+
+        Args:
+            tokens: that it has processed.
+
+        Raises: RewindError: it holds another number of tokens.
+        """
+        self.check(len(tokens))
+        if not tokens or not all(can_take_state(layer) for layer in self.cache):
+            return None
+        return LineState(tokens, tuple(take_state(layer) for layer in self.cache))
+
+    def put_state(self, state: LineState) -> None:
+        """Have an empty line hold what another one of the same model held.
+
+        Raises: MisfitError, RewindError: the state is none of this model's; the line is empty still.
+        """
+        like = self._options.make_cache(self._model)
+        # Nothing of it is ever computed: it is here for the shapes.
+        self._model(mx.array([[0]]), cache=like)
+        if any(layer.kind == "QuantizedKVCache" for layer in state.layers):
+            attrs.evolve(self._options, quantized_kv_start=0).quantize(like, 1)
+        if len(state.layers) != len(like):
+            raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(like)}")
+        empty = self.cache
+        try:
+            self.cache = [put_state(taken, layer) for taken, layer in zip(state.layers, like, strict=True)]
+            self.check(len(state.tokens))
+        except (MisfitError, RewindError):
+            self.cache = empty
+            raise
+        self._length = len(state.tokens)
 
     def close(self) -> None:
         """See `Line.close`."""

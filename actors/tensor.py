@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, cast
 
 import attrs
 import mlx.core as mx
@@ -51,11 +51,15 @@ class Tensor:
         """
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
         mx.eval(flat)
-        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(flat))
+        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(cast(Any, flat)))
 
     def array(self) -> mx.array:
         """The array, evaluated."""
         dtype = _MLX_DTYPES[self.dtype]
-        array = mx.array(self.data).view(dtype).reshape(self.shape) if len(self.data) else mx.zeros(self.shape, dtype)
+        array = (
+            mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
+            if len(self.data)
+            else mx.zeros(self.shape, dtype)
+        )
         mx.eval(array)
         return array

@@ -115,10 +115,9 @@ def _mode_of(place: Path) -> int:
 def _write_to(file: IO[bytes], contents: Contents, check_cancelled: CheckCancelled) -> int:
     digest = hashlib.sha256()
     header = _header(contents)
-    blocks = [len(header).to_bytes(_LENGTH_BYTES, "little"), header]
+    beginning = memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
     size = 0
-    for block in [*blocks, *(tensor.data for tensor in contents.tensors.values())]:
-        view = memoryview(block).cast("B")
+    for view in [beginning, *(tensor.data for tensor in contents.tensors.values())]:
         for begin in range(0, len(view), _CHUNK_BYTES):
             check_cancelled()
             chunk = view[begin : begin + _CHUNK_BYTES]
@@ -268,9 +267,9 @@ class _Reader:
         match described:
             case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
                 fits = dtype in DTYPES and len(shape) <= _MAX_DIMENSIONS
-                if fits and all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
-                    if 0 <= begin <= end and end - begin == math.prod(shape) * DTYPES[dtype]:
-                        return _Entry(name, dtype, tuple(shape), begin, end)
+                fits = fits and all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape)
+                if fits and 0 <= begin <= end and end - begin == math.prod(shape) * DTYPES[dtype]:
+                    return _Entry(name, dtype, tuple(shape), begin, end)
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
     def _compare_checksum(self) -> None:
