@@ -11,17 +11,18 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import ModelActor, Part
+from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
+from actors.shaping import Tail, pad
 from actors.worker import Job, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
 from protocol.lookahead import Auto, Policy, View, policy_for
-from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Message, Proposal, Rest, Verdict, Withdraw
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
@@ -36,6 +37,8 @@ logger = logging.getLogger("outrider")
 INDEXED_IN_A_ROW = 256
 # Tokens that are looked up after a miss.
 LOOKED_UP_AT_ONCE = 8
+# Rows of logits that are looked at when catching up, at most: each is as wide as the vocabulary.
+MOST_ROWS = 32
 # Rounds for which the drafter leaves the target alone at a time.
 REST = 8
 # Rounds before its end at which a rest is prolonged, if it is: soon enough for the target to work ahead all the time.
@@ -199,6 +202,7 @@ class DraftActor(ModelActor[DraftPart]):
         target: trio.MemorySendChannel[Message],
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -207,7 +211,7 @@ class DraftActor(ModelActor[DraftPart]):
             target_vocab_size: the width of its logits.
             make_policy: decides how far a session is drafted ahead.
         """
-        super().__init__(model, worker, on_event, prices)
+        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
@@ -222,15 +226,11 @@ class DraftActor(ModelActor[DraftPart]):
             self._withdraw(part)
             return
         try:
-            line = await self.worker.run(Job("open", partial(self.model.open_line, beside_another=True), part.id))
-            try:
+            async with self._line(part, beside_another=True) as line:
                 await prefill(self.worker, line, part.held, opened)
                 await part.read_prompt()
                 part.is_ready = True
                 await self._draft_on(part, line)
-            finally:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(Job("close", line.close, part.id))
         except OutriderError as error:
             # It costs speed, never text: the target goes on by itself.
             logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)
@@ -273,10 +273,11 @@ class DraftActor(ModelActor[DraftPart]):
             line,
             plan,
             len(part.books.committed),
-            part.session.opened,
+            part.session,
             self._target_vocab_size,
             node.trail,
             part.policy.num_guesses,
+            part.session.shaping.tail(part.books.committed, part.tree.path(node)),
         )
         job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         beside = part.books.state is State.VERIFYING
@@ -311,7 +312,9 @@ class DraftActor(ModelActor[DraftPart]):
         """Read what the target has committed in a rest, and see what would have been guessed right."""
         assert isinstance(part.policy, Auto)
         plan = part.held.plan(part.books.committed, num_logits=0)
-        call = partial(catch_up, line, plan, part.session.opened, self._target_vocab_size)
+        num_rows = min(len(plan.feed), MOST_ROWS)
+        tail = part.session.shaping.tail(part.books.committed, num_rows=num_rows)
+        call = partial(catch_up, line, plan, part.session, self._target_vocab_size, num_rows, tail)
         job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
@@ -410,7 +413,14 @@ class Refused:
 
 
 def draft(
-    line: Line, plan: Plan, settled: int, opened: Open, vocab_size: int, trail: int, num_guesses: int
+    line: Line,
+    plan: Plan,
+    settled: int,
+    session: Session,
+    vocab_size: int,
+    trail: int,
+    num_guesses: int,
+    tail: Tail,
 ) -> Drafted | FellBack | Refused:
     """Draft one token.
 
@@ -418,11 +428,12 @@ def draft(
         line: the draft model's cache of this session.
         plan: how to bring it in line with the text that the token comes after.
         settled: length of the committed text; the text to draft after may go beyond it.
-        opened: of the session.
+        session: for which.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
         trail: of the text that the token comes after.
         num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
+        tail: of the text that the token comes after.
 
     Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
         distribution that it was drawn from; or what stood against it.
@@ -434,8 +445,8 @@ def draft(
         return Refused()
     rows = line.feed(plan.feed, 1)
     assert rows is not None
-    logits = rows[:, :vocab_size]
-    settings, seed = opened.settings, opened.seed
+    logits = session.shaping.shape(pad(rows, vocab_size), tail, position)
+    settings, seed = session.opened.settings, session.opened.seed
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
         guesses = _ranked(found)
@@ -461,15 +472,15 @@ def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ..
     return tuple(
         Guess(token, share, rank=rank, raw=share)
         for rank, (token, share) in enumerate(zip(tokens, shares, strict=True), start=first)
+        # What a filter left out is no guess, unless it is all there is.
+        if share > 0.0 or rank == 0
     )
 
 
-# Rows of logits that are looked at when catching up, at most: each is as wide as the vocabulary.
-MOST_ROWS = 32
-
-
-def catch_up(line: Line, plan: Plan, opened: Open, vocab_size: int) -> list[tuple[int, float]] | FellBack:
-    """Read committed tokens, and guess what comes after each.
+def catch_up(
+    line: Line, plan: Plan, session: Session, vocab_size: int, num_rows: int, tail: Tail
+) -> list[tuple[int, float]] | FellBack:
+    """Read committed tokens, and guess what comes after each of the last `num_rows`.
 
     Args: as `draft`.
 
@@ -477,14 +488,13 @@ def catch_up(line: Line, plan: Plan, opened: Open, vocab_size: int) -> list[tupl
     """
     if (length := line.rewind(plan.keep)) < plan.keep:
         return FellBack(length)
-    num_rows = min(len(plan.feed), MOST_ROWS)
     end = plan.keep + len(plan.feed)
     rows = line.feed(plan.feed, num_rows)
     assert rows is not None
-    logits, settings = rows[:, :vocab_size], opened.settings
+    start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
+    logits = session.shaping.shape(pad(rows, vocab_size), tail, start)
     if settings.rule == "match":
-        start = end - num_rows + 1
-        tokens, shares = likeliest(scores(logits, settings.temperature, opened.seed, start, vocab_size), 1)
+        tokens, shares = likeliest(scores(logits, settings.temperature, seed, start, vocab_size), 1)
         tokens, shares = tokens[:, 0], shares[:, 0]
     else:
         probs = distribution(logits, settings.temperature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import trio
 
+from actors.shaping import Shaping
 from protocol.books import Commit
 from protocol.errors import OutriderError
 from protocol.messages import Open
@@ -22,6 +23,7 @@ class Session:
         commits: where the target puts what is committed. Bounded, so that a slow consumer slows the
             models and not the memory; closed when nothing more comes.
         counts: what the actors count; the consumer's side counts tokens.
+        shaping: of both models' logits.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
     """
@@ -31,6 +33,9 @@ class Session:
     counts: Counts = attrs.field(factory=Counts)
     unsent: Commit | None = None
     error: OutriderError | None = None
+    shaping: Shaping = attrs.field(
+        init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
+    )
 
     def end(self, error: OutriderError | None = None) -> None:
         """Say that nothing more comes, and why. The first reason stands."""

@@ -10,16 +10,25 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import ModelActor, Part
+from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
+from actors.shaping import Shaping, Tail
 from actors.worker import Job, JobError, Worker
-from protocol.acceptance import Judgement, choices, distribution, draw, judge_by_match, judge_by_rejection
+from protocol.acceptance import (
+    Judgement,
+    choices,
+    distribution,
+    draw,
+    judge_by_match,
+    judge_by_rejection,
+    likelihoods,
+)
 from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
 from protocol.held import Plan
-from protocol.messages import Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Likelihood, Message, Open, Proposal, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
@@ -74,6 +83,7 @@ class TargetActor(ModelActor[TargetPart]):
         on_failure: Callable[[OutriderError], None],
         drafter: trio.MemorySendChannel[Message] | None = None,
         beside_another: bool = True,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -82,7 +92,7 @@ class TargetActor(ModelActor[TargetPart]):
             drafter: the drafter's mailbox.
             beside_another: whether a drafter, if there is one, has a model too.
         """
-        super().__init__(model, worker, on_event, prices)
+        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
         self.drafter = drafter
         self._beside_another = beside_another
@@ -93,20 +103,14 @@ class TargetActor(ModelActor[TargetPart]):
     async def _take_part(self, part: TargetPart) -> None:
         opened, session = part.session.opened, part.session
         try:
-            beside_another = opened.drafted and self._beside_another
-            line = await self.worker.run(
-                Job("open", partial(self.model.open_line, beside_another=beside_another), part.id)
-            )
-            try:
+            async with self._line(part, beside_another=opened.drafted and self._beside_another) as line:
+                session.counts.cached_tokens = len(part.held)
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:
                     session.unsent = await self._round(part, line)
                 await self._deliver(session)
                 if part.books.finish_reason is not None:
                     self._note(part, "finish")
-            finally:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(Job("close", line.close, part.id))
         except JobError as error:
             # The model failed, unless the error is one of ours, which is about this session only.
             if isinstance(error.__cause__, OutriderError):
@@ -184,7 +188,7 @@ class TargetActor(ModelActor[TargetPart]):
         settle = part.replay.should_settle(len(plan.feed) - 1, self.prices.verify, part.seconds_per_token)
         job = Job(
             "verify",
-            partial(verify, line, plan, proposal, part.session.opened, settle=settle),
+            partial(verify, line, plan, proposal, part.session, self._tail(part, proposal), settle=settle),
             part.id,
             len(plan.feed) + len(proposal.tokens),
             proposal.round,
@@ -207,23 +211,31 @@ class TargetActor(ModelActor[TargetPart]):
             judgement.token,
             verified.single_step,
             settles=verified.single_step and settle,
+            likelihoods=verified.likelihoods,
         )
+
+    def _tail(self, part: TargetPart, proposal: Proposal) -> Tail:
+        """The text that the logits of a proposal's tokens are shaped by."""
+        return part.session.shaping.tail(part.books.committed, proposal.tokens, num_rows=1 + len(proposal.tokens))
 
     async def _decode(self, part: TargetPart, line: Line) -> Verdict:
         """A round without a proposal: the drafter rests, or nobody drafts any more."""
         books = part.books
         if part.decoder is None:
-            part.decoder = PlainDecoder(line, part.session.opened)
+            part.decoder = PlainDecoder(line, part.session.opened, part.session.shaping)
         plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
         # Only where the next token is the target's own as well, whatever this one is.
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
-        go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
-        token = await self.worker.run(
-            Job("decode", partial(part.decoder.step, plan, books.next_position, go_ahead), part.id, 1, books.round),
+        go_ahead = goes_on and (books.remaining is None or books.remaining > 1) and part.decoder.can_go_ahead
+        tail = part.session.shaping.tail(books.committed)
+        token, likelihoods = await self.worker.run(
+            Job(
+                "decode", partial(part.decoder.step, plan, tail, books.next_position, go_ahead), part.id, 1, books.round
+            ),
             meanwhile=partial(self._deliver_now, part.session),
         )
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
-        return Verdict(part.id, books.round, books.next_position, 0, token)
+        return Verdict(part.id, books.round, books.next_position, 0, token, likelihoods=likelihoods)
 
 
 # --- on the target's thread -----------------------------------------------------------------------
@@ -238,15 +250,17 @@ class Verified:
         width: tokens that went through the model.
         length: tokens that the cache holds afterwards.
         single_step: whether only committed tokens were fed.
+        likelihoods: of what stands and what comes next, where the session asks for them.
     """
 
     judgement: Judgement
     width: int
     length: int
     single_step: bool
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
-def verify(line: Line, plan: Plan, proposal: Proposal, opened: Open, *, settle: bool) -> Verified:
+def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: Tail, *, settle: bool) -> Verified:
     """One forward pass over what is not in the cache yet and the proposal; then the cache is put right.
 
     Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
@@ -259,10 +273,19 @@ def verify(line: Line, plan: Plan, proposal: Proposal, opened: Open, *, settle: 
     fed = () if single_step else drafted
     logits = line.feed(plan.feed + fed, 1 + len(fed))
     assert logits is not None
-    judgement = judge(logits, drafted, proposal, opened)
+    processed = session.shaping.process(logits, tail, proposal.start)
+    judgement = judge(session.shaping.filter(processed, proposal.start), drafted, proposal, session.opened)
+    tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
+    likely = asked_likelihoods(processed, tokens, session.opened)
     length = line.rewind(proposal.start + (0 if single_step else judgement.num_accepted))
     line.check(length)
-    return Verified(judgement, len(plan.feed) + len(fed), length, single_step)
+    return Verified(judgement, len(plan.feed) + len(fed), length, single_step, likely)
+
+
+def asked_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -> tuple[Likelihood, ...]:
+    """The likelihoods of tokens, where the session asks for them."""
+    num_top = opened.settings.logprobs
+    return likelihoods(logits, tokens, num_top) if num_top else ()
 
 
 def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open) -> Judgement:
@@ -287,40 +310,51 @@ class PlainDecoder:
     graph and the way through trio cost nothing while the device computes.
     """
 
-    def __init__(self, line: Line, opened: Open) -> None:
+    def __init__(self, line: Line, opened: Open, shaping: Shaping) -> None:
         self._line = line
         self._opened = opened
-        self._pending: mx.array | None = None  # (1,) the next token, launched and not read
+        self._shaping = shaping
+        self._pending: tuple[mx.array, mx.array] | None = None  # (1,) the next token, launched and not read; its logits
 
     @property
     def is_ahead(self) -> bool:
         """Whether the cache already processes the last token that was returned."""
         return self._pending is not None
 
-    def step(self, plan: Plan, position: int, go_ahead: bool) -> int:
-        """The token at a position.
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether a token need not be known for the next one's logits to be shaped."""
+        return not self._shaping.needs_ids
+
+    def step(self, plan: Plan, tail: Tail, position: int, go_ahead: bool) -> tuple[int, tuple[Likelihood, ...]]:
+        """The token at a position, and how likely it was, where that is asked for.
 
         Args:
             plan: how to bring the cache in line; nothing to do where the decoder is ahead.
+            tail: of the text before the token.
             position: absolute, of the token wanted.
             go_ahead: whether a token after it will be wanted.
         """
         if self._pending is None:
-            logits = self._line.feed(plan.feed, 1)
-            assert logits is not None
-            self._pending = self._choose(logits, position)
-        token = self._pending
+            rows = self._line.feed(plan.feed, 1)
+            assert rows is not None
+            self._pending = self._choose(self._shaping.process(rows, tail, position), position)
+        token, logits = self._pending
         self._pending = None
         mx.async_eval(token)
         if go_ahead:
-            self._pending = self._choose(self._line.feed_lazy(token), position + 1)
-            mx.async_eval(self._pending)
+            following = self._shaping.process_lazily(self._line.feed_lazy(token), tail, position, token)
+            self._pending = self._choose(following, position + 1)
+            mx.async_eval(self._pending[0])
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
-        return cast(int, token.item())
+        chosen = cast(int, token.item())
+        return chosen, asked_likelihoods(logits, (chosen,), self._opened)
 
-    def _choose(self, logits: mx.array, position: int) -> mx.array:
+    def _choose(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """The token (1,) that comes of processed logits (1, V), and those; lazy."""
         settings, seed = self._opened.settings, self._opened.seed
+        filtered = self._shaping.filter(logits, position)
         if settings.rule == "match":
-            return choices(logits, settings.temperature, seed, position, logits.shape[1])
-        probs = distribution(logits[0], settings.temperature)
-        return draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
+            return choices(filtered, settings.temperature, seed, position, logits.shape[1]), logits
+        probs = distribution(filtered[0], settings.temperature)
+        return draw(probs, key_for(seed, Purpose.RECOVER, position))[None], logits

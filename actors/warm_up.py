@@ -13,6 +13,7 @@ import mlx.core as mx
 import trio
 
 from actors.model import Line, Model
+from actors.shaping import NOTHING, Shaping
 from actors.target import PlainDecoder
 from actors.worker import Job, JobError, Worker
 from protocol.held import Plan
@@ -94,10 +95,10 @@ async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], 
 
 async def _decode_plainly(line: Line, worker: Worker, prices: Prices) -> None:
     """Tokens without a drafter, one pass ahead, as in a stream."""
-    decoder, plan = PlainDecoder(line, _OPENED), Plan(TEXT, (0,))
+    decoder, plan = PlainDecoder(line, _OPENED, Shaping(_OPENED)), Plan(TEXT, (0,))
     for step in range(PLAIN_STEPS):
         length, began = plan.keep + len(plan.feed), worker.clock()
-        await worker.run(Job("warm-up", partial(decoder.step, plan, length, True), None, 1))
+        await worker.run(Job("warm-up", partial(decoder.step, plan, NOTHING, length, True), None, 1))
         if step > 0:
             prices.plain.observe(worker.clock() - began)
         plan = Plan(length + 1, ())

@@ -14,18 +14,23 @@ probability min(1, p(d)/q(d)). At the first rejection a token is *recovered* fro
 max(0, p - q), normalised; after a full acceptance a *bonus* token is drawn from p. Each token is an
 exact sample of p for any q from which d was really drawn; acceptance is 1 - TV.
 
+The logits here are those after processors and filters, which leave a token out by -inf; the temperature is still to
+be applied.
+
 Everything here is lazy until the one `mx.eval` in `judge_*`, so that a round costs one
-synchronisation.
+synchronisation, and another one where log-probabilities are asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import attrs
 import mlx.core as mx
 
 from protocol.errors import ProtocolError
+from protocol.messages import Likelihood
 from protocol.randomness import Purpose, key_for
 
 
@@ -41,6 +46,29 @@ class Judgement:
 
     num_accepted: int
     token: int | None
+
+
+def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
+    """How likely tokens were, and which were the likeliest.
+
+    Args:
+        logits: (n, V) with n >= len(tokens), the target's, processed, of the tokens' positions.
+        tokens: (m,) that were chosen there.
+        num_top: how many of the likeliest to name, >= 1; all V where there are fewer.
+
+    Returns: one for each token. Costs a synchronisation.
+    """
+    rows = logits[: len(tokens)].astype(mx.float32)
+    logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, mx.array(tuple(tokens))[:, None], axis=-1)
+    order = mx.argsort(-logprobs, axis=-1)[:, :num_top]
+    best = mx.take_along_axis(logprobs, order, axis=-1)
+    mx.eval(chosen, order, best)
+    ids, tops = cast(list[list[int]], order.tolist()), cast(list[list[float]], best.tolist())
+    return tuple(
+        Likelihood(own, tuple(zip(row_ids, row_tops, strict=True)))
+        for (own,), row_ids, row_tops in zip(cast(list[list[float]], chosen.tolist()), ids, tops, strict=True)
+    )
 
 
 # --- match ----------------------------------------------------------------------------------------

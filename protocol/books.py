@@ -25,7 +25,7 @@ from typing import Literal
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Likelihood, Message, Open, Proposal, Rest, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
 
@@ -72,6 +72,7 @@ class Commit:
         single_step, settles: as in the verdict.
         resting: whether the drafter had left the round to the target.
         finish_reason: why the text ends with the last token, or None where it goes on.
+        likelihoods: of the tokens, where the session asks for log-probabilities.
     """
 
     session: int
@@ -85,6 +86,7 @@ class Commit:
     settles: bool = False
     resting: bool = False
     finish_reason: FinishReason | None = None
+    likelihoods: tuple[Likelihood, ...] = ()
 
 
 class Books:
@@ -230,6 +232,7 @@ class Books:
             settles=verdict.settles,
             resting=self.state is State.RESTING,
             finish_reason=finish_reason,
+            likelihoods=verdict.likelihoods[:most],
         )
 
     def _move(self, message: Message) -> None:

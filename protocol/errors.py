@@ -45,6 +45,10 @@ class RuntimeClosedError(OutriderError):
     """The runtime or the stream was closed by you; nothing more comes from it."""
 
 
+class ProcessorError(OutriderError):
+    """A logits processor of yours raised, which is the cause, or returned something else than logits."""
+
+
 # --- what happened to you -------------------------------------------------------------------------
 
 

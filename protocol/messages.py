@@ -85,6 +85,19 @@ class Proposal:
 
 
 @attrs.frozen
+class Likelihood:
+    """How likely the target found a token, by its log-probabilities after logits processors.
+
+    Attributes:
+        logprob: of the token, <= 0.
+        top: (id, log-probability) of the likeliest tokens at its position, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@attrs.frozen
 class Verdict:
     """The target's answer to a proposal.
 
@@ -97,6 +110,7 @@ class Verdict:
         single_step: whether only committed tokens were fed, and only the first drafted one compared: because
             nothing could have been undone (the N=1 fallback), or to settle what is to be fed again.
         settles: whether it was the latter.
+        likelihoods: of the accepted tokens and the one after them, where the session asks for log-probabilities.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -106,6 +120,7 @@ class Verdict:
     token: int | None = attrs.field(validator=optional(ge(0)))
     single_step: bool = attrs.field(default=False)
     settles: bool = False
+    likelihoods: tuple[Likelihood, ...] = ()
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:

@@ -25,6 +25,7 @@ class Purpose(enum.IntEnum):
     DRAFT = 2  # a token drawn from the draft's distribution
     ACCEPT = 3  # the uniform number against which a drafted token is judged
     RECOVER = 4  # a token drawn from the residual, or the bonus token
+    XTC = 5  # whether XTC leaves out the top choices, for target and draft alike
 
 
 def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.processors import LogitsProcessor
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -120,10 +121,6 @@ def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
         if not is_number or math.isnan(bias) or not bias <= _MOST:
             raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {bias!r} for {id}")
-
-
-LogitsProcessor = Callable[[Any, Any], Any]
-"""`f(tokens, logits)`: (n,) ids of the text so far, prompt included, and (1, V) logits; returns (1, V) logits."""
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -247,3 +244,23 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
             hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
             raise SettingsError(f"there is no setting {name!r}; {hint}")
     return Settings(**keywords)
+
+
+def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
+    """Compare what settings say of tokens with the target's vocabulary.
+
+    Raises: SettingsError: an id is outside, or more tokens are to be kept than there are.
+    """
+    named: dict[str, Iterable[int]] = {
+        "stop_tokens": settings.stop_tokens,
+        "logit_bias": settings.logit_bias,
+        "xtc_special_tokens": settings.xtc_special_tokens,
+    }
+    for name, ids in named.items():
+        if outside := [token for token in ids if token >= vocab_size]:
+            raise SettingsError(f"{name} {outside} are outside the target's vocabulary of {vocab_size} ids")
+    for name in ("top_k", "min_tokens_to_keep"):
+        if getattr(settings, name) > vocab_size:
+            raise SettingsError(
+                f"{name} must be at most the target's vocabulary of {vocab_size} ids, got {getattr(settings, name)}"
+            )

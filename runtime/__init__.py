@@ -12,6 +12,7 @@ from protocol.errors import (
     ModelError,
     NoRuntimeError,
     OutriderError,
+    ProcessorError,
     PromptError,
     ProtocolError,
     RewindError,
@@ -22,6 +23,7 @@ from protocol.errors import (
     StreamBusyError,
     VocabularyMismatchError,
 )
+from protocol.processors import Checkpointed, LogitsProcessor, stateless
 from protocol.settings import Settings
 from protocol.trace import Event, Instant, Span
 from runtime import blas
@@ -30,18 +32,21 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.engine import Runtime, open, serve, stream
-    from runtime.streaming import Completion, Token, TokenStream
+    from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
 __all__ = [
     "DEMO_DRAFT",
     "DEMO_TARGET",
+    "Checkpointed",
     "Completion",
     "Event",
     "Instant",
+    "LogitsProcessor",
     "ModelError",
     "NoRuntimeError",
     "OutriderError",
+    "ProcessorError",
     "PromptError",
     "ProtocolError",
     "RewindError",
@@ -56,10 +61,12 @@ __all__ = [
     "StreamBusyError",
     "Token",
     "TokenStream",
+    "TopLogprob",
     "VocabularyMismatchError",
     "generate_sync",
     "open",
     "serve",
+    "stateless",
     "stream",
 ]
 
@@ -75,6 +82,7 @@ _HOMES = {
     "Completion": "runtime.streaming",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
+    "TopLogprob": "runtime.streaming",
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }

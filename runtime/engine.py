@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.actor import PREFIX_CACHE_BYTES
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
@@ -32,14 +34,23 @@ from protocol.errors import (
     PromptError,
     RuntimeBrokenError,
     RuntimeClosedError,
-    SettingsError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import MAX_SEED, NGRAM, Settings, settings_from
+from protocol.processors import can_be_speculated_with
+from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
-from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
+from runtime.opening import (
+    Device,
+    Loaded,
+    Source,
+    check_cache_options,
+    check_device,
+    check_integer,
+    check_source,
+    load_onto,
+)
 from runtime.streaming import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
@@ -48,6 +59,8 @@ logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
+
+_warned_of: set[str] = set()  # logits processors, once a process
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -105,6 +118,7 @@ class Runtime:
         self._trio_token = trio.lowlevel.current_trio_token()
         self._ids = itertools.count()
         self._sessions: dict[int, Session] = {}
+        self._hung_up: deque[int] = deque()  # sessions that are to be ended; any thread may add one
         self._past = Counts()  # of sessions that are over
         self._closed: OutriderError | None = None
         self._clock = target.worker.clock
@@ -131,6 +145,8 @@ class Runtime:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
         opened = self._opened(prompt, settings_from(settings))
+        # A session whose stream was closed a moment ago may have what this one can begin with.
+        self._end_those_that_hung_up()
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -202,8 +218,7 @@ class Runtime:
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        if outside := [t for t in settings.stop_tokens if t >= model.vocab_size]:
-            raise SettingsError(f"stop_tokens {outside} are outside the target's vocabulary of {model.vocab_size} ids")
+        check_vocabulary_size(settings, model.vocab_size)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
@@ -214,15 +229,20 @@ class Runtime:
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
             stop_tokens=frozenset(ends),
             context_length=model.context_length,
-            drafted=self._draft is not None and settings.lookahead != 0,
+            drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
         )
 
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
+        self._hung_up.append(session)
         try:
-            self._trio_token.run_sync_soon(self._end_session, session)
+            self._trio_token.run_sync_soon(self._end_those_that_hung_up)
         except trio.RunFinishedError:
             return  # and with the event loop every session ended
+
+    def _end_those_that_hung_up(self) -> None:
+        while self._hung_up:
+            self._end_session(self._hung_up.popleft())
 
     def _end_session(self, id: int) -> None:
         if (session := self._sessions.pop(id, None)) is None:
@@ -256,6 +276,21 @@ class Runtime:
         for id, session in list(self._sessions.items()):
             session.end(_again(error))
             self._end_session(id)
+
+
+def _can_be_speculated(settings: Settings) -> bool:
+    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
+    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
+    for processor in careful:
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
+                "runtime.stateless if it keeps none, or give it save() and restore(state)",
+                name,
+            )
+    return not careful
 
 
 def _again(error: OutriderError) -> OutriderError:
@@ -309,6 +344,7 @@ async def running(
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -320,6 +356,7 @@ async def running(
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
+        prefix_cache_bytes: see `open`.
 
     Cancellation: as `open`.
     """
@@ -331,7 +368,14 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        target_actor = TargetActor(
+            *target,
+            events,
+            prices,
+            on_failure=on_failure,
+            beside_another=draft != NGRAM,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
         draft_actor: DraftActor | LookupActor | None = None
         if draft == NGRAM:
             draft_actor = LookupActor(
@@ -345,6 +389,7 @@ async def running(
                 target=target_actor.mailbox,
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
+                prefix_cache_bytes=prefix_cache_bytes,
             )
         if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
@@ -373,6 +418,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -392,6 +438,8 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
+            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -416,6 +464,7 @@ async def open(
     if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     events = Events()
     listener = check_trace(trace)
 
@@ -454,6 +503,7 @@ async def open(
             tokenizer=ours.tokenizer,
             events=events,
             prices=prices,
+            prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime
 

@@ -20,6 +20,15 @@ _CLOSED = "this stream was closed; begin another with stream()"
 
 
 @attrs.frozen
+class TopLogprob:
+    """One of the likeliest tokens at a position: its id, its text by itself, and its log-probability."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@attrs.frozen
 class Token:
     """One generated token.
 
@@ -31,6 +40,10 @@ class Token:
         from_draft: whether the drafter had proposed it.
         finish_reason: None where the text goes on; "stop" at an end-of-text or stop token; "length" where
             `max_tokens` or the context is used up.
+        logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
+            unless `logprobs` asks for it.
+        top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
+            it asks for some.
     """
 
     id: int
@@ -38,6 +51,8 @@ class Token:
     index: int
     from_draft: bool
     finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @attrs.frozen
@@ -209,12 +224,15 @@ class TokenStream:
         if self._first_at is None:
             self._first_at = self._last_at
         self._on_token(commit, index)
+        likelihood = commit.likelihoods[index] if commit.likelihoods else None
         token = Token(
             id=commit.tokens[index],
             text=self._text(commit.tokens[index], finish_reason),
             index=self._num_given,
             from_draft=index < commit.num_from_draft,
             finish_reason=finish_reason,
+            logprob=None if likelihood is None else likelihood.logprob,
+            top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
         )
         self._num_given += 1
         if finish_reason is not None:
@@ -225,6 +243,9 @@ class TokenStream:
     def _text(self, token: int, finish_reason: FinishReason | None) -> str:
         text = "" if finish_reason == "stop" else self._detokenizer.add(token)
         return text if finish_reason is None else text + self._detokenizer.finish()
+
+    def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
+        return tuple(TopLogprob(id, self._detokenizer.alone(id), logprob) for id, logprob in top)
 
     def _close(self) -> None:
         if not self._is_closed:

@@ -99,6 +99,10 @@ class Detokenizer:
         self._ids.append(token)
         return self._advance(is_last=False)
 
+    def alone(self, token: int) -> str:
+        """The text of a token by itself, whatever comes before it."""
+        return "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+
     def finish(self) -> str:
         """What is left: a character that was never completed."""
         return self._advance(is_last=True)

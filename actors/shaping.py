@@ -1,0 +1,278 @@
+"""From a model's logits to those by which tokens are chosen: logits processors first, then filters.
+
+The building blocks are mlx-lm's, put together in its order: `logit_bias`, the penalties, the user's processors; then,
+at a temperature, top-p, min-p, XTC and top-k over log-probabilities. The temperature itself belongs to the acceptance
+rules. Both models' logits are shaped alike, each on its own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
+
+from protocol.errors import ProcessorError
+from protocol.messages import Open
+from protocol.processors import Checkpointed, LogitsProcessor
+from protocol.randomness import Purpose, key_for
+from protocol.settings import Settings
+
+# States of one processor that are kept: those of what is drafted, and of the text behind it.
+MOST_STATES = 256
+
+
+@attrs.frozen
+class Tail:
+    """The end of a text.
+
+    Attributes:
+        begin: absolute position of the first of the tokens.
+        tokens: from there to the end.
+    """
+
+    begin: int
+    tokens: tuple[int, ...]
+
+    def before(self, position: int, look_back: int | None) -> tuple[int, ...]:
+        """The tokens before an absolute position; the last `look_back` of them, unless that is None."""
+        history = self.tokens[: position - self.begin]
+        return history if look_back is None else history[len(history) - look_back :] if look_back else ()
+
+
+NOTHING = Tail(0, ())
+_NO_TOKENS = mx.array([], dtype=mx.int32)
+
+
+class Shaping:
+    """What one session's settings make of logits."""
+
+    def __init__(self, opened: Open) -> None:
+        """For one session.
+
+        Args:
+            opened: the message that begins it.
+        """
+        settings = opened.settings
+        self._seed = opened.seed
+        self._settings = settings
+        self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
+        self._penalties = _penalties(settings)
+        self._own = [
+            _Recalled(processor, len(opened.prompt)) if isinstance(processor, Checkpointed) else processor
+            for processor in settings.logits_processors
+        ]
+        self._filters = _filters(settings) if settings.temperature > 0 else []
+        # How many tokens before a position are to be known: all (None), or so many.
+        self._look_back = None if self._own else max((size for _, size in self._penalties), default=0)
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the tokens before a position must be known as numbers, and cannot be given as a lazy array."""
+        return any(isinstance(processor, _Recalled) for processor in self._own)
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether logits are shaped by the tokens before them at all."""
+        return self._look_back != 0
+
+    def tail(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> Tail:
+        """So much of a text as is needed to shape logits after it.
+
+        Args:
+            committed: the text, prompt included.
+            beyond: drafted tokens after it.
+            num_rows: for how many of the text's last tokens the logits after them are to be shaped.
+        """
+        if not self.needs_text:
+            return NOTHING
+        total = len(committed) + len(beyond)
+        begin = 0 if self._look_back is None else max(0, total - num_rows - self._look_back)
+        return Tail(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
+
+    def process(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
+        """Put logits through the processors.
+
+        Args:
+            logits: (n, V) for positions start … start + n - 1.
+            tail: of the text up to position start + n - 1, excluded; see `tail`.
+            start: absolute position of the first row.
+
+        Returns: (n, V), lazy.
+        Raises: ProcessorError: a processor failed.
+        """
+        for processor in self._bias:  # knows no text, and takes all rows at once
+            logits = processor(_NO_TOKENS, logits)
+        if not self.needs_text:
+            return logits
+        rows = []
+        for i in range(logits.shape[0]):
+            history = tail.before(start + i, self._look_back)
+            rows.append(self._row(logits[i : i + 1], mx.array(history), history))
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+
+    def process_lazily(self, logits: mx.array, tail: Tail, position: int, token: mx.array) -> mx.array:
+        """The same for one row, after a token that may not be computed yet. Not where `needs_ids`.
+
+        Args:
+            logits: (1, V) for the position after `position`.
+            tail: of the text up to `position`, excluded.
+            position: absolute, of the token.
+            token: (1,), lazy.
+        """
+        for processor in self._bias:
+            logits = processor(_NO_TOKENS, logits)
+        if not self.needs_text:
+            return logits
+        history = mx.array(tail.before(position, self._look_back))
+        return self._row(logits, mx.concatenate([history, token.astype(history.dtype)]), ())
+
+    def filter(self, logits: mx.array, start: int) -> mx.array:
+        """Leave out what the filters leave out.
+
+        Args:
+            logits: (n, V) processed, for positions start … start + n - 1.
+            start: absolute position of the first row.
+
+        Returns: (n, V) log-probabilities, -inf where a token is left out; the logits as they are where no filter
+            is on. Lazy.
+        """
+        if not self._filters:
+            return logits
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        for apply in self._filters:
+            logprobs = apply(logprobs, partial(self._coins, start, logits.shape[0]))
+        return logprobs
+
+    def shape(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
+        """`process`, then `filter`."""
+        return self.filter(self.process(logits, tail, start), start)
+
+    def _coins(self, start: int, num_rows: int) -> mx.array:
+        """(n, 1) uniform numbers for XTC, one a position."""
+        keys = [key_for(self._seed, Purpose.XTC, start + i) for i in range(num_rows)]
+        return mx.stack([mx.random.uniform(key=key) for key in keys])[:, None]
+
+    def _row(self, logits: mx.array, tokens: mx.array, ids: tuple[int, ...]) -> mx.array:
+        for processor, size in self._penalties:
+            logits = processor(tokens[-size:], logits)
+        for own in self._own:
+            before = logits.shape
+            try:
+                logits = own(ids, tokens, logits) if isinstance(own, _Recalled) else own(tokens, logits)
+            # Somebody else's code: whatever it raises belongs to this stream, and not to the models.
+            except Exception as error:
+                raise ProcessorError(f"the logits processor {own!r} raised {type(error).__name__}: {error}") from error
+            if not isinstance(logits, mx.array) or logits.shape != before:
+                got = f"an array of shape {logits.shape}" if isinstance(logits, mx.array) else repr(logits)
+                raise ProcessorError(f"the logits processor {own!r} must return logits of shape {before}, got {got}")
+        return logits
+
+
+def pad(logits: mx.array, width: int) -> mx.array:
+    """Logits (n, W) as wide as the target's: a narrower model gives tokens that it does not know no chance. Lazy."""
+    missing = width - logits.shape[1]
+    return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing > 0 else logits[:, :width]
+
+
+# --- the settings' own ----------------------------------------------------------------------------
+
+
+def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int]]:
+    """Each penalty that is on, and how many tokens it looks back."""
+    found = []
+    for name in ("repetition", "presence", "frequency"):
+        size = getattr(settings, f"{name}_context_size")
+        made = make_logits_processors(
+            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": size}
+        )
+        found += [(processor, size) for processor in made]
+    return found
+
+
+Filter = Callable[[mx.array, Callable[[], mx.array]], mx.array]
+"""From (n, V) log-probabilities, and what makes (n, 1) uniform numbers for them, to (n, V) log-probabilities."""
+
+
+def _filters(settings: Settings) -> list[Filter]:
+    """The filters that are on, in mlx-lm's order (`mlx_lm.sample_utils.make_sampler`)."""
+    filters: list[Filter] = []
+    if 0 < settings.top_p < 1:
+        filters.append(lambda logprobs, _: apply_top_p(logprobs, settings.top_p))
+    if settings.min_p > 0:
+        filters.append(lambda logprobs, _: _min_p(logprobs, settings))
+    if settings.xtc_probability > 0:
+        filters.append(lambda logprobs, coins: _xtc(logprobs, settings, coins()))
+    if settings.top_k > 0:
+        filters.append(lambda logprobs, _: _top_k(logprobs, settings.top_k))
+    return filters
+
+
+def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:
+    keep = min(settings.min_tokens_to_keep, logprobs.shape[-1])
+    return apply_min_p(logprobs, settings.min_p, keep)
+
+
+def _xtc(logprobs: mx.array, settings: Settings, coins: mx.array) -> mx.array:
+    """mlx-lm tosses one coin of its own for all rows; ours says for each row whether what it leaves out is left out."""
+    special = [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]
+    left_out = apply_xtc(logprobs, 1.0, settings.xtc_threshold, special)
+    return mx.where(coins > settings.xtc_probability, logprobs, left_out)
+
+
+def _top_k(logprobs: mx.array, top_k: int) -> mx.array:
+    return apply_top_k(logprobs, top_k) if top_k < logprobs.shape[-1] else logprobs
+
+
+# --- processors with a state ----------------------------------------------------------------------
+
+
+class _Recalled:
+    """A processor that keeps a state, called on texts in any order and by both models."""
+
+    def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
+        self._processor = processor
+        self._prompt_length = prompt_length
+        # One object, and two models' threads.
+        self._lock = threading.Lock()
+        self._initial = processor.save()
+        # By what was generated: the state after the call with it.
+        self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return repr(self._processor)
+
+    def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
+        """The processor's result for a text, whatever it was called with before."""
+        generated = ids[self._prompt_length :]
+        with self._lock:
+            known = self._go_to(generated)
+            for length in range(known, len(generated)):
+                self._processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
+                self._keep(generated[:length])
+            result = self._processor(tokens, logits)
+            self._keep(generated)
+        return result
+
+    def _go_to(self, generated: tuple[int, ...]) -> int:
+        """Restore the state after the longest text before this one that is known; returns the next text's length."""
+        for length in range(len(generated) - 1, -1, -1):
+            state = self._states.get(generated[:length], self)
+            if state is not self:
+                self._states.move_to_end(generated[:length])
+                self._processor.restore(state)
+                return length + 1
+        self._processor.restore(self._initial)
+        return 0
+
+    def _keep(self, generated: tuple[int, ...]) -> None:
+        self._states[generated] = self._processor.save()
+        self._states.move_to_end(generated)
+        if len(self._states) > MOST_STATES:
+            self._states.popitem(last=False)
