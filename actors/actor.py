@@ -228,7 +228,12 @@ class ModelActor(Actor[S]):
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, part.id))
 
-    async def _others_to_be_over(self, part: S) -> None:
+    async def settled(self) -> KeptLines:
+        """What is kept for others, once sessions that were ended before this call have put away theirs."""
+        await self._others_to_be_over(None)
+        return self._kept
+
+    async def _others_to_be_over(self, part: S | None) -> None:
         """Wait for sessions that were ended before this one began, and whose lines it may want.
 
         It takes as long as their jobs that are running; nobody else keeps them from being over.

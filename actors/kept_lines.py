@@ -83,6 +83,18 @@ class KeptLines:
             raise
         return Begun(best.line, num_cached)
 
+    def nearest(self, text: tuple[int, ...]) -> tuple[Line, tuple[int, ...]] | None:
+        """The line that has most of a text's beginning, and what it has processed; it stays where it is.
+
+        Where several have the same, the one that was put away last. None where all are for other texts.
+        """
+        best, most = None, 0
+        for kept in self._lines:
+            reach = kept.line.reach(common_length(kept.tokens, text), len(text))
+            if reach > 0 and reach >= most:
+                best, most = kept, reach
+        return None if best is None else (best.line, best.tokens)
+
     def put_away(self, line: Line, held: tuple[int, ...], committed: Sequence[int], *, beside_another: bool) -> None:
         """Keep a line that nobody is at work on any more, or let go of it where it is of no use.
 

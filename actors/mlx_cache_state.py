@@ -64,23 +64,25 @@ def take_state(layer: Any) -> LayerState:
     return LayerState(type(layer).__name__, _as_view(_KINDS[type(layer)].take(layer)))
 
 
-def put_state(taken: LayerState, like: Any) -> Any:
+def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
     """A cache that holds a state.
 
     Args:
         taken: of a layer of the same model.
-        like: the same layer's cache as it is when it has held a token, for kind, bounds, shapes and number formats.
+        like: the same layer's cache as it is when it holds one token, for kind, bounds, shapes and number formats.
+        longer: the same when it holds some more, to tell what depends on that.
 
     Raises: MisfitError: the state is none of such a cache.
     """
     if type(like) is CacheList:
         _check_parts(taken, like)
-        return CacheList(*(put_state(part, other) for part, other in zip(taken.parts, like.caches, strict=True)))
+        pairs = zip(like.caches, longer.caches, strict=True)
+        return CacheList(*(put_state(part, *pair) for part, pair in zip(taken.parts, pairs, strict=True)))
     if taken.kind != type(like).__name__:
         raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {type(like).__name__}")
     kind = _KINDS[type(like)]
     _require(isinstance(taken.state, tuple) and len(taken.state) == len(like.state), "a state of another form", like)
-    kind.check(taken.state, like)
+    kind.check(taken.state, like, longer)
     return kind.make(taken.state, type(like))
 
 
@@ -96,21 +98,21 @@ def take_pin(layer: Any) -> LayerState:
     return take_state(layer)
 
 
-def put_pin(taken: LayerState, length: int, layer: Any, like: Any) -> Restore:
+def put_pin(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
     """What brings a layer back, as often as it is called.
 
     Args:
         taken: by `take_pin`.
         length: tokens that the layer held then.
         layer: has gone on from there.
-        like: as for `put_state`.
+        like, longer: as for `put_state`.
 
     Raises: MisfitError: this is no state that such a layer had at that length.
     """
     if type(layer) is CacheList:
         _check_parts(taken, like)
-        pairs = zip(layer.caches, like.caches, strict=True)
-        parts = [put_pin(part, length, *pair) for part, pair in zip(taken.parts, pairs, strict=True)]
+        others = zip(layer.caches, like.caches, longer.caches, strict=True)
+        parts = [put_pin(part, length, *three) for part, three in zip(taken.parts, others, strict=True)]
 
         def restore_parts() -> None:
             for restore in parts:
@@ -125,7 +127,7 @@ def put_pin(taken: LayerState, length: int, layer: Any, like: Any) -> Restore:
 
         return cut
     kind = _KINDS[type(layer)]
-    _require(all(held == length for held in lengths(put_state(taken, like))), "another length in a pin", like)
+    _require(all(held == length for held in lengths(put_state(taken, like, longer))), "another length in a pin", like)
 
     def restore() -> None:
         # By views, anew each time: what is written after a first restore must not show in a second.
@@ -150,19 +152,19 @@ def _is_number(value: Any, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
 
 
-def _have_same_form(array: Any, other: mx.array, *, tokens_axis: int | None = None) -> bool:
-    """Whether two arrays differ in no more than their contents, and in their length along one axis."""
+def _have_same_form(array: Any, other: mx.array, growing: Sequence[int]) -> bool:
+    """Whether two arrays differ in no more than their contents, and in their lengths along some axes."""
     if not isinstance(array, mx.array) or array.ndim != other.ndim:
         return False
     if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(other.dtype, mx.floating):
         return False
-    return all(a == b or i == tokens_axis for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=True)))
+    return all(a == b or i in growing for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=True)))
 
 
 def _num_rows(buffers: Sequence[Any], like: Sequence[mx.array], of: Any) -> int:
     """The rows that keys and values have room for, which must be the same number, and otherwise like others."""
     for buffer, other in zip(buffers, like, strict=True):
-        _require(_have_same_form(buffer, other, tokens_axis=2), "arrays of another shape", of)
+        _require(_have_same_form(buffer, other, [2]), "arrays of another shape", of)
     num_rows = {int(buffer.shape[2]) for buffer in buffers}
     _require(len(num_rows) == 1, "keys and values of different lengths", of)
     return num_rows.pop()
@@ -199,17 +201,17 @@ def _take_arrays(layer: ArraysCache) -> State:
     return layer.state
 
 
-def _check_kv(state: State, like: Any) -> None:
+def _check_kv(state: State, like: Any, _: Any) -> None:
     keys, values, offset = state
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
     _require(_is_number(offset, 0, num_rows), "a length that its arrays do not have", like)
 
 
-def _check_concatenated(state: State, like: Any) -> None:
+def _check_concatenated(state: State, like: Any, _: Any) -> None:
     _num_rows(state, (like.keys, like.values), like)
 
 
-def _check_quantized(state: State, like: Any) -> None:
+def _check_quantized(state: State, like: Any, _: Any) -> None:
     keys, values, offset, group_size, bits = state
     _require(
         all(isinstance(arrays, tuple) and len(arrays) == 3 for arrays in (keys, values)), "arrays of another form", like
@@ -219,7 +221,7 @@ def _check_quantized(state: State, like: Any) -> None:
     _require((group_size, bits) == (like.group_size, like.bits), "another quantisation", like)
 
 
-def _check_rotating(state: State, like: Any) -> None:
+def _check_rotating(state: State, like: Any, _: Any) -> None:
     keys, values, offset, keep, max_size, index = state
     _require((keep, max_size) == (like.keep, like.max_size), f"a window other than {like.max_size}", like)
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
@@ -233,7 +235,7 @@ def _check_rotating(state: State, like: Any) -> None:
     _require(fits, "a length that its arrays do not have", like)
 
 
-def _check_chunk(state: State, like: Any) -> None:
+def _check_chunk(state: State, like: Any, _: Any) -> None:
     keys, values, offset, chunk_size, start = state
     _require(chunk_size == like.chunk_size, f"a chunk size other than {like.chunk_size}", like)
     num_rows = _num_rows((keys, values), (like.keys, like.values), like)
@@ -241,12 +243,16 @@ def _check_chunk(state: State, like: Any) -> None:
     _require(fits, "a length that its arrays do not have", like)
 
 
-def _check_arrays(state: State, like: Any) -> None:
+def _check_arrays(state: State, like: Any, longer: Any) -> None:
     arrays, *padding = state
     _require(isinstance(arrays, tuple) and len(arrays) == len(like.cache), "another number of arrays", like)
-    for array, other in zip(arrays, like.cache, strict=True):
-        fits = array is None if other is None else _have_same_form(array, other)
-        _require(fits, "arrays of another shape", like)
+    for array, one, other in zip(arrays, like.cache, longer.cache, strict=True):
+        if one is None:
+            _require(array is None, "arrays where it should have none", like)
+            continue
+        # Mostly of one shape, whatever they have seen; but some are the last tokens, of which there may be few.
+        growing = [i for i, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+        _require(_have_same_form(array, one, growing), "arrays of another shape", like)
     _require(all(part is None for part in padding), "padding, as one of several texts has", like)
 
 
@@ -269,7 +275,7 @@ class _Kind:
     """How a class's state is taken out, looked at and put back."""
 
     take: Callable[[Any], State]
-    check: Callable[[State, Any], None]
+    check: Callable[[State, Any, Any], None]
     make: Callable[[State, type], Any] = _make
 
 

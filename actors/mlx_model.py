@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -34,8 +35,8 @@ from actors.mlx_cache import (
     trim,
     window,
 )
-from actors.line_state import LineState
-from actors.mlx_cache_state import MisfitError, can_take_state, put_state, take_state
+from actors.line_state import LineState, PinState
+from actors.mlx_cache_state import MisfitError, can_take_state, put_pin, put_state, take_pin, take_state
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
@@ -277,28 +278,48 @@ class MLXLine:
         self.check(len(tokens))
         if not tokens or not all(can_take_state(layer) for layer in self.cache):
             return None
-        return LineState(tokens, tuple(take_state(layer) for layer in self.cache))
+        return LineState(tokens, tuple(take_state(layer) for layer in self.cache), tuple(self._take_pins()))
+
+    def _take_pins(self) -> Iterator[PinState]:
+        now = self._checkpoint()
+        for length, checkpoint in sorted({c.length: c for c in (*self._checkpoints, *self._pins)}.items()):
+            self._put_back(checkpoint)
+            yield PinState(length, tuple(take_pin(layer) for layer in self.cache))
+        self._put_back(now)
 
     def put_state(self, state: LineState) -> None:
         """Have an empty line hold what another one of the same model held.
 
         Raises: MisfitError, RewindError: the state is none of this model's; the line is empty still.
         """
-        like = self._options.make_cache(self._model)
-        # Nothing of it is ever computed: it is here for the shapes.
-        self._model(mx.array([[0]]), cache=like)
-        if any(layer.kind == "QuantizedKVCache" for layer in state.layers):
-            attrs.evolve(self._options, quantized_kv_start=0).quantize(like, 1)
-        if len(state.layers) != len(like):
-            raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(like)}")
+        if any(len(layers) != len(self.cache) for layers in (state.layers, *(pin.layers for pin in state.pins))):
+            raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
+        bounds = [0, *(pin.length for pin in state.pins), len(state.tokens) + 1]
+        if any(length >= after for length, after in pairwise(bounds)):
+            raise MisfitError(f"its pins are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
+        is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
+        like = [*zip(*(self._grown_cache(n, quantized=is_quantized) for n in (1, 8)), strict=True)]
         empty = self.cache
         try:
-            self.cache = [put_state(taken, layer) for taken, layer in zip(state.layers, like, strict=True)]
+            self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
             self.check(len(state.tokens))
+            for pin in state.pins:
+                layers = zip(pin.layers, self.cache, like, strict=True)
+                restores = [put_pin(taken, pin.length, layer, *pair) for taken, layer, pair in layers]
+                self._pins.append(Checkpoint(pin.length, restores))
         except (MisfitError, RewindError):
-            self.cache = empty
+            self.cache, self._pins = empty, []
             raise
         self._length = len(state.tokens)
+        self._is_quantized = is_quantized
+
+    def _grown_cache(self, num_tokens: int, *, quantized: bool) -> list[Any]:
+        """What the caches are like with some tokens in them; of shapes alone, since nothing of it is computed."""
+        cache = self._options.make_cache(self._model)
+        self._model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
+        if quantized:
+            attrs.evolve(self._options, quantized_kv_start=0).quantize(cache, num_tokens)
+        return cache
 
     def close(self) -> None:
         """See `Line.close`."""

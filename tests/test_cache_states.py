@@ -53,11 +53,11 @@ def through_a_file(state: LineState) -> LineState:
     return recall(LineRecord(json.loads(json.dumps(recorded.description)), recorded.tensors))
 
 
-def copied(line: MLXLine, tokens: list[int], of: Subject) -> MLXLine:
+def copied(line: MLXLine, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXLine:
     """Another line that holds what one holds, by way of a file."""
     state = line.take_state(tuple(tokens))
     assert state is not None
-    other = of.open_line("auto")
+    other = of.open_line(rewind)
     other.put_state(through_a_file(state))
     return other
 
@@ -170,6 +170,60 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
     assert mx.array_equal(read_on(line, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
 
 
+# --- ways back ------------------------------------------------------------------------------------
+
+PINS = [4, WINDOW + 2, 2 * WINDOW + 1]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_the_ways_back_come_back_too(name: str) -> None:
+    of = subject(name)
+    line, length = of.open_line("checkpoint"), 0
+    for end in PINS:
+        read_on(line, TEXT[length:end])
+        line.pin()
+        length = end
+    held = TEXT[: 3 * WINDOW + 2]
+    read_on(line, held[length:])
+    lines = [copied(line, held, of, rewind="checkpoint") for _ in range(2)] + [line]
+    reaches = []
+    for back_to in reversed(PINS):
+        reaches.append({one.reach(back_to, back_to) for one in lines})
+        if reaches[-1] == {0}:
+            continue
+        for one in lines:
+            one.resume(back_to)
+        # What is read on from here must not show further back.
+        rows = [read_on(one, TEXT[100:103]) for one in lines]
+        assert all(mx.array_equal(row, rows[-1]) for row in rows)
+    # Where a window keeps its first tokens, nothing is reused that went beyond it; nor what is quantised.
+    never = PINS[1:] if "keeps its first" in name else PINS if "Quantized" in name else []
+    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(PINS)]
+
+
+def test_pins_that_cannot_be_are_refused() -> None:
+    of = subject("ArraysCache and RotatingKVCache")
+    line, held = of.open_line("auto"), TEXT[:20]
+    line.feed(tuple(held[:5]), 1)
+    line.pin()
+    line.feed(tuple(held[5:]), 1)
+    state = line.take_state(tuple(held))
+    assert state is not None
+    (pin,) = state.pins
+    for pins in (
+        (pin, pin),
+        (attrs.evolve(pin, length=6),),
+        (attrs.evolve(pin, length=0),),
+        (attrs.evolve(pin, length=21),),
+        (attrs.evolve(pin, layers=pin.layers[:-1]),),
+        (attrs.evolve(pin, layers=pin.layers[::-1]),),
+    ):
+        other = of.open_line("auto")
+        with pytest.raises((MisfitError, RewindError)):
+            other.put_state(attrs.evolve(state, pins=pins))
+        assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_line("auto"), TEXT[:5]))
+
+
 # --- what does not fit ----------------------------------------------------------------------------
 
 
@@ -240,7 +294,13 @@ def test_a_state_of_other_options_is_refused() -> None:
     plain, wider = Subject(bounded.model), Subject(bounded.model, CacheOptions(max_kv_size=WINDOW + 1))
     otherwise = Subject(quantized.model, CacheOptions(kv_bits=4, kv_group_size=32, quantized_kv_start=0))
     unquantized = Subject(quantized.model)
-    for one, other in ((plain, bounded), (bounded, plain), (bounded, wider), (quantized, otherwise), (quantized, unquantized)):
+    for one, other in (
+        (plain, bounded),
+        (bounded, plain),
+        (bounded, wider),
+        (quantized, otherwise),
+        (quantized, unquantized),
+    ):
         line = one.open_line("auto")
         line.feed(tuple(TEXT[:5]), 1)
         state = line.take_state(tuple(TEXT[:5]))
@@ -291,8 +351,10 @@ def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> N
 
 json_trees = st.recursive(
     st.none() | st.integers() | st.text(max_size=9) | st.floats() | st.booleans(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["kind", "state", "parts", "tensor", "length", "layers"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["kind", "state", "parts", "tensor", "length", "layers"]), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -301,7 +363,11 @@ json_trees = st.recursive(
 @given(
     description=json_trees
     | st.fixed_dictionaries(
-        {"tokens": st.just({"tensor": "t.0"}) | json_trees, "layers": st.lists(json_trees), "pins": st.lists(json_trees)}
+        {
+            "tokens": st.just({"tensor": "t.0"}) | json_trees,
+            "layers": st.lists(json_trees),
+            "pins": st.lists(json_trees),
+        }
     )
 )
 def test_whatever_a_description_says_it_is_recalled_or_refused(description: Any) -> None:
@@ -329,10 +395,10 @@ def test_a_description_nested_without_end_is_refused() -> None:
 def test_only_known_classes_are_made_whatever_a_file_names() -> None:
     taken = take_state(KVCache.from_state((mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 2, 4)), 2)))
     like = KVCache.from_state((mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)), 1))
-    assert type(put_state(taken, like)) is KVCache
+    assert type(put_state(taken, like, like)) is KVCache
     for name in ("BatchKVCache", "mx", "__import__", "os.system", "CacheList"):
         with pytest.raises(MisfitError):
-            put_state(LayerState(name, taken.state), like)
+            put_state(LayerState(name, taken.state), like, like)
 
 
 def test_the_model_itself_is_not_touched_by_a_state() -> None:
