@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from actors.line_state import LineState, PinState
 from actors.mlx_cache import (
     Restore,
     can_always_trim,
@@ -35,7 +36,6 @@ from actors.mlx_cache import (
     trim,
     window,
 )
-from actors.line_state import LineState, PinState
 from actors.mlx_cache_state import MisfitError, can_take_state, put_pin, put_state, take_pin, take_state
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError

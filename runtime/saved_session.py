@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import attrs
-import mlx.core as mx
 import trio
 
 from actors.fingerprint import Fingerprint
 from actors.line_state import LineRecord
 from actors.saved_line import SavedModel
 from actors.tensor import Tensor
-from protocol.errors import OutriderError, SessionFileError, SettingsError
+from protocol.errors import SessionFileError, SettingsError
 from protocol.settings import Settings, settings_from
 from runtime import session_file
 from runtime.session_file import Contents
@@ -87,7 +87,7 @@ def check_path(path: Any) -> FilePath:
 def settings_for_json(settings: Settings) -> dict[str, Any]:
     """Settings by name, as JSON has them; without the processors."""
     names = [field.name for field in attrs.fields(Settings) if field.name != "logits_processors"]
-    values = {name: getattr(settings, name) for name in names}
+    values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has neither numbers for names nor infinity.
     values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
     return values
@@ -157,7 +157,8 @@ def check_cache_options(path: FilePath, saved: Mapping[str, Any], present: Mappi
 
 
 def _contents(session: SavedSession) -> Contents:
-    tensors = {"tokens": Tensor.of(mx.array(session.tokens, mx.uint32))}
+    tokens = memoryview(array("I", session.tokens)).cast("B")
+    tensors = {"tokens": Tensor("U32", (len(session.tokens),), tokens)}
 
     def model(saved: SavedModel | None) -> Any:
         if saved is None:
