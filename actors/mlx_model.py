@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -337,8 +338,10 @@ class MLXLine:
     @property
     def needs_pins(self) -> bool:
         """See `Line.needs_pins`."""
-        if self._options.kv_bits is not None:
-            return False  # where a prefill is cut for a pin decides when caches are quantised
+        # A prefill is cut where a pin is set. Where that makes a difference (caches are quantised at the end of a pass,
+        # or read several tokens otherwise than one) there are none.
+        if self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize):
+            return False
         return not all(can_always_trim(layer) for layer in self.cache) and self._options.can_checkpoint(self.cache)
 
     def pin(self) -> None:
