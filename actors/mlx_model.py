@@ -112,6 +112,15 @@ class MLXModel:
         """See `Model.context_length`."""
         return _context_length(getattr(self._model, "args", None))
 
+    @property
+    def cache_options(self) -> dict[str, int | None]:
+        """By name, the options that decide what is in its caches."""
+        options = self._options
+        named: dict[str, int | None] = {"max_kv_size": options.max_kv_size, "kv_bits": options.kv_bits}
+        if options.kv_bits is not None:
+            named |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
+        return named
+
     def open_line(self, *, beside_another: bool) -> MLXLine:
         """See `Model.open_line`."""
         # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid

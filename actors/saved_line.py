@@ -62,7 +62,7 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
 
 
 async def fill(actor: ModelActor[Any], recorded: LineRecord, *, beside_another: bool) -> FilledLine:
-    """A line of an actor's model with what a file has. It is to be kept or dropped.
+    """A line of an actor's model with what a file has. No session knows of it before it is kept.
 
     Cancellation: waits for the job that is running.
 
@@ -80,11 +80,6 @@ async def keep(actor: ModelActor[Any], filled: FilledLine) -> None:
     kept = await actor.settled()
     call = partial(kept.put_away, filled.line, filled.tokens, filled.tokens, beside_another=filled.beside_another)
     await _run(actor, Job("load", call))
-
-
-async def drop(actor: ModelActor[Any], filled: FilledLine) -> None:
-    """Let go of a line."""
-    await _run(actor, Job("close", filled.line.close))
 
 
 def _real(actor: ModelActor[Any]) -> MLXModel:

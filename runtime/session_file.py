@@ -89,10 +89,10 @@ def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _ne
                 os.fsync(file.fileno())
             check_cancelled()
             os.replace(name, place)
-        except BaseException:
+        finally:
+            # It has gone to its place, unless something went wrong.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
-            raise
         _force_to_disk(place.parent)
         return size
     except (OSError, ValueError) as error:  # ValueError: a null character in a path

@@ -84,7 +84,9 @@ def test_functions_must_be_given_again() -> None:
         return logits
 
     session = a_session(num_processors=2)
-    with pytest.raises(SettingsError, match=r"had 2 logits_processors.*give logits_processors=\[\.\.\.\] again, or \[\]"):
+    with pytest.raises(
+        SettingsError, match=r"had 2 logits_processors.*give logits_processors=\[\.\.\.\] again, or \[\]"
+    ):
         settings_of(session, "x", {})
     assert settings_from(settings_of(session, "x", {"logits_processors": []})) == Settings()
     assert settings_of(session, "x", {"logits_processors": [function]})["logits_processors"] == [function]
@@ -160,7 +162,9 @@ NAMES = ["messages", "settings", "num_processors", "cache_options", "vocabulary"
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(changes=st.dictionaries(st.sampled_from(NAMES), json_values), missing=st.sets(st.sampled_from(NAMES), max_size=1))
+@given(
+    changes=st.dictionaries(st.sampled_from(NAMES), json_values), missing=st.sets(st.sampled_from(NAMES), max_size=1)
+)
 async def test_whatever_a_file_says_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], missing: set[str]
 ) -> None:

@@ -1,0 +1,140 @@
+"""How a conversation gets out of a runtime into a file, and out of a file into a runtime."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors import saved_line
+from actors.draft import DraftActor
+from actors.fingerprint import vocabulary_digest
+from actors.mlx_model import MLXModel
+from actors.saved_line import FilledLine, SavedModel
+from actors.target import TargetActor
+from protocol.errors import PromptError, SessionFileError
+from protocol.settings import Settings
+from runtime import saved_session
+from runtime.saved_session import FilePath, SavedSession, settings_for_json
+
+logger = logging.getLogger("outrider")
+
+
+@attrs.frozen
+class Models:
+    """What a session is saved from and loaded into.
+
+    Attributes:
+        target: the actor.
+        draft: likewise, where the drafter is a model.
+        tokenizer: the target's.
+        beside_another: whether a target's line is to leave room for a drafter.
+    """
+
+    target: TargetActor
+    draft: DraftActor | None
+    tokenizer: TokenizerWrapper | None
+    beside_another: bool
+
+    async def save(
+        self, path: FilePath, *, messages: Sequence[Mapping[str, Any]], tokens: tuple[int, ...], settings: Settings
+    ) -> int:
+        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`.
+
+        Returns: the size of the file in bytes.
+        """
+        saved_session.check_path(path)
+        _check_messages(messages)
+        target = await saved_line.save(self.target, tokens)
+        draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
+        session = SavedSession(
+            messages=tuple(messages),
+            tokens=tokens,
+            settings=settings_for_json(settings),
+            num_processors=len(settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=target,
+            draft=draft,
+        )
+        return await saved_session.write(path, session)
+
+    async def read(self, path: FilePath, *, any_draft: bool) -> SavedSession:
+        """A conversation from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+        session = await saved_session.read(saved_session.check_path(path))
+        saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
+        _check_tokens(path, session.tokens, self.target.model.vocab_size)
+        present = await saved_line.identify(self.target)
+        remedy = "open that one as the target, or begin the conversation anew"
+        saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
+        saved_session.check_cache_options(path, session.cache_options, self._cache_options)
+        if session.draft is None:
+            return session
+        if self.draft is None:
+            logger.info("what a draft model had cached for session %r is left out: there is none", os.fspath(path))
+            return attrs.evolve(session, draft=None)
+        present = await saved_line.identify(self.draft)
+        if any_draft and session.draft.fingerprint.difference(present) is not None:
+            logger.info("what another draft model had cached for session %r is left out", os.fspath(path))
+            return attrs.evolve(session, draft=None)
+        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
+        saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
+        return session
+
+    async def fill(self, path: FilePath, session: SavedSession) -> None:
+        """Have the models keep what a session had cached, once all of it is seen to fit.
+
+        Raises: SessionFileError: the file has cached something that does not fit the models.
+        """
+        wanted: list[tuple[TargetActor | DraftActor, SavedModel | None, bool]] = [
+            (self.target, session.target, self.beside_another)
+        ]
+        if self.draft is not None:
+            wanted.append((self.draft, session.draft, True))
+        filled: list[tuple[TargetActor | DraftActor, FilledLine]] = []
+        try:
+            for actor, saved, beside_another in wanted:
+                if saved is not None and saved.line is not None:
+                    line = await saved_line.fill(actor, saved.line, beside_another=beside_another)
+                    filled.append((actor, line))
+        except SessionFileError as error:
+            raise SessionFileError(
+                f"session file {os.fspath(path)!r} does not fit: {error}; use another copy of it, or save again"
+            ) from error
+        # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
+        for actor, line in filled:
+            await saved_line.keep(actor, line)
+
+    @property
+    def _cache_options(self) -> dict[str, int | None]:
+        model = self.target.model
+        return model.cache_options if isinstance(model, MLXModel) else {}
+
+    async def _vocabulary(self) -> str | None:
+        if self.tokenizer is None:
+            return None
+        # A few tenths of a second for a large one.
+        return await trio.to_thread.run_sync(vocabulary_digest, self.tokenizer.get_vocab())
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(
+            f"a message of this conversation has something that a file cannot hold: {error}; messages are saved as JSON"
+        ) from error
+
+
+def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:
+    if (largest := max(tokens, default=0)) >= vocab_size:
+        raise SessionFileError(
+            f"session file {os.fspath(path)!r} has token {largest}, outside the target's vocabulary of {vocab_size} "
+            "ids; open the target that it was saved with"
+        )
