@@ -92,15 +92,21 @@ def _real(actor: ModelActor[Any]) -> MLXModel:
 
 
 def _save(model: MLXModel, name: ActorName, kept: KeptLines, text: tuple[int, ...]) -> SavedModel:
-    print_ = fingerprint(model.module)
+    identity = fingerprint(model.module)
     if (found := kept.nearest(text)) is None:
-        return SavedModel(print_, None)
-    line, tokens = found
-    state = line.take_state(tokens) if isinstance(line, MLXLine) else None
+        return SavedModel(identity, None)
+    assert isinstance(found.line, MLXLine)
+    state = found.line.take_state(found.tokens)
+    if state is not None and found.reach < len(found.tokens):
+        # What comes after it is of another text, and no business of whoever gets the file.
+        copy = model.open_line(beside_another=False)
+        copy.put_state(state)
+        copy.resume(found.reach)
+        state = copy.take_state(found.tokens[: found.reach])
     if state is None:
         logger.warning("the %s has caches of a class that nothing is known of: they are not saved", name)
-        return SavedModel(print_, None)
-    return SavedModel(print_, record(state, name))
+        return SavedModel(identity, None)
+    return SavedModel(identity, record(state, name))
 
 
 def _fill(model: MLXModel, recorded: LineRecord, beside_another: bool) -> FilledLine:

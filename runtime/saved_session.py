@@ -28,8 +28,9 @@ class SavedSession:
     """A conversation as a file has it.
 
     Attributes:
-        messages: as they were said, in order.
-        tokens: its text so far.
+        messages: as they were said, in order, the system's included.
+        tokens: how the next turn's prompt would begin.
+        thinking: see `Runtime.conversation`.
         settings: by name, for JSON; without what is no data.
         num_processors: how many `logits_processors` it had, which are functions and not in the file.
         cache_options: with which the models' caches were made; those that decide what is in them.
@@ -37,8 +38,9 @@ class SavedSession:
         target, draft: the models; `draft` is None where there was none.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, str], ...]
     tokens: tuple[int, ...]
+    thinking: bool | None
     settings: Mapping[str, Any]
     num_processors: int
     cache_options: Mapping[str, int | None]
@@ -168,7 +170,8 @@ def _contents(session: SavedSession) -> Contents:
         return {"fingerprint": attrs.asdict(saved.fingerprint), "line": line}
 
     content = {
-        "messages": list(session.messages),
+        "messages": [dict(message) for message in session.messages],
+        "thinking": session.thinking,
         "settings": dict(session.settings),
         "num_processors": session.num_processors,
         "cache_options": dict(session.cache_options),
@@ -187,6 +190,7 @@ def _session(contents: Contents) -> SavedSession:
     match contents.content:
         case {
             "messages": list(messages),
+            "thinking": bool() | None as thinking,
             "settings": dict(settings),
             "num_processors": int(num_processors),
             "cache_options": dict(cache_options),
@@ -194,10 +198,9 @@ def _session(contents: Contents) -> SavedSession:
             "target": dict(target),
             "draft": dict() | None as draft,
         } if num_processors >= 0:
-            if not all(isinstance(message, dict) for message in messages):
-                _unexpected("its messages")
             return SavedSession(
-                messages=tuple(messages),
+                messages=tuple(_message(message) for message in messages),
+                thinking=thinking,
                 tokens=_tokens(contents.tensors.get("tokens")),
                 settings=settings,
                 num_processors=num_processors,
@@ -207,6 +210,14 @@ def _session(contents: Contents) -> SavedSession:
                 draft=None if draft is None else _model(draft, contents),
             )
     _unexpected("what it says of itself")
+
+
+def _message(described: Any) -> dict[str, str]:
+    match described:
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            if all(isinstance(value, str) for value in described.values()):
+                return dict(described)
+    _unexpected("what it says of a message")
 
 
 def _tokens(tensor: Tensor | None) -> tuple[int, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 import trio
@@ -18,7 +16,7 @@ from actors.fingerprint import vocabulary_digest
 from actors.mlx_model import MLXModel
 from actors.saved_line import FilledLine, SavedModel
 from actors.target import TargetActor
-from protocol.errors import PromptError, SessionFileError
+from protocol.errors import SessionFileError
 from protocol.settings import Settings
 from runtime import saved_session
 from runtime.saved_session import FilePath, SavedSession, settings_for_json
@@ -43,19 +41,25 @@ class Models:
     beside_another: bool
 
     async def save(
-        self, path: FilePath, *, messages: Sequence[Mapping[str, Any]], tokens: tuple[int, ...], settings: Settings
+        self,
+        path: FilePath,
+        *,
+        messages: Sequence[Mapping[str, str]],
+        tokens: tuple[int, ...],
+        thinking: bool | None,
+        settings: Settings,
     ) -> int:
         """Write a conversation, and what is cached of it, to a file; see `Conversation.save`.
 
         Returns: the size of the file in bytes.
         """
         saved_session.check_path(path)
-        _check_messages(messages)
         target = await saved_line.save(self.target, tokens)
         draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
         session = SavedSession(
             messages=tuple(messages),
             tokens=tokens,
+            thinking=thinking,
             settings=settings_for_json(settings),
             num_processors=len(settings.logits_processors),
             cache_options=self._cache_options,
@@ -121,15 +125,6 @@ class Models:
             return None
         # A few tenths of a second for a large one.
         return await trio.to_thread.run_sync(vocabulary_digest, self.tokenizer.get_vocab())
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    try:
-        json.dumps(messages, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(
-            f"a message of this conversation has something that a file cannot hold: {error}; messages are saved as JSON"
-        ) from error
 
 
 def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:

@@ -29,6 +29,7 @@ OTHER = Fingerprint("llama", 1000, "aa", "bb", "dd")
 def a_session(**changes: Any) -> SavedSession:
     values: dict[str, Any] = {
         "messages": ({"role": "user", "content": "hello"},),
+        "thinking": None,
         "tokens": (5, 0, 4_000_000_000),
         "settings": settings_for_json(Settings()),
         "num_processors": 0,
@@ -158,7 +159,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = ["messages", "settings", "num_processors", "cache_options", "vocabulary", "target", "draft"]
+NAMES = ["messages", "thinking", "settings", "num_processors", "cache_options", "vocabulary", "target", "draft"]
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -171,6 +172,7 @@ async def test_whatever_a_file_says_it_is_read_or_refused(
     path = tmp_path_factory.mktemp("fuzz") / "session"
     sound = {
         "messages": [],
+        "thinking": True,
         "settings": {},
         "num_processors": 0,
         "cache_options": {},
