@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import (
+    ConversationBusyError,
     ModelError,
     NoRuntimeError,
     OutriderError,
@@ -31,6 +32,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
+    from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
@@ -40,6 +42,8 @@ __all__ = [
     "DEMO_TARGET",
     "Checkpointed",
     "Completion",
+    "Conversation",
+    "ConversationBusyError",
     "Event",
     "Instant",
     "LogitsProcessor",
@@ -80,6 +84,7 @@ _HOMES = {
     "serve": "runtime.engine",
     "stream": "runtime.engine",
     "Completion": "runtime.streaming",
+    "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
     "TopLogprob": "runtime.streaming",

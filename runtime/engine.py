@@ -41,6 +41,7 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from runtime.conversation import Conversation
 from runtime.opening import (
     Device,
     Loaded,
@@ -51,8 +52,9 @@ from runtime.opening import (
     check_source,
     load_onto,
 )
-from runtime.streaming import Completion, TokenStream
+from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.thinking import Answer
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -158,6 +160,7 @@ class Runtime:
             session,
             receive,
             Detokenizer(self._tokenizer),
+            Answer(self._tokenizer, opened.prompt),
             hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
@@ -171,12 +174,27 @@ class Runtime:
 
         Cancellation: ends the generation; what was generated until then is lost.
         """
-        async with self.stream(prompt, **settings) as stream:
-            tokens = tuple([token async for token in stream])
-            assert stream.finish_reason is not None
-            return Completion(
-                "".join(token.text for token in tokens), tokens, stream.finish_reason, stream.statistics()
-            )
+        return await complete(self.stream(prompt, **settings))
+
+    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+        """Begin a conversation; nothing is generated until something is said.
+
+        Args:
+            system: what the model is told before anything is said, or None; without a chat template, the text's
+                beginning.
+            thinking: whether the model is to think before it answers, for those that can be told; None leaves it to
+                the chat template.
+            **settings: of every turn; see `Settings`. `reuse_prefix` is set.
+
+        Returns: see `Conversation`.
+
+        Raises: before any model work:
+            SettingsError: a setting is unknown or out of its range, or the chat template has no switch for thinking.
+            PromptError: there is no tokenizer, or its chat template does not take a system's message.
+        """
+        conversation = Conversation(self.stream, self._tokenizer, system=system, thinking=thinking, settings=settings)
+        check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
+        return conversation
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.

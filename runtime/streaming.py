@@ -15,6 +15,7 @@ from protocol.errors import RuntimeClosedError, StreamBusyError
 from protocol.prices import Estimates
 from protocol.statistics import Statistics
 from runtime.text import Detokenizer
+from runtime.thinking import Answer
 
 _CLOSED = "this stream was closed; begin another with stream()"
 
@@ -42,6 +43,7 @@ class Token:
             `max_tokens` or the context is used up.
         logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
             unless `logprobs` asks for it.
+        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
         top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
             it asks for some.
     """
@@ -53,6 +55,7 @@ class Token:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
+    is_thinking: bool = False
 
 
 @attrs.frozen
@@ -64,12 +67,14 @@ class Completion:
         tokens: in order, an end-of-text token included.
         finish_reason: "stop" or "length".
         statistics: of this generation.
+        thinking: what stands between the tags of thinking, which are part of `text`; empty where there are none.
     """
 
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason
     statistics: Statistics
+    thinking: str = ""
 
 
 class TokenStream:
@@ -80,6 +85,9 @@ class TokenStream:
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
+
+    Attributes:
+        answer: what was given so far, told apart into what the model thinks and what it says.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class TokenStream:
         session: Session,
         commits: trio.MemoryReceiveChannel[Commit],
         detokenizer: Detokenizer,
+        answer: Answer,
         *,
         hang_up: Callable[[], None],
         clock: Callable[[], float],
@@ -99,6 +108,7 @@ class TokenStream:
             session: what the actors share with this stream.
             commits: where committed tokens arrive.
             detokenizer: fresh, for this text.
+            answer: likewise.
             hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
@@ -107,6 +117,7 @@ class TokenStream:
         self._session = session
         self._commits = commits
         self._detokenizer = detokenizer
+        self.answer = answer
         self._hang_up = hang_up
         self._clock = clock
         self._on_token = on_token
@@ -125,6 +136,11 @@ class TokenStream:
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
         return self._finish_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -225,14 +241,16 @@ class TokenStream:
             self._first_at = self._last_at
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
+        text = self._text(commit.tokens[index], finish_reason)
         token = Token(
             id=commit.tokens[index],
-            text=self._text(commit.tokens[index], finish_reason),
+            text=text,
             index=self._num_given,
             from_draft=index < commit.num_from_draft,
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
+            is_thinking=self.answer.add(commit.tokens[index], text),
         )
         self._num_given += 1
         if finish_reason is not None:
@@ -252,3 +270,22 @@ class TokenStream:
             self._is_closed = True
             self._commits.close()
             self._hang_up()
+
+
+async def complete(stream: TokenStream) -> Completion:
+    """Read a stream to its end.
+
+    Raises: as `TokenStream.__anext__`.
+
+    Cancellation: ends the generation.
+    """
+    async with stream:
+        tokens = tuple([token async for token in stream])
+        assert stream.finish_reason is not None
+        return Completion(
+            text="".join(token.text for token in tokens),
+            tokens=tokens,
+            finish_reason=stream.finish_reason,
+            statistics=stream.statistics(),
+            thinking=stream.answer.thinking,
+        )

@@ -71,8 +71,23 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
+    return apply_chat_template(items, tokenizer)
+
+
+def apply_chat_template(
+    messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any
+) -> tuple[int, ...]:
+    """The token ids that ask for an answer to messages.
+
+    Args:
+        messages: with a role and a content each.
+        tokenizer: with a chat template.
+        **switches: what else the template is to know.
+
+    Raises: PromptError: the template does not take them.
+    """
     try:
-        return tuple(cast(Any, tokenizer).apply_chat_template(list(items), add_generation_prompt=True))
+        return tuple(cast(Any, tokenizer).apply_chat_template(list(messages), add_generation_prompt=True, **switches))
     except jinja2.TemplateError as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
 
