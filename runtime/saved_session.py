@@ -38,7 +38,7 @@ class SavedSession:
         target, draft: the models; `draft` is None where there was none.
     """
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[dict[str, str], ...]
     tokens: tuple[int, ...]
     thinking: bool | None
     settings: Mapping[str, Any]

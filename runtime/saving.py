@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 
 import attrs
 import trio
@@ -17,9 +16,10 @@ from actors.mlx_model import MLXModel
 from actors.saved_line import FilledLine, SavedModel
 from actors.target import TargetActor
 from protocol.errors import SessionFileError
-from protocol.settings import Settings
 from runtime import saved_session
+from runtime.conversation import Account
 from runtime.saved_session import FilePath, SavedSession, settings_for_json
+from runtime.text import encode_prompt
 
 logger = logging.getLogger("outrider")
 
@@ -32,36 +32,25 @@ class Models:
         target: the actor.
         draft: likewise, where the drafter is a model.
         tokenizer: the target's.
-        beside_another: whether a target's line is to leave room for a drafter.
     """
 
     target: TargetActor
     draft: DraftActor | None
     tokenizer: TokenizerWrapper | None
-    beside_another: bool
 
-    async def save(
-        self,
-        path: FilePath,
-        *,
-        messages: Sequence[Mapping[str, str]],
-        tokens: tuple[int, ...],
-        thinking: bool | None,
-        settings: Settings,
-    ) -> int:
-        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`.
-
-        Returns: the size of the file in bytes.
-        """
+    async def save(self, path: FilePath, account: Account) -> int:
+        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
         saved_session.check_path(path)
+        # Without a template, nothing may have been said yet.
+        tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
         target = await saved_line.save(self.target, tokens)
         draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
         session = SavedSession(
-            messages=tuple(messages),
+            messages=tuple(account.messages),
             tokens=tokens,
-            thinking=thinking,
-            settings=settings_for_json(settings),
-            num_processors=len(settings.logits_processors),
+            thinking=account.thinking,
+            settings=settings_for_json(account.settings),
+            num_processors=len(account.settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
             target=target,
@@ -71,7 +60,7 @@ class Models:
 
     async def read(self, path: FilePath, *, any_draft: bool) -> SavedSession:
         """A conversation from a file that fits these models; see `Runtime.load`. Nothing is changed."""
-        session = await saved_session.read(saved_session.check_path(path))
+        session = await saved_session.read(path)
         saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
         _check_tokens(path, session.tokens, self.target.model.vocab_size)
         present = await saved_line.identify(self.target)
@@ -91,13 +80,18 @@ class Models:
         saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
         return session
 
-    async def fill(self, path: FilePath, session: SavedSession) -> None:
+    async def fill(self, path: FilePath, session: SavedSession, drafted: bool) -> None:
         """Have the models keep what a session had cached, once all of it is seen to fit.
+
+        Args:
+            path: the file's.
+            session: that was read from it.
+            drafted: whether there will be drafts for it.
 
         Raises: SessionFileError: the file has cached something that does not fit the models.
         """
         wanted: list[tuple[TargetActor | DraftActor, SavedModel | None, bool]] = [
-            (self.target, session.target, self.beside_another)
+            (self.target, session.target, drafted and self.target.beside_another)
         ]
         if self.draft is not None:
             wanted.append((self.draft, session.draft, True))
