@@ -118,7 +118,11 @@ class Models:
         if self.tokenizer is None:
             return None
         # A few tenths of a second for a large one.
-        return await trio.to_thread.run_sync(vocabulary_digest, self.tokenizer.get_vocab())
+        return await trio.to_thread.run_sync(_vocabulary_digest, self.tokenizer)
+
+
+def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
+    return vocabulary_digest(tokenizer.get_vocab())
 
 
 def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:
