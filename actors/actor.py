@@ -229,17 +229,17 @@ class ModelActor(Actor[S]):
                 await self.worker.run(Job("close", put_away, part.id))
 
     async def settled(self) -> KeptLines:
-        """What is kept for others, once sessions that were ended before this call have put away theirs."""
+        """What is kept for others, once sessions that nobody wants any more have put away theirs."""
         await self._others_to_be_over(None)
         return self._kept
 
     async def _others_to_be_over(self, part: S | None) -> None:
-        """Wait for sessions that were ended before this one began, and whose lines it may want.
+        """Wait for sessions that nobody wants any more, and whose lines this one may want.
 
         It takes as long as their jobs that are running; nobody else keeps them from being over.
         """
         for other in list(self._parts.values()):
-            if other is not part and other.scope.cancel_called and other.session.opened.settings.reuse_prefix:
+            if other is not part and other.session.is_unwanted and other.session.opened.settings.reuse_prefix:
                 await other.is_over.wait()
 
     @property

@@ -26,6 +26,8 @@ class Session:
         shaping: of both models' logits.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
+        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
+            any thread.
     """
 
     opened: Open
@@ -33,6 +35,7 @@ class Session:
     counts: Counts = attrs.field(factory=Counts)
     unsent: Commit | None = None
     error: OutriderError | None = None
+    is_unwanted: bool = False
     shaping: Shaping = attrs.field(
         init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -123,7 +122,6 @@ class Runtime:
         self._trio_token = trio.lowlevel.current_trio_token()
         self._ids = itertools.count()
         self._sessions: dict[int, Session] = {}
-        self._hung_up: deque[int] = deque()  # sessions that are to be ended; any thread may add one
         self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
         self._closed: OutriderError | None = None
@@ -151,8 +149,6 @@ class Runtime:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
         opened = self._opened(prompt, settings_from(settings))
-        # A session whose stream was closed a moment ago may have what this one can begin with.
-        self._end_those_that_hung_up()
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -278,8 +274,6 @@ class Runtime:
 
     async def _save(self, path: FilePath, account: Account) -> int:
         with self._while_open():
-            # A turn whose stream was closed a moment ago has what is to be saved.
-            self._end_those_that_hung_up()
             return await self._models().save(path, account)
 
     def _models(self) -> Models:
@@ -330,15 +324,12 @@ class Runtime:
 
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
-        self._hung_up.append(session)
+        if (unwanted := self._sessions.get(session)) is not None:
+            unwanted.is_unwanted = True
         try:
-            self._trio_token.run_sync_soon(self._end_those_that_hung_up)
+            self._trio_token.run_sync_soon(self._end_session, session)
         except trio.RunFinishedError:
             return  # and with the event loop every session ended
-
-    def _end_those_that_hung_up(self) -> None:
-        while self._hung_up:
-            self._end_session(self._hung_up.popleft())
 
     def _end_session(self, id: int) -> None:
         if (session := self._sessions.pop(id, None)) is None:

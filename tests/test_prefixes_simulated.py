@@ -215,7 +215,7 @@ def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
             return (await turn(simulation, [*prompt, *got, 1, 2], 5, lookahead=lookahead)).cached_tokens
 
     cached = [run(main, seconds) for seconds in [0.25 * i for i in range(0, 240, 5)]]
-    assert min(cached) == 0  # cancelled before anything was read
+    assert cached[0] <= 8  # cancelled before or while the first chunk was read
     if cache["undo"] is always:
         assert cached == sorted(cached)
     if cache["undo"] is always or "keeps_states" in cache:
