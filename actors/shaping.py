@@ -42,7 +42,7 @@ class Tail:
     def before(self, position: int, look_back: int | None) -> tuple[int, ...]:
         """The tokens before an absolute position; the last `look_back` of them, unless that is None."""
         history = self.tokens[: position - self.begin]
-        return history if look_back is None else history[len(history) - look_back :] if look_back else ()
+        return history if look_back is None else history[max(0, len(history) - look_back) :]
 
 
 NOTHING = Tail(0, ())
@@ -57,6 +57,8 @@ class Shaping:
 
         Args:
             opened: the message that begins it.
+
+        Raises: ProcessorError: a processor cannot say its state.
         """
         settings = opened.settings
         self._seed = opened.seed
@@ -241,7 +243,11 @@ class _Recalled:
         self._prompt_length = prompt_length
         # One object, and two models' threads.
         self._lock = threading.Lock()
-        self._initial = processor.save()
+        try:
+            self._initial = processor.save()
+        # Somebody else's code, as in `Shaping`.
+        except Exception as error:
+            raise ProcessorError(f"{processor!r} raised {type(error).__name__} in save(): {error}") from error
         # By what was generated: the state after the call with it.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 

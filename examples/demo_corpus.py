@@ -6,8 +6,12 @@ It is the source of the running interpreter's standard library, which the PSF li
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 import sysconfig
 from pathlib import Path
+
+SEED = 7  # of the prompts
 
 
 def corpus_files() -> tuple[list[Path], list[Path]]:
@@ -32,3 +36,14 @@ def is_held_out(relative: Path) -> bool:
 def read_source(path: Path) -> str:
     # A few test files are in odd encodings on purpose; they are no loss.
     return path.read_text(encoding="utf-8", errors="ignore")
+
+
+def held_out_prompts(count: int) -> list[str]:
+    """Top-level definitions, each with the few lines that begin it."""
+    _, files = corpus_files()
+    found = []
+    for path in files:
+        source = read_source(path)
+        for match in re.finditer(r"^(?:def|class) .*(?:\n[ \t]+.*|\n){3}", source, flags=re.MULTILINE):
+            found.append(match.group())
+    return random.Random(SEED).sample(found, count)

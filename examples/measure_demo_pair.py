@@ -11,26 +11,11 @@ behind a wrong token is wrong too; at lookahead 1 it is the plain rate of agreem
 from __future__ import annotations
 
 import argparse
-import random
-import re
 
 import trio
-from demo_corpus import corpus_files, read_source
+from demo_corpus import SEED, held_out_prompts
 
 import runtime
-
-SEED = 7
-
-
-def held_out_prompts(count: int) -> list[str]:
-    """Top-level definitions, each with the few lines that begin it."""
-    _, files = corpus_files()
-    found = []
-    for path in files:
-        source = read_source(path)
-        for match in re.finditer(r"^(?:def|class) .*(?:\n[ \t]+.*|\n){3}", source, flags=re.MULTILINE):
-            found.append(match.group())
-    return random.Random(SEED).sample(found, count)
 
 
 async def main() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import sys
@@ -29,9 +30,10 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import NGRAM, Settings, settings_from
+from protocol.settings import NGRAM, settings_from
 from runtime import bench_command, blas
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.settings_arguments import add_settings, settings_of, value
 from runtime.simulate_command import add_simulate
 from runtime.terminal import (
     Display,
@@ -48,6 +50,7 @@ from runtime.tracing import ChromeFile, TimelineFile
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from protocol.trace import Event
+    from runtime.streaming import Token
 
 FAILED = 1
 MISUSED = 2
@@ -141,26 +144,17 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
         '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
-    settings = parser.add_argument_group("settings")
-    for name, metavar, text in (
-        ("max_tokens", "N", 'most tokens to generate; "none" for no limit'),
-        ("temperature", "T", "0 is greedy"),
-        ("seed", "N", "makes a text at a temperature repeatable"),
-        ("lookahead", "N", 'most tokens in one proposal; "auto"; 0 decodes plainly'),
-        ("acceptance", "RULE", '"match", "rejection", or "auto": match at temperature 0 or with a seed'),
-    ):
-        default = getattr(attrs.fields(Settings), name).default
-        settings.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar=metavar,
-            # Left to the library, which has the bounds and the remedies in its messages.
-            type=_value,
-            default=argparse.SUPPRESS,
-            help=f"{text} (default: {'a fresh one' if default is None else default})",
-        )
+    add_settings(parser)
     _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
+    output.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=value,
+        default=argparse.SUPPRESS,
+        help="with --json, the log-probabilities of the tokens, and of the N likeliest at each place (default: 0)",
+    )
     output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
     output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
     output.add_argument(
@@ -226,29 +220,6 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
         blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
-def _value(text: str) -> int | float | str | None:
-    """What a setting's text would be in Python; the text itself where it is neither a number nor "none"."""
-    if text.lower() == "none":
-        return None
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given.
-
-    Raises: SettingsError: one is out of its range.
-    """
-    names = [field.name for field in attrs.fields(Settings)]
-    settings = {name: value for name, value in vars(arguments).items() if name in names}
-    settings_from(settings)
-    return settings
-
-
 def _models(arguments: argparse.Namespace) -> tuple[str | Path, str | Path | None]:
     """The target and the drafter that were asked for."""
     if arguments.draft == "none":
@@ -286,7 +257,7 @@ class _Generated:
 
     Attributes:
         pieces: its text.
-        ids: its tokens.
+        tokens: as they were given.
         finish_reason: None unless the text is whole, and written.
         statistics: None where it never began.
         failure: why it ended, where something failed.
@@ -294,22 +265,36 @@ class _Generated:
     """
 
     pieces: list[str] = attrs.field(factory=list)
-    ids: list[int] = attrs.field(factory=list)
+    tokens: list[Token] = attrs.field(factory=list)
     finish_reason: str | None = None
     statistics: Statistics | None = None
     failure: OutriderError | None = None
     signal: int | None = None
 
     def as_json(self) -> str:
-        return json.dumps(
-            {
-                "text": "".join(self.pieces),
-                "tokens": self.ids,
-                "finish_reason": self.finish_reason,
-                "interrupted": self.signal is not None,
-                "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
-            }
-        )
+        said: dict[str, Any] = {
+            "text": "".join(self.pieces),
+            "tokens": [token.id for token in self.tokens],
+            "finish_reason": self.finish_reason,
+            "interrupted": self.signal is not None,
+            "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
+        }
+        if any(token.logprob is not None for token in self.tokens):
+            said["logprobs"] = [
+                {
+                    "logprob": _finite(token.logprob),
+                    "top_logprobs": [
+                        {"id": top.id, "text": top.text, "logprob": _finite(top.logprob)} for top in token.top_logprobs
+                    ],
+                }
+                for token in self.tokens
+            ]
+        return json.dumps(said)
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no minus infinity, which is what a token that is forbidden has."""
+    return None if logprob is None or math.isinf(logprob) else logprob
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -319,7 +304,9 @@ def generate(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; what there was to show until then has been shown.
     """
-    settings = _settings(arguments)
+    settings = settings_of(arguments)
+    if settings.get("logprobs") and not arguments.json:
+        raise SettingsError("--logprobs has no place in a text; use it with --json")
     target, draft = _models(arguments)
     prompt = _prompt(arguments.prompt)
     output = Output()
@@ -446,7 +433,7 @@ async def _stream_text(
             async with stream:
                 async for token in stream:
                     generated.pieces.append(token.text)
-                    generated.ids.append(token.id)
+                    generated.tokens.append(token)
                     display.clear()
                     if output is not None:
                         if token.index == 0:

@@ -143,6 +143,7 @@ class Runtime:
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range.
             PromptError: the prompt is empty, longer than the context, or not encodable.
+            ProcessorError: a logits processor cannot say its state.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         if self._closed is not None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import math
 import os
 import pty
 import signal
@@ -230,6 +231,36 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
     assert err == ""
 
 
+def test_settings_on_the_command_line_are_those_of_python(endless, capfd):
+    options = ["--logit-bias", "3=-inf,4=1.5", "--repetition-penalty", "1.3", "--stop-tokens", "7,9", "--ignore-eos"]
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options) == 0
+    said = json.loads(capfd.readouterr().out)
+    settings = {"logit_bias": {3: -math.inf, 4: 1.5}, "repetition_penalty": 1.3, "stop_tokens": [7, 9]}
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, ignore_eos=True, **settings)
+    assert said["tokens"] == [token.id for token in expected.tokens]
+    options = ["--temperature", "1.2", "--seed", "3", "--top-p", "0.9", "--top-k", "30", "--min-p", "0.01"]
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options) == 0
+    said = json.loads(capfd.readouterr().out)
+    settings = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, **settings)
+    assert said["tokens"] == [token.id for token in expected.tokens]
+
+
+def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
+    options = ["--logprobs", "128", "--logit-bias", "3=-inf"]
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "2", "--json", *options) == 0
+    said = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert [of_token["logprob"] for of_token in said["logprobs"]] == [
+        max(top["logprob"] for top in of_token["top_logprobs"] if top["logprob"] is not None)
+        for of_token in said["logprobs"]
+    ]
+    assert {top["logprob"] for of_token in said["logprobs"] for top in of_token["top_logprobs"] if top["id"] == 3} == {
+        None
+    }
+    assert run_here(PROMPT, "--target", endless, "--logprobs", "2") == 2
+    assert capfd.readouterr().err == "outrider: error: --logprobs has no place in a text; use it with --json\n"
+
+
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
     with (tmp_path / "out").open("w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
@@ -356,6 +387,25 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
         ("--lookahead", "65", "lookahead", 65),
         ("--lookahead", "Auto", "lookahead", "Auto"),
         ("--acceptance", "sometimes", "acceptance", "sometimes"),
+        ("--prefill-step-size", "0", "prefill_step_size", 0),
+        ("--top-p", "1.5", "top_p", 1.5),
+        ("--min-p", "-0.1", "min_p", -0.1),
+        ("--min-tokens-to-keep", "0", "min_tokens_to_keep", 0),
+        ("--top-k", "ten", "top_k", "ten"),
+        ("--xtc-probability", "2", "xtc_probability", 2),
+        ("--xtc-threshold", "0.6", "xtc_threshold", 0.6),
+        ("--xtc-special-tokens", "1,x", "xtc_special_tokens", (1, "x")),
+        ("--stop-tokens", "1,-2", "stop_tokens", (1, -2)),
+        ("--logit-bias", "1", "logit_bias", "1"),
+        ("--logit-bias", "a=1", "logit_bias", {"a": 1}),
+        ("--logit-bias", "1=inf", "logit_bias", {1: float("inf")}),
+        ("--repetition-penalty", "-1", "repetition_penalty", -1),
+        ("--repetition-context-size", "0", "repetition_context_size", 0),
+        ("--presence-penalty", "inf", "presence_penalty", float("inf")),
+        ("--presence-context-size", "none", "presence_context_size", None),
+        ("--frequency-penalty", "much", "frequency_penalty", "much"),
+        ("--frequency-context-size", "1.5", "frequency_context_size", 1.5),
+        ("--logprobs", "129", "logprobs", 129),
     ],
 )
 def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked_for(
@@ -469,7 +519,9 @@ def test_help_names_every_option_and_its_default(capfd):
         cli.main(["generate", "--help"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    settings = ("max-tokens", "temperature", "seed", "lookahead", "acceptance")
+    # Functions are for Python; and a single generation has nothing to reuse.
+    beyond = {"logits_processors", "reuse_prefix"}
+    settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
     assert "(default: 256)" in text

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
 
 import runtime
@@ -287,6 +288,53 @@ async def test_here_an_error_of_the_drafter_costs_its_help_and_not_the_text(n: i
         completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD)
     assert ids(completion) == greedy(model, PROMPT, NUM_TOKENS)
     assert completion.statistics.draft_failures == 1
+
+
+# --- what processors are given --------------------------------------------------------------------
+
+
+async def test_penalties() -> None:
+    """There a penalty does not see the prompt, but for its last token; so it changes the text."""
+    model = llama()
+    penalties = {"repetition_penalty": 1.6, "repetition_context_size": 40}
+    right = greedy(model, PROMPT, NUM_TOKENS, logits_processors=make_logits_processors(**penalties))
+    assert theirs(model, model, PROMPT, NUM_TOKENS, logits_processors=make_logits_processors(**penalties)) != right
+    for draft in (model, near(model, noise=0.05)):
+        async with runtime.open((model, None), (draft, None)) as rt:
+            completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD, **penalties)
+        assert ids(completion) == right
+
+
+async def test_a_processor_that_keeps_a_state() -> None:
+    """There it is called for drafts as for the text, and its state is never taken back."""
+    model = llama()
+
+    class EverySecond:
+        """At every second token it is asked about, keeps the best from coming."""
+
+        def __init__(self) -> None:
+            self.num_calls = 0
+
+        def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+            self.num_calls += 1
+            best = mx.argmax(logits, axis=-1, keepdims=True)
+            return mx.where((mx.arange(logits.shape[-1]) == best) & (self.num_calls % 2 == 0), -mx.inf, logits)
+
+        def save(self) -> int:
+            return self.num_calls
+
+        def restore(self, state: int) -> None:
+            self.num_calls = state
+
+    right = greedy(model, PROMPT, NUM_TOKENS, logits_processors=[EverySecond()])
+    draft = near(model, noise=0.05)
+    assert theirs(model, draft, PROMPT, NUM_TOKENS, logits_processors=[EverySecond()]) != right
+    async with runtime.open((model, None), (draft, None)) as rt:
+        completion = await rt.generate(
+            PROMPT, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD, logits_processors=[EverySecond()]
+        )
+    assert ids(completion) == right
+    assert completion.statistics.accepted > 0
 
 
 # --- what cannot be asked for ---------------------------------------------------------------------

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -262,6 +262,50 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
     counts = Counter((token.id - last) % 4 for last, token in judged(tokens))
     assert counts.total() > 800
     assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+def left_over(row: Sequence[float], keep: Callable[[int, float], bool]) -> list[float]:
+    kept = [p if keep(token, p) else 0.0 for token, p in enumerate(row)]
+    return [p / sum(kept) for p in kept]
+
+
+def filtered(table: Sequence[Sequence[float]]) -> list[list[float]]:
+    """With `min_p` 0.4; and, in half of all cases, of what is above 0.25 the least likely alone (XTC)."""
+    rows = []
+    for row in table:
+        row = left_over(row, lambda _, p, row=row: p >= 0.4 * max(row))
+        above = [p for p in row if p > 0.25]
+        without = left_over(row, lambda _, p, above=above: not above or p <= min(above))
+        rows.append([(p + q) / 2 for p, q in zip(row, without, strict=True)])
+    return rows
+
+
+FILTERS: dict[str, Any] = {"min_p": 0.4, "xtc_probability": 0.5, "xtc_threshold": 0.25}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+def test_filters_take_effect_on_target_and_draft_and_texts_have_what_is_left_of_the_targets_distribution(
+    acceptance: str, lookahead: Any
+) -> None:
+    num_sessions = 2 * NUM_SESSIONS
+    tokens = run(
+        lambda: sample(
+            num_sessions, target(), drafter(), max_tokens=4, lookahead=lookahead, acceptance=acceptance, **FILTERS
+        )
+    )
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(filtered(TARGET), 2)) > SIGNIFICANCE
+    # Without the coin, or with one for the whole text, this would be another distribution.
+    coinless = [[q if q > 0 else 1e-9 for q in row] for row in TARGET]
+    assert pooled_p_value([(Counter(tuple(text[:2]) for text in texts), outcomes(coinless, 2))]) < SIGNIFICANCE
+    if lookahead == 2:
+        share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+        assert share > 0.1
 
 
 def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:

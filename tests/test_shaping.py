@@ -1,0 +1,495 @@
+"""Processors and filters do to a text what they do in mlx-lm's plain decoding, whoever drafts, however far ahead."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
+from scipy.stats import chi2
+
+import runtime
+from actors.shaping import MOST_STATES, NOTHING, Shaping
+from protocol.messages import Open
+from protocol.settings import Settings
+
+NUM_TOKENS = 24
+PROMPT = prompt_of(11)
+LOOKAHEADS: list[Any] = [0, 1, 3, "auto"]
+
+TARGET = llama()
+NEAR = near(TARGET, noise=0.05)
+
+
+def ids(tokens: Sequence[runtime.Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def plain(model: nn.Module, num_tokens: int = NUM_TOKENS, own: Sequence[Any] = (), **penalties: Any) -> list[int]:
+    """mlx-lm's greedy text, up to where it is a matter of rounding."""
+    return [token for token, _ in plain_steps(model, num_tokens, own, **penalties)]
+
+
+def plain_steps(
+    model: nn.Module, num_tokens: int = NUM_TOKENS, own: Sequence[Any] = (), **penalties: Any
+) -> list[tuple[int, mx.array]]:
+    steps = []
+    processors = [*make_logits_processors(**penalties), *own]
+    for token, logprobs in generate_step(
+        mx.array(PROMPT), model, max_tokens=num_tokens, logits_processors=processors or None
+    ):
+        second, first = mx.topk(logprobs, 2).tolist()
+        if abs(first - second) < CLEAR_LEAD:
+            break
+        steps.append((token, logprobs))
+    return steps
+
+
+# --- penalties and biases -------------------------------------------------------------------------
+
+PENALTIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB_SIZE - 1), st.floats(-8, 8), max_size=4),
+        "repetition_penalty": st.floats(0.5, 3),
+        "repetition_context_size": st.integers(1, 40),
+        "presence_penalty": st.floats(-2, 4),
+        "presence_context_size": st.integers(1, 40),
+        "frequency_penalty": st.floats(-2, 4),
+        "frequency_context_size": st.integers(1, 40),
+    },
+)
+
+
+@given(choices=st.lists(PENALTIES, min_size=8, max_size=8))
+@settings(max_examples=4, deadline=None, derandomize=True)
+def test_greedy_text_is_that_of_plain_decoding_under_any_penalties(choices: list[dict[str, Any]]) -> None:
+    async def main() -> None:
+        async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+            for number, penalties in enumerate(choices):
+                reference = plain(TARGET, **penalties)
+                lookahead = LOOKAHEADS[number % len(LOOKAHEADS)]
+                completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **penalties)
+                assert ids(completion.tokens)[: len(reference)] == reference
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("build", [llama, qwen3, sliding_llama, mamba])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_penalties_reach_back_into_the_prompt_on_every_kind_of_cache(build: Any, lookahead: Any) -> None:
+    model, penalties = build(), {"repetition_penalty": 1.7, "repetition_context_size": 30, "frequency_penalty": 0.6}
+    reference = plain(model, **penalties)
+    assert reference != plain(model)
+    async with runtime.open((model, None), (near(model, noise=0.05), None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **penalties)
+    assert ids(completion.tokens)[: len(reference)] == reference
+
+
+async def test_a_drafter_that_knows_the_penalties_is_right_and_one_with_other_rows_does_no_harm() -> None:
+    penalties = {"repetition_penalty": 2.5, "presence_penalty": 1.5, "logit_bias": {VOCAB_SIZE - 1: 2.0}}
+    reference = plain(TARGET, **penalties)
+    for draft in (TARGET, Padded(TARGET, 16)):
+        async with runtime.open((TARGET, None), (draft, None)) as rt:
+            completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, **penalties)
+        assert ids(completion.tokens)[: len(reference)] == reference
+        assert completion.statistics.rejected == 0
+    narrow = llama(vocab_size=VOCAB_SIZE - 20)
+    async with runtime.open((TARGET, None), (narrow, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, **penalties)
+    assert ids(completion.tokens)[: len(reference)] == reference
+    assert completion.statistics.draft_failures == 0
+
+
+async def test_a_forbidden_token_never_comes() -> None:
+    first = plain(TARGET, 1)[0]
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, logit_bias={first: float("-inf")}, lookahead=3)
+    assert first not in ids(completion.tokens)
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+def opened(**keywords: Any) -> Open:
+    return Open(0, tuple(PROMPT), Settings(**keywords), seed=keywords.get("seed", 0) or 0, stop_tokens=frozenset())
+
+
+FILTERS = st.fixed_dictionaries(
+    {"temperature": st.floats(0.3, 1.5)},
+    optional={
+        "top_p": st.floats(0.05, 1),
+        "min_p": st.floats(0, 0.5),
+        "min_tokens_to_keep": st.integers(1, 5),
+        "top_k": st.integers(0, 20),
+        "xtc_threshold": st.floats(0, 0.5),
+        "xtc_special_tokens": st.lists(st.integers(0, 19), max_size=3),
+    },
+)
+
+
+@given(filters=FILTERS, is_xtc_on=st.booleans(), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
+    filters: dict[str, Any], is_xtc_on: bool, seed: int
+) -> None:
+    logits, num_draws = 2 * mx.random.normal((1, 20), key=mx.random.key(seed)), 2000
+    # With a probability between, mlx-lm tosses one coin for all rows of a batch.
+    filters["xtc_probability"] = float(is_xtc_on)
+    if filters.get("top_k", 0) >= 20:
+        del filters["top_k"]
+    shaped = Shaping(opened(**filters)).shape(logits, NOTHING, start=5)
+    ours = mx.softmax(shaped / filters["temperature"], axis=-1)[0].tolist()
+    sampler = make_sampler(**{"temp" if name == "temperature" else name: value for name, value in filters.items()})
+    mx.random.seed(seed)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    theirs = Counter(sampler(mx.repeat(logprobs, num_draws, axis=0)).tolist())
+    assert all(ours[token] > 0 for token in theirs)
+    cells = [(theirs[token], num_draws * p) for token, p in enumerate(ours) if num_draws * p >= 5]
+    assert sum(expected for _, expected in cells) > 0.95 * num_draws
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    assert chi2.sf(statistic, max(1, len(cells) - 1)) > 1e-5
+
+
+def test_xtc_tosses_a_coin_for_each_position_the_same_for_both_models() -> None:
+    logits = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]] * 400))
+    shaping = Shaping(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
+    other = Shaping(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
+    left_out = mx.isinf(shaping.filter(logits, 10))[:, 0].tolist()
+    assert 90 < sum(left_out) < 150
+    one_by_one = [bool(mx.isinf(other.filter(logits[:1], 10 + i))[0, 0].item()) for i in range(40)]
+    assert one_by_one == left_out[:40]
+    differently_seeded = Shaping(opened(temperature=1.0, xtc_probability=0.3, seed=1))
+    assert mx.isinf(differently_seeded.filter(logits, 10))[:, 0].tolist() != left_out
+
+
+async def test_at_temperature_zero_filters_do_nothing() -> None:
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, top_k=2, top_p=0.3, xtc_probability=1.0)
+    assert ids(completion.tokens) == plain(TARGET)
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+async def test_where_one_token_is_left_it_comes_at_any_temperature_by_either_rule(acceptance: Any) -> None:
+    settings: dict[str, Any] = {"temperature": 1.5, "top_k": 1, "seed": 3, "acceptance": acceptance}
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        for lookahead in LOOKAHEADS:
+            completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **settings)
+            assert ids(completion.tokens) == plain(TARGET)
+
+
+# --- the coupled match rule -----------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.9},
+    {"min_p": 0.02, "repetition_penalty": 1.2},
+    {"top_k": 20, "frequency_penalty": 0.5},
+    {"xtc_probability": 0.5, "top_p": 0.95},
+]
+TEMPERATURES = (0.3, 0.6, 1.0, 1.5)
+PAIRS = {
+    "near": (TARGET, NEAR),
+    "a stranger": (TARGET, llama(seed=77, hidden_size=16, num_hidden_layers=1)),
+    "recurrent": (mamba(), near(mamba(), noise=0.05)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+async def test_a_seeds_text_hangs_on_nothing_but_target_prompt_and_settings(pair: str) -> None:
+    target, draft = PAIRS[pair]
+    num_seeds, num_tokens = 200, 12
+    alone: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}
+
+    def chosen(seed: int) -> dict[str, Any]:
+        shape = SHAPES[seed % len(SHAPES)]
+        return {"seed": seed, "max_tokens": num_tokens, "temperature": TEMPERATURES[seed % len(TEMPERATURES)], **shape}
+
+    async with runtime.open((target, None)) as rt:
+        for seed in range(num_seeds):
+            alone[seed] = ids((await rt.generate(PROMPT, **chosen(seed))).tokens)
+    async with runtime.open((target, None), (draft, None)) as rt:
+        seeds = iter(range(num_seeds))
+
+        async def work() -> None:
+            for seed in seeds:
+                lookahead: Any = (1, 2, 4, "auto")[seed % 7 % 4]
+                completion = await rt.generate(PROMPT, lookahead=lookahead, **chosen(seed))
+                together[seed] = ids(completion.tokens)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(work)
+        assert rt.statistics().accepted > 0
+    assert together == alone
+    assert len({tuple(text) for text in alone.values()}) > 0.7 * num_seeds
+
+
+# --- processors of one's own ----------------------------------------------------------------------
+
+
+class Bans:
+    """Forbids what it has seen generated; keeps that as a state, and minds that it is called as it was promised."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()
+        self.calls: list[int] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        text = tuple(tokens.tolist())
+        assert logits.shape == (1, VOCAB_SIZE)
+        assert text[: len(PROMPT)] == tuple(PROMPT)
+        assert self.seen == text[len(PROMPT) : -1]
+        self.calls.append(len(text))
+        self.threads.add(threading.get_ident())
+        self.seen = text[len(PROMPT) :]
+        bans = mx.array([-mx.inf if token in self.seen else 0.0 for token in range(VOCAB_SIZE)])
+        return logits + bans
+
+    def save(self) -> tuple[int, ...]:
+        return self.seen
+
+    def restore(self, state: tuple[int, ...]) -> None:
+        self.seen = state
+
+
+def banned(tokens: mx.array, logits: mx.array) -> mx.array:
+    """The same without a state."""
+    seen = tokens[len(PROMPT) :].tolist()
+    return logits + mx.array([-mx.inf if token in seen else 0.0 for token in range(VOCAB_SIZE)])
+
+
+@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_processor_that_keeps_a_state_is_taken_back_with_the_text(build: Any, lookahead: Any) -> None:
+    model = build()
+    reference = plain(model, own=[banned])
+    assert reference != plain(model)
+    processor = Bans()
+    async with runtime.open((model, None), (near(model, noise=0.05), None)) as rt:
+        completion = await rt.generate(
+            PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, logits_processors=[processor]
+        )
+    assert ids(completion.tokens)[: len(reference)] == reference
+    assert completion.statistics.draft_failures == 0
+    if lookahead == 3:
+        assert completion.statistics.accepted > 0
+        assert len(processor.threads) == 2
+
+
+async def test_a_processor_with_a_state_and_a_seed_gives_one_text_with_any_drafter() -> None:
+    settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 4, "top_p": 0.9}
+    texts = []
+    for draft in (None, NEAR, TARGET):
+        async with runtime.open((TARGET, None), None if draft is None else (draft, None)) as rt:
+            for lookahead in (2, "auto"):
+                texts.append(
+                    ids((await rt.generate(PROMPT, lookahead=lookahead, logits_processors=[Bans()], **settings)).tokens)
+                )
+    assert all(text == texts[0] for text in texts)
+    assert len(set(texts[0])) == NUM_TOKENS
+
+
+def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
+    processor = Bans()
+    shaping = Shaping(opened(logits_processors=[processor]))
+    logits = mx.zeros((1, VOCAB_SIZE))
+
+    def left_out(generated: Sequence[int]) -> set[int]:
+        text = [*PROMPT, *generated]
+        row = shaping.process(logits, shaping.tail(text), len(text))[0].tolist()
+        return {token for token, logit in enumerate(row) if logit == float("-inf")}
+
+    long = [(7 * i) % 50 for i in range(MOST_STATES + 20)]
+    for length in range(len(long)):
+        assert left_out(long[:length]) == set(long[:length])
+    calls = len(processor.calls)
+    assert left_out([1, 2, 3]) == {1, 2, 3}
+    assert processor.calls[calls:] == [len(PROMPT), len(PROMPT) + 1, len(PROMPT) + 2, len(PROMPT) + 3]
+    assert left_out(long[:-1]) == set(long[:-1])
+    assert left_out([1, 2, 4]) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("lookahead", [3, "auto"])
+async def test_a_processor_that_is_marked_stateless_is_speculated_with(lookahead: Any) -> None:
+    async with runtime.open((TARGET, None), (TARGET, None)) as rt:
+        completion = await rt.generate(
+            PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, logits_processors=[runtime.stateless(banned)]
+        )
+    assert ids(completion.tokens) == plain(TARGET, own=[banned])
+    assert completion.statistics.rejected == 0 or lookahead == "auto"
+    assert completion.statistics.accepted > 0 or lookahead == "auto"
+
+
+async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Ledger:
+        """Keeps what it was called with, and has no way back."""
+
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+            self.lengths.append(len(tokens))
+            return banned(tokens, logits)
+
+    ledgers = [Ledger(), Ledger()]
+    with caplog.at_level(logging.WARNING, "outrider"):
+        async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+            for ledger in ledgers:
+                completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[ledger])
+                assert ids(completion.tokens) == plain(TARGET, own=[banned])
+                assert completion.statistics.proposed == 0
+                assert ledger.lengths == list(range(len(PROMPT), len(PROMPT) + NUM_TOKENS))
+    (warning,) = [record.getMessage() for record in caplog.records if "Ledger" in record.getMessage()]
+    assert "nothing is drafted" in warning
+    assert "runtime.stateless" in warning
+
+
+async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
+    async for token in stream:
+        given.append(token.id)
+
+
+class Tantrum(ValueError):
+    """What a processor raises here."""
+
+
+@pytest.mark.parametrize("draft", [None, NEAR])
+async def test_an_error_in_a_processor_ends_its_stream_and_no_other(draft: nn.Module | None) -> None:
+    @runtime.stateless
+    def throws(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) == len(PROMPT) + 5:
+            raise Tantrum("enough")
+        return logits
+
+    given: list[int] = []
+    async with runtime.open((TARGET, None), None if draft is None else (draft, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match="raised Tantrum: enough") as caught:
+            await read_into(given, rt.stream(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[throws]))
+        assert isinstance(caught.value.__cause__, Tantrum)
+        assert given == plain(TARGET)[: len(given)]
+        assert len(given) <= 5
+        assert ids((await rt.generate(PROMPT, max_tokens=NUM_TOKENS)).tokens) == plain(TARGET)
+
+
+async def test_a_processor_that_cannot_say_its_state_begins_no_stream() -> None:
+    class Shy(Bans):
+        def save(self) -> tuple[int, ...]:
+            raise Tantrum("no")
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match=r"raised Tantrum in save\(\): no"):
+            rt.stream(PROMPT, logits_processors=[Shy()])
+        assert rt.num_streams == 0
+
+
+@pytest.mark.parametrize("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
+async def test_a_processor_that_returns_no_logits_is_told_so(result: Any) -> None:
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
+            await rt.generate(PROMPT, logits_processors=[runtime.stateless(lambda tokens, logits: result)])
+
+
+async def test_a_processor_that_only_fails_the_drafter_costs_no_text() -> None:
+    target_threads: set[int] = set()
+
+    @runtime.stateless
+    def particular(tokens: mx.array, logits: mx.array) -> mx.array:
+        name = threading.current_thread().name
+        if name == "outrider-draft":
+            raise Tantrum(name)
+        target_threads.add(threading.get_ident())
+        return logits
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[particular])
+    assert ids(completion.tokens) == plain(TARGET)
+    assert completion.statistics.draft_failures == 1
+    assert len(target_threads) == 1
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("rewind", ["auto", "none"])
+async def test_log_probabilities_are_those_of_plain_decoding(build: Any, lookahead: Any, rewind: Any) -> None:
+    model, penalties = build(), {"presence_penalty": 1.2}
+    reference = plain_steps(model, **penalties)
+    async with runtime.open((model, None), (near(model, noise=0.05), None), rewind=rewind) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, logprobs=3, **penalties)
+    for token, (id, logprobs) in zip(completion.tokens, reference, strict=False):
+        assert token.id == id
+        assert token.logprob == pytest.approx(logprobs[id].item(), abs=1e-4)
+        assert [top.logprob for top in token.top_logprobs] == pytest.approx(
+            sorted(logprobs.tolist(), reverse=True)[:3], abs=1e-4
+        )
+        assert token.top_logprobs[0].id == id
+        assert [top.logprob for top in token.top_logprobs] == pytest.approx(
+            [logprobs[top.id].item() for top in token.top_logprobs], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+async def test_log_probabilities_are_from_before_filters_and_temperature(acceptance: Any) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.3, "top_k": 3, "seed": 1, "acceptance": acceptance}
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logprobs=VOCAB_SIZE, **sampled)
+    text = [*PROMPT, *ids(completion.tokens)]
+    rows = TARGET(mx.array([text]))[0]
+    logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+    for token in completion.tokens:
+        assert token.logprob is not None
+        assert token.logprob == pytest.approx(logprobs[len(PROMPT) - 1 + token.index, token.id].item(), abs=1e-4)
+        assert len(token.top_logprobs) == VOCAB_SIZE
+        assert token.id in [top.id for top in token.top_logprobs[:3]]
+        assert sum(mx.exp(mx.array([top.logprob for top in token.top_logprobs])).tolist()) == pytest.approx(1, abs=1e-4)
+
+
+async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
+    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
+        completion = await rt.generate("def f(x):", max_tokens=8, logprobs=2)
+        for token in completion.tokens:
+            assert token.top_logprobs[0].text == token.text
+            assert token.logprob == token.top_logprobs[0].logprob <= 0
+        completion = await rt.generate("def f(x):", max_tokens=8)
+        assert all(token.logprob is None and token.top_logprobs == () for token in completion.tokens)
+
+
+# --- bounds that only the model knows -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logit_bias": {VOCAB_SIZE: 1.0}},
+        {"xtc_special_tokens": [3, VOCAB_SIZE]},
+        {"stop_tokens": [VOCAB_SIZE]},
+        {"top_k": VOCAB_SIZE + 1},
+        {"min_tokens_to_keep": VOCAB_SIZE + 1},
+    ],
+)
+async def test_what_the_vocabulary_does_not_have_is_refused(asked: dict[str, Any]) -> None:
+    async with runtime.open((TARGET, None)) as rt:
+        (name,) = asked
+        with pytest.raises(runtime.SettingsError, match=f"^{name} .* vocabulary of {VOCAB_SIZE} ids"):
+            rt.stream(PROMPT, **asked)
+        assert rt.num_streams == 0
+        assert (await rt.generate(PROMPT, max_tokens=2, temperature=1.0, top_k=VOCAB_SIZE)).finish_reason == "length"
