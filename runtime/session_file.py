@@ -100,7 +100,7 @@ def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _ne
 
 
 def _mode_of(place: Path) -> int:
-    """The permissions for a file at a place. Raises: OSError: something is there that is no file."""
+    """The permissions for a file at a place. Raises: OSError: something is there that is not to be replaced."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -109,6 +109,9 @@ def _mode_of(place: Path) -> int:
         raise IsADirectoryError(errno.EISDIR, "it is a directory")
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no ordinary file")
+    if not os.access(place, os.W_OK):
+        # Moving another into its place would be allowed, and not what was meant by making it so.
+        raise PermissionError(errno.EACCES, "it is read-only")
     return stat.S_IMODE(status.st_mode)
 
 

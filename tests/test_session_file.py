@@ -209,6 +209,16 @@ def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_permissions(pat
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
+def test_a_file_that_is_read_only_stays(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = written.read_bytes()
+    # Whoever runs this may be root, to whom everything is writable.
+    monkeypatch.setattr(session_file.os, "access", lambda place, mode: not (Path(place) == written and mode == os.W_OK))
+    with pytest.raises(SessionFileError, match="it is read-only"):
+        write(written, Contents({}, {}))
+    assert written.read_bytes() == before
+    assert os.listdir(written.parent) == ["session"]
+
+
 def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(path)
