@@ -78,6 +78,8 @@ def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
         _check_parts(taken, like)
         pairs = zip(like.caches, longer.caches, strict=True)
         return CacheList(*(put_state(part, *pair) for part, pair in zip(taken.parts, pairs, strict=True)))
+    if type(like) not in _KINDS:
+        raise MisfitError(f"nothing is known of the model's {type(like).__name__}")
     if taken.kind != type(like).__name__:
         raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {type(like).__name__}")
     kind = _KINDS[type(like)]
@@ -120,14 +122,17 @@ def put_pin(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) 
 
         return restore_parts
     if type(layer) is KVCache:
-        _require(taken == LayerState("KVCache", (None, None, length)) and length <= layer.offset, "another pin", layer)
+        fits = taken.kind == "KVCache" and isinstance(taken.state, tuple) and len(taken.state) == 3
+        fits = fits and _is_number(taken.state[2], length, min(length, layer.offset))
+        _require(fits, "another length in a pin", like)
 
         def cut() -> None:
             layer.offset = length
 
         return cut
+    held = list(lengths(put_state(taken, like, longer)))
+    _require(all(one == length for one in held), "another length in a pin", like)
     kind = _KINDS[type(layer)]
-    _require(all(held == length for held in lengths(put_state(taken, like, longer))), "another length in a pin", like)
 
     def restore() -> None:
         # By views, anew each time: what is written after a first restore must not show in a second.
