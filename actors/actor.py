@@ -202,7 +202,7 @@ class ModelActor(Actor[S]):
         """
         opened = part.session.opened
         if opened.settings.reuse_prefix:
-            await self._others_to_be_over(part)
+            await self.unwanted_to_be_over(part)
             call = partial(self._kept.begin, opened.prompt, beside_another=beside_another)
         else:
             call = partial(_begin, self.model, beside_another)
@@ -230,16 +230,19 @@ class ModelActor(Actor[S]):
 
     async def settled(self) -> KeptLines:
         """What is kept for others, once sessions that nobody wants any more have put away theirs."""
-        await self._others_to_be_over(None)
+        await self.unwanted_to_be_over()
         return self._kept
 
-    async def _others_to_be_over(self, part: S | None) -> None:
-        """Wait for sessions that nobody wants any more, and whose lines this one may want.
+    async def unwanted_to_be_over(self, before: S | None = None) -> None:
+        """Wait until what sessions had that nobody wants any more is kept, if they asked for that.
 
         It takes as long as their jobs that are running; nobody else keeps them from being over.
+
+        Args:
+            before: a session that begins and may want it; None for all.
         """
         for other in list(self._parts.values()):
-            if other is not part and other.session.is_unwanted and other.session.opened.settings.reuse_prefix:
+            if other is not before and other.session.is_unwanted and other.session.opened.settings.reuse_prefix:
                 await other.is_over.wait()
 
     @property

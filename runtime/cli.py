@@ -31,11 +31,13 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
-from runtime import bench_command, blas
+from runtime import bench_command, blas, chat_command
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.settings_arguments import add_settings, settings_of, value
 from runtime.simulate_command import add_simulate
 from runtime.terminal import (
+    BY_SIGNAL,
+    ECHO_S,
     Display,
     Output,
     OutputError,
@@ -54,11 +56,6 @@ if TYPE_CHECKING:
 
 FAILED = 1
 MISUSED = 2
-BY_SIGNAL = 128  # plus the signal's number, as a shell has it
-
-# Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
-# theirs to the process, and again to the group that the process is in.
-ECHO_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_chat(commands)
     _add_doctor(commands)
     _add_bench(commands)
     add_simulate(commands)
@@ -136,14 +134,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(command=generate)
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads it from stdin, as it is')
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    models.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
-        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
-    )
+    _add_models(parser)
     add_settings(parser)
     _add_blas(parser)
     output = parser.add_argument_group("output")
@@ -159,6 +150,35 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
     output.add_argument(
         "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
+    )
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Talk with a model, turn by turn: what you type is answered on stdout, as it comes. With a chat "
+        "template, a model is asked as it was trained to be; a base model goes on with the text so far. Where stdin is "
+        "no terminal, each of its lines is a turn.",
+        epilog='"/help" lists what else can be typed. Ctrl-C stops an answer and keeps what was said; at the prompt, a '
+        "second one leaves.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=chat)
+    _add_models(parser)
+    chat_command.add_arguments(parser)
+    add_settings(parser)
+    _add_blas(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    models.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
 
 
@@ -338,7 +358,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated | bench_command.Outcome) -> int:
+def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome) -> int:
     """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
@@ -442,6 +462,19 @@ async def _stream_text(
                     generated.finish_reason = token.finish_reason
         finally:
             generated.statistics = stream.statistics()
+
+
+# --- chat -----------------------------------------------------------------------------------------
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """The command `chat`: talk with a model.
+
+    Returns: the exit status.
+
+    Raises: OutriderError: it failed.
+    """
+    return _status(chat_command.chat(arguments, *_models(arguments)))
 
 
 # --- doctor ---------------------------------------------------------------------------------------
