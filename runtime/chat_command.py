@@ -397,14 +397,17 @@ async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
 
 
+def _file(argument: str) -> str:
+    return os.path.expanduser(argument)
+
+
 async def _save(chat: Chat, argument: str) -> None:
-    size = await chat.conversation.save(os.path.expanduser(argument))
-    say(f"saved to {argument}: {size / 1e6:.1f} MB")
+    size = await chat.conversation.save(_file(argument))
+    say(f"saved to {argument}, {size / 1e3:,.0f} kB")
 
 
 async def _load(chat: Chat, argument: str) -> None:
-    path = os.path.expanduser(argument)
-    chat.conversation = await chat.runtime.load(path, any_draft=True, **chat.settings)
+    chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
     say(f"going on from {argument}, after {len(chat.conversation.messages)} messages")
 
 
