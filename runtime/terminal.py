@@ -86,7 +86,11 @@ class Output:
             self._is_in_line = False
             shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self._is_terminal and "NO_COLOR" not in os.environ else text
             # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
-            await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
+            try:
+                await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
+            except trio.Cancelled:
+                self._is_in_line = self._is_terminal  # as far as anybody knows
+                raise
             self._is_in_line = not text.endswith("\n")
 
     def write_now(self, text: str) -> None:
@@ -285,7 +289,8 @@ def print_statistics(statistics: Statistics) -> None:
 
 def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     s = statistics
-    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}"
+    cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
+    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
     yield "speed", f"{s.generation_tps:.1f} tokens/s"
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
     if s.proposed:
