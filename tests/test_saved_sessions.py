@@ -21,7 +21,8 @@ import trio.testing
 from architectures import ARCHITECTURES, build
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
-from test_cli import outrider, read_all, save_model
+from test_chat import piped
+from test_cli import save_model
 from test_conversation import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
 
 import runtime
@@ -646,25 +647,21 @@ async def test_a_runtime_that_closes_ends_what_is_under_way(path: Path, monkeypa
 # --- in the chat ----------------------------------------------------------------------------------
 
 
-async def chatted(model: str, *arguments: str, lines: str) -> tuple[int | None, str, str]:
-    """How `outrider chat` ends that is given some lines, and what it says."""
-    given = ["chat", "--target", model, "--max-tokens", "6", *arguments]
-    async with outrider(*given, stdin=-1, stdout=-1, stderr=-1) as process:
-        await process.stdin.send_all(lines.encode())
-        await process.stdin.aclose()
-        out, err = await read_all(process.stdout), await read_all(process.stderr)
-    return process.returncode, out, err
+def a_chat_with(model: str) -> list[str]:
+    return ["--target", model, "--max-tokens", "6"]
 
 
 async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -> None:
     model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "with spaces.session"
-    status, out, err = await chatted(model, lines=f"w1 w2\n/save {path}\nw3\n")
+    status, out, err = await piped(*a_chat_with(model), lines=f"w1 w2\n/save {path}\nw3\n")
     assert (status, err) == (0, f"outrider: saved to {path}, {path.stat().st_size / 1e3:,.0f} kB\n")
     _, expected = out.splitlines()
-    status, out, err = await chatted(model, lines=f"/load {path}\nw3\n")
+    status, out, err = await piped(*a_chat_with(model), lines=f"/load {path}\nw3\n")
     assert (status, out, err) == (0, f"{expected}\n", f"outrider: going on from {path}, after 2 messages\n")
     # What is asked for here takes the place of what was saved; so does another drafter.
-    status, out, _ = await chatted(model, "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n")
+    status, out, _ = await piped(
+        *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
+    )
     assert status == 0
     assert 0 < len(out) < len(expected)
     assert expected.startswith(out.strip())
@@ -679,7 +676,7 @@ async def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
         (f"/save {tmp_path}", "cannot write"),
         ("/save", 'it is "/save FILE"'),
     ):
-        status, out, err = await chatted(model, lines=f"{line}\nw1\n")
+        status, out, err = await piped(*a_chat_with(model), lines=f"{line}\nw1\n")
         assert status != 0
         assert out == ""
         assert complaint in err
