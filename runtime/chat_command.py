@@ -11,11 +11,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -114,7 +114,7 @@ async def _talk(
                 signals.is_loading = False
                 conversation = runtime.conversation(**asked)
                 settings = {name: given for name, given in asked.items() if name not in ("system", "thinking")}
-                talk = Chat(runtime, conversation, settings, lines, output, signals, shows_statistics)
+                talk = Chat(runtime, conversation, lines, output, signals, shows_statistics, settings)
                 display.clear()
                 await talk.take_turns()
         except OutriderError as error:
@@ -273,11 +273,11 @@ class Chat:
         self,
         runtime: Runtime,
         conversation: Conversation,
-        settings: dict[str, Any],
         lines: Lines,
         output: Output,
         signals: Signals,
         shows_statistics: bool,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.runtime = runtime
         self.conversation = conversation
