@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import trio
 
@@ -10,6 +12,7 @@ from protocol.books import Commit
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.statistics import Counts
+from protocol.stops import Stop
 
 
 @attrs.define(eq=False)
@@ -28,6 +31,8 @@ class Session:
         error: why nothing more comes, where that is not the end of the text.
         is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
             any thread.
+        find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
+            ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
     """
 
     opened: Open
@@ -39,6 +44,7 @@ class Session:
     shaping: Shaping = attrs.field(
         init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
     )
+    find_stop: Callable[[Commit], Stop | None] | None = None
 
     def end(self, error: OutriderError | None = None) -> None:
         """Say that nothing more comes, and why. The first reason stands."""

@@ -142,6 +142,7 @@ class TargetActor(ModelActor[TargetPart]):
         verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
         # A job that runs is not abandoned, so the session may have been closed under it.
         await trio.lowlevel.checkpoint_if_cancelled()
+        verdict = self._read(part, verdict)
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
@@ -158,6 +159,15 @@ class TargetActor(ModelActor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
+
+    def _read(self, part: TargetPart, verdict: Verdict) -> Verdict:
+        """The verdict, which ends the text where a stop string does.
+
+        In the verdict, so that the drafter learns of it at once, and as it does of a stop token.
+        """
+        if part.session.find_stop is None:
+            return verdict
+        return attrs.evolve(verdict, stop=part.session.find_stop(part.books.preview(verdict)))
 
     async def _wait_for_room(self, session: Session) -> float:
         """Wait for a slow consumer, if what was committed last has no room; returns for how many seconds."""

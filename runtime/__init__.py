@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
@@ -42,6 +43,7 @@ __all__ = [
     "DEMO_TARGET",
     "Checkpointed",
     "Completion",
+    "Completions",
     "Conversation",
     "ConversationBusyError",
     "Event",
@@ -83,6 +85,7 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Completions": "runtime.many",
     "Completion": "runtime.streaming",
     "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",

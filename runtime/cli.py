@@ -279,6 +279,7 @@ class _Generated:
         pieces: its text.
         tokens: as they were given.
         finish_reason: None unless the text is whole, and written.
+        stop_reason: the stop string or stop token that ended it, or None.
         statistics: None where it never began.
         failure: why it ended, where something failed.
         signal: which one interrupted it, if one did.
@@ -287,6 +288,7 @@ class _Generated:
     pieces: list[str] = attrs.field(factory=list)
     tokens: list[Token] = attrs.field(factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     statistics: Statistics | None = None
     failure: OutriderError | None = None
     signal: int | None = None
@@ -296,6 +298,7 @@ class _Generated:
             "text": "".join(self.pieces),
             "tokens": [token.id for token in self.tokens],
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
             "interrupted": self.signal is not None,
             "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
         }
@@ -459,7 +462,7 @@ async def _stream_text(
                         if token.index == 0:
                             output.echo(prompt)
                         await output.write(token.text)
-                    generated.finish_reason = token.finish_reason
+                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -33,6 +33,7 @@ from protocol.errors import (
     PromptError,
     RuntimeBrokenError,
     RuntimeClosedError,
+    SettingsError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -42,6 +43,7 @@ from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
+from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
     Loaded,
@@ -55,7 +57,7 @@ from runtime.opening import (
 from runtime.saved_session import FilePath
 from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
-from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
 from runtime.thinking import Answer
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
@@ -113,8 +115,10 @@ class Runtime:
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
+        nursery: trio.Nursery,
     ) -> None:
         self._prices = prices
+        self._nursery = nursery
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -141,32 +145,14 @@ class Runtime:
         Returns: a stream that generates from now on; see `TokenStream` for how to end it.
 
         Raises: before any model work:
-            SettingsError: a setting is unknown or out of its range.
+            SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
+                no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
             ProcessorError: a logits processor cannot say its state.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
-        if self._closed is not None:
-            # A new object each time: a traceback grows on an exception that is raised again.
-            raise _again(self._closed)
-        opened = self._opened(prompt, settings_from(settings))
-        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
-        self._sessions[opened.session] = session
-        self._target.open_session(session)
-        if self._draft is not None and opened.drafted:
-            self._draft.open_session(session)
-        return TokenStream(
-            session,
-            receive,
-            Detokenizer(self._tokenizer),
-            Answer(self._tokenizer, opened.prompt),
-            hang_up=partial(self._end_session_soon, opened.session),
-            clock=self._clock,
-            on_token=session.counts.give,
-            estimates=self._prices.estimates,
-        )
+        self._check_open()
+        return self._begin(self._opened(prompt, settings_from(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -232,6 +218,32 @@ class Runtime:
             await models.fill(path, session, self._drafted(settings_from(keywords)))
         return conversation
 
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args:
+            prompts: each as for `stream`; may be none.
+            max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone.
+
+        Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
+            see `Completions`, also for what a failure and a cancellation do.
+
+        Raises: before any model work, as `stream`, and:
+            PromptError: it says at which index.
+            SettingsError: `max_concurrent` is out of its range.
+        """
+        self._check_open()
+        check_max_concurrent(max_concurrent)
+        checked = settings_from(settings)
+        return Completions(
+            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
+            lambda opened: complete(self._begin(opened)),
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
 
@@ -284,8 +296,7 @@ class Runtime:
     @contextmanager
     def _while_open(self) -> Iterator[None]:
         """For what asks the models for something, as long as they are there."""
-        if self._closed is not None:
-            raise _again(self._closed)
+        self._check_open()
         with trio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
@@ -298,8 +309,18 @@ class Runtime:
 
     # --- sessions ---------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            # A new object each time: a traceback grows on an exception that is raised again.
+            raise _again(self._closed)
+
     def _opened(self, prompt: Prompt, settings: Settings) -> Open:
         model = self._target.model
+        if settings.stop and self._tokenizer is None:
+            raise SettingsError(
+                f"stop {list(settings.stop)} needs text, and the target was opened without a tokenizer; "
+                "name ids in stop_tokens instead"
+            )
         ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
         if model.context_length is not None and len(ids) >= model.context_length:
             raise PromptError(
@@ -323,16 +344,44 @@ class Runtime:
     def _drafted(self, settings: Settings) -> bool:
         return self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings)
 
+    def _begin(self, opened: Open) -> TokenStream:
+        self._check_open()
+        answer = Answer(self._tokenizer, opened.prompt)
+        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
+        session = Session(opened, send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        if opened.settings.stop and self._tokenizer is not None:
+            session.find_stop = StopFinder(self._tokenizer, opened)
+        self._sessions[opened.session] = session
+        self._target.open_session(session)
+        if self._draft is not None and opened.drafted:
+            self._draft.open_session(session)
+        return TokenStream(
+            session,
+            receive,
+            GrowingText(self._tokenizer, opened),
+            answer,
+            hang_up=partial(self._end_session_soon, opened.session),
+            clock=self._clock,
+            on_token=session.counts.give,
+            estimates=self._prices.estimates,
+        )
+
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
         if (unwanted := self._sessions.get(session)) is not None:
             unwanted.is_unwanted = True
+        self._run_soon(partial(self._end_session, session))
+
+    def _run_soon(self, call: Callable[[], None]) -> None:
+        """Have a function called in trio's thread; may be called from any, at any moment."""
         try:
-            self._trio_token.run_sync_soon(self._end_session, session)
+            self._trio_token.run_sync_soon(call)
         except trio.RunFinishedError:
-            return  # and with the event loop every session ended
+            return  # and with the event loop everything ended
 
     def _end_session(self, id: int) -> None:
+        """End a session; harmless where it is over."""
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
@@ -485,7 +534,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery)
         before = _current.get()
         _current.set(runtime)
         try:

@@ -485,6 +485,7 @@ async def simulated(
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    tokenizer: Any = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -498,6 +499,7 @@ async def simulated(
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
         prefix_cache_bytes: most that either model keeps of texts that are over.
+        tokenizer: the target's.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -511,6 +513,7 @@ async def simulated(
         async with running(
             (target, target_worker),
             draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
+            tokenizer=tokenizer,
             events=events,
             make_policy=make_policy,
             prefix_cache_bytes=prefix_cache_bytes,
