@@ -31,6 +31,15 @@ class Begun:
 
 
 @attrs.frozen(eq=False)
+class Nearest:
+    """A line, what it has processed, and how much of that a text begins with to which it could go back."""
+
+    line: Line
+    tokens: tuple[int, ...]
+    reach: int
+
+
+@attrs.frozen(eq=False)
 class _Kept:
     """A line, what it has processed, and whether it leaves room for another model.
 
@@ -100,6 +109,18 @@ class KeptLines:
             best.line.close()
             raise
         return Begun(best.line, num_cached)
+
+    def nearest(self, text: tuple[int, ...]) -> Nearest | None:
+        """The line that has most of a text's beginning; it stays where it is.
+
+        Where several have the same, the one that was put away last. None where all are for other texts.
+        """
+        best: Nearest | None = None
+        for kept in self._lines:
+            reach = kept.line.reach(common_length(kept.tokens, text), len(text))
+            if reach > 0 and (best is None or reach >= best.reach):
+                best = Nearest(kept.line, kept.tokens, reach)
+        return best
 
     def put_away(
         self,

@@ -134,8 +134,8 @@ def test_one_module_makes_threads_and_two_mind_that_there_are_several():
     assert threads == {"actors/worker.py", "actors/shaping.py", "runtime/grammar.py"}
 
 
-def test_one_module_talks_to_mlx_lms_models_and_one_to_its_caches():
-    assert importers("mlx_lm.models") == {"actors/mlx_model.py", "actors/mlx_cache.py"}
+def test_one_module_talks_to_mlx_lms_models_and_two_to_its_caches():
+    assert importers("mlx_lm.models") == {"actors/mlx_model.py", "actors/mlx_cache.py", "actors/mlx_cache_state.py"}
 
 
 @every_module
