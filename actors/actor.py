@@ -224,6 +224,7 @@ class ModelActor(Actor[S]):
                     part.held.tokens,
                     tuple(part.books.committed),
                     beside_another=beside_another,
+                    num_prompt=len(opened.prompt),
                 )
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, part.id))

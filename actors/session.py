@@ -29,10 +29,10 @@ class Session:
         shaping: of both models' logits.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
-        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
-            any thread.
         find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
             ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
+        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
+            any thread.
     """
 
     opened: Open

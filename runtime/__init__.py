@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.grammar import Grammar
     from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
@@ -47,6 +48,7 @@ __all__ = [
     "Conversation",
     "ConversationBusyError",
     "Event",
+    "Grammar",
     "Instant",
     "LogitsProcessor",
     "ModelError",
@@ -86,6 +88,7 @@ _HOMES = {
     "serve": "runtime.engine",
     "stream": "runtime.engine",
     "Completions": "runtime.many",
+    "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
     "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",

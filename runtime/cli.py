@@ -140,6 +140,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that the schema in this file describes (needs llguidance)"
+    )
+    output.add_argument(
         "--logprobs",
         metavar="N",
         type=value,
@@ -268,6 +271,23 @@ def _prompt(argument: str) -> str:
     return argument
 
 
+def _schema(file: str) -> str:
+    """The JSON schema in a file.
+
+    Raises: SettingsError: it cannot be read or followed.
+    """
+    from runtime.grammar import check_json_schema
+
+    try:
+        schema = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot read the JSON schema from {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the JSON schema in {file} is not valid text: {error}; write it as UTF-8") from error
+    check_json_schema(schema)
+    return schema
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 
@@ -330,6 +350,7 @@ def generate(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     if settings.get("logprobs") and not arguments.json:
         raise SettingsError("--logprobs has no place in a text; use it with --json")
+    schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
     target, draft = _models(arguments)
     prompt = _prompt(arguments.prompt)
     output = Output()
@@ -342,6 +363,7 @@ def generate(arguments: argparse.Namespace) -> int:
                 target,
                 draft,
                 settings,
+                schema,
                 generated,
                 display,
                 None if arguments.json else output,
@@ -422,6 +444,7 @@ async def _stream_text(
     target: str | Path,
     draft: str | Path | None,
     settings: dict[str, Any],
+    schema: str | None,
     generated: _Generated,
     display: Display,
     output: Output | None,
@@ -450,6 +473,10 @@ async def _stream_text(
         runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
         if timeline is not None:
             timeline.tokenizer = runtime.tokenizer
+        if schema is not None:
+            from runtime.grammar import Grammar
+
+            settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:

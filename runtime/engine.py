@@ -163,6 +163,33 @@ class Runtime:
         """
         return await complete(self.stream(prompt, **settings))
 
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args:
+            prompts: each as for `stream`; may be none.
+            max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
+                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
+
+        Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
+            see `Completions`, also for what a failure and a cancellation do.
+
+        Raises: before any model work, as `stream`, and:
+            PromptError: it says at which index.
+            SettingsError: `max_concurrent` is out of its range.
+        """
+        self._check_open()
+        check_max_concurrent(max_concurrent)
+        checked = settings_from(settings)
+        return Completions(
+            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
+            lambda opened: complete(self._begin(opened)),
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
 
@@ -217,32 +244,6 @@ class Runtime:
             conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
             await models.fill(path, session, self._drafted(settings_from(keywords)))
         return conversation
-
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
-        """Generate a whole text for each of many prompts.
-
-        Args:
-            prompts: each as for `stream`; may be none.
-            max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
-            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone.
-
-        Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
-            see `Completions`, also for what a failure and a cancellation do.
-
-        Raises: before any model work, as `stream`, and:
-            PromptError: it says at which index.
-            SettingsError: `max_concurrent` is out of its range.
-        """
-        self._check_open()
-        check_max_concurrent(max_concurrent)
-        checked = settings_from(settings)
-        return Completions(
-            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
-            lambda opened: complete(self._begin(opened)),
-            max_concurrent,
-            start_soon=self._nursery.start_soon,
-            run_soon=self._run_soon,
-        )
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.

@@ -111,7 +111,7 @@ class Completions:
 
         Cancellation: ends all generations.
         """
-        if self._is_gathering:
+        if self._is_gathering and not self._has_ended_early:
             raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
         if (following := await self._next()) is None:
             raise StopAsyncIteration
@@ -137,11 +137,17 @@ class Completions:
         if not self._is_closed:
             self._run_soon(self._work.scope.cancel)
 
+    @property
+    def _has_ended_early(self) -> bool:
+        """Closed or failed, so that whoever asks gets the reason."""
+        return self._is_closed and self._num_left > 0
+
     async def _gather(self) -> list[Completion]:
         if self._gathered is not None:
             await trio.lowlevel.checkpoint()
             return self._gathered
-        if self._is_gathering or self._is_waiting or self._num_left < self._num_prompts:
+        is_begun = self._is_gathering or self._is_waiting or self._num_left < self._num_prompts
+        if is_begun and not self._has_ended_early:
             raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
         gathered: dict[int, Completion] = {}

@@ -146,14 +146,14 @@ class TokenStream:
         return self._finish_reason
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
-        return self._is_closed
-
-    @property
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
         return self._stop_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -287,7 +287,7 @@ async def complete(stream: TokenStream) -> Completion:
 
     Raises: as `TokenStream.__anext__`.
 
-    Cancellation: ends the generation.
+    Cancellation: ends the generation; what was generated until then is lost.
     """
     async with stream:
         tokens = tuple([token async for token in stream])

@@ -157,6 +157,33 @@ async def test_the_demo_pair_is_the_default():
     assert said["text"]
 
 
+def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
+    schema = {"type": "object", "properties": {"größe": {"enum": [1, 2]}}, "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
+    assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
+    assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "cannot read the JSON schema from {}: No such file or directory"),
+        (b"\xff", "the JSON schema in {} is not valid text"),
+        (b"{", "the JSON schema { is not JSON: "),
+        (b'{"not": {}}', "cannot be followed: Unimplemented keys"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_before_a_model_is_loaded(content, complaint, tmp_path, capfd):
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert run_here("x", "--json-schema", str(file), "--target", "./no/such/model") == 2
+    out, error = capfd.readouterr()
+    assert out == ""
+    assert complaint.replace("{}", str(file), 1 if content != b"{" else 0) in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("arguments", [["--draft", "none"], ["--target", str(runtime.DEMO_TARGET)]])
 def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
     assert run_here("def f(x):", *arguments, "--max-tokens", "4", "--json") == 0

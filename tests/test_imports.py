@@ -129,9 +129,9 @@ def test_every_random_number_has_a_key(path):
     assert list(draws_without_a_key(parsed(path))) == []
 
 
-def test_one_module_makes_threads_and_one_minds_that_there_are_two():
+def test_one_module_makes_threads_and_two_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    assert threads == {"actors/worker.py", "actors/shaping.py"}
+    assert threads == {"actors/worker.py", "actors/shaping.py", "runtime/grammar.py"}
 
 
 def test_one_module_talks_to_mlx_lms_models_and_two_to_its_caches():

@@ -184,6 +184,8 @@ def test_a_list_that_was_iterated_over_is_at_its_end() -> None:
             async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
                 assert len([index async for index, _ in many]) == 6
             assert [index async for index, _ in many] == []
+            with pytest.raises(StreamBusyError, match="given once"):
+                await many
 
     run(main)
 
@@ -353,7 +355,9 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(
             assert len(begun(simulation)) == num_begun
             if many is not None:
                 with pytest.raises(RuntimeClosedError):
-                    await anext(many) if cancel is not by_a_scope_around_await_of_what_is_kept else await many._next()
+                    await anext(many)
+                with pytest.raises(RuntimeClosedError):
+                    await many
             await assert_over(simulation)
 
     for at in (0.0, 1.0, 4.0, 9.25, 12.0, 20.0, 33.5, 47.0, 60.0):
@@ -414,7 +418,9 @@ def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: i
             assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(RewindError):
-                await many._next()
+                await anext(many)
+            with pytest.raises(RewindError):
+                await many
             await assert_over(simulation)
 
     run(main)

@@ -304,6 +304,18 @@ async def test_a_processor_with_a_state_and_a_seed_gives_one_text_with_any_draft
     assert len(set(texts[0])) == NUM_TOKENS
 
 
+async def test_streams_at_once_may_share_a_processor() -> None:
+    reference = plain(TARGET, own=[banned])
+    processor = Bans()
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        first = rt.stream(PROMPT, max_tokens=NUM_TOKENS, lookahead=2, logits_processors=[processor])
+        for _ in range(5):
+            await anext(first)
+        others = await rt.generate_many([PROMPT] * 3, max_tokens=NUM_TOKENS, logits_processors=[processor])
+        await first.aclose()
+    assert [ids(other.tokens) for other in others] == [reference] * 3
+
+
 def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
     processor = Bans()
     shaping = Shaping(opened(logits_processors=[processor]))

@@ -360,6 +360,20 @@ async def test_what_completes_a_stop_string_at_the_very_end_makes_it_a_stop(look
         assert (unfinished.finish_reason, unfinished.text) == ("length", decode(tokens[:n]))
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_a_stop_string_leaves_the_log_probabilities_of_the_tokens_before(lookahead: Any) -> None:
+    settings: dict[str, Any] = {"max_tokens": 16, "lookahead": lookahead, "logprobs": 2}
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, **settings)
+        for n in (3, 6, 10):
+            stop = byte_level().decode(ids(whole.tokens)[:n]).rstrip("\ufffd")[-3:]
+            stopped = await rt.generate(PROMPT, **settings, stop=stop)
+            expected = [token.logprob for token in whole.tokens[: len(stopped.tokens)]]
+            assert [token.logprob for token in stopped.tokens] == pytest.approx(expected, abs=1e-4)
+            assert all(len(token.top_logprobs) == 2 for token in stopped.tokens)
+            assert stopped.stop_reason == stop
+
+
 async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
     prompt = "def quicksort(items):"
     async with runtime.open(runtime.DEMO_TARGET) as rt:
@@ -506,8 +520,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
             assert stream.stop_reason == stop
 
     for num_tokens in range(1, 15):
-        for length in (1, 3, 6):
-            run(main, num_tokens, length)
+        run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
 
 
 @pytest.mark.parametrize("price", PRICES)
