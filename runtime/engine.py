@@ -39,7 +39,17 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
-from runtime.opening import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
+from runtime.opening import (
+    Device,
+    Loaded,
+    Source,
+    check_cache_options,
+    check_device,
+    check_integer,
+    check_source,
+    load_onto,
+)
+from runtime.places import Places
 from runtime.streaming import Completion, TokenStream
 from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
@@ -98,8 +108,10 @@ class Runtime:
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
+        max_streams: int | None,
     ) -> None:
         self._prices = prices
+        self._places = Places(max_streams, self._begin_session)
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -122,24 +134,21 @@ class Runtime:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
             **settings: see `Settings`.
 
-        Returns: a stream that generates from now on; see `TokenStream` for how to end it.
+        Returns: a stream that generates from now on, or, where `max_streams` others are at work, as soon as those
+            that came before have made room. See `TokenStream` for how to end it, also while it waits.
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range.
             PromptError: the prompt is empty, longer than the context, or not encodable.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
-        if self._closed is not None:
-            # A new object each time: a traceback grows on an exception that is raised again.
-            raise _again(self._closed)
+        self._check_open()
         opened = self._opened(prompt, settings_from(settings))
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         self._sessions[opened.session] = session
-        self._target.open_session(session)
-        if self._draft is not None and opened.drafted:
-            self._draft.open_session(session)
+        self._places.enter(session)
         return TokenStream(
             session,
             receive,
@@ -171,7 +180,7 @@ class Runtime:
         """
         counts = Counts()
         counts.add(self._past)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):  # which another thread may be asking for
             counts.add(session.counts)
         counts.target_seconds = self._target.worker.busy_seconds
         counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
@@ -191,10 +200,20 @@ class Runtime:
 
     @property
     def num_streams(self) -> int:
-        """Streams that are under way."""
-        return len(self._sessions)
+        """Streams that are under way: begun, and neither read to their end nor closed."""
+        return len(self._sessions) - self._places.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait for others to make room, because `max_streams` are at work."""
+        return self._places.num_waiting
 
     # --- sessions ---------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            # A new object each time: a traceback grows on an exception that is raised again.
+            raise _again(self._closed)
 
     def _opened(self, prompt: Prompt, settings: Settings) -> Open:
         model = self._target.model
@@ -218,6 +237,11 @@ class Runtime:
             drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
         )
 
+    def _begin_session(self, session: Session) -> None:
+        self._target.open_session(session)
+        if self._draft is not None and session.opened.drafted:
+            self._draft.open_session(session)
+
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
         try:
@@ -229,6 +253,7 @@ class Runtime:
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
+        self._places.give_up(id)
         self._target.close_session(Close(id))
         if self._draft is not None:
             self._draft.close_session(Close(id))
@@ -325,6 +350,7 @@ async def running(
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
+    max_streams: int | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -336,6 +362,7 @@ async def running(
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
+        max_streams: see `open`.
 
     Cancellation: as `open`.
     """
@@ -366,7 +393,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, max_streams)
         before = _current.get()
         _current.set(runtime)
         try:
@@ -389,6 +416,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    max_streams: int | None = None,
     trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -408,6 +436,8 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
+            further ones wait in the order of their calls. None for no bound.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -432,6 +462,8 @@ async def open(
     if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    if max_streams is not None:
+        check_integer("max_streams", max_streams, 1)
     events = Events()
     listener = check_trace(trace)
 
@@ -470,6 +502,7 @@ async def open(
             tokenizer=ours.tokenizer,
             events=events,
             prices=prices,
+            max_streams=max_streams,
         ) as runtime:
             yield runtime
 

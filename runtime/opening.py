@@ -89,18 +89,19 @@ def check_cache_options(
         raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {rewind!r}")
     if max_kv_size is not None:
         # mlx-lm keeps the first four tokens for good, and at least one must be able to come and go.
-        _check_integer("max_kv_size", max_kv_size, 5)
+        check_integer("max_kv_size", max_kv_size, 5)
     if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
         raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {kv_bits!r}")
     if kv_group_size not in (32, 64, 128):
         raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {kv_group_size!r}")
-    _check_integer("quantized_kv_start", quantized_kv_start, 0)
+    check_integer("quantized_kv_start", quantized_kv_start, 0)
     if kv_bits is not None and max_kv_size is not None:
         raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
     return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
 
 
-def _check_integer(name: str, value: Any, low: int) -> None:
+def check_integer(name: str, value: Any, low: int) -> None:
+    """Raises: SettingsError: not a whole number, or less than `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise SettingsError(f"{name} must be a whole number of at least {low}, got {value!r}")
 

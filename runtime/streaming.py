@@ -197,21 +197,26 @@ class TokenStream:
             # A checkpoint a token, also where several came at once.
             await trio.lowlevel.checkpoint()
             return self._commit
+        commit = await self._receive()
+        if commit is None:
+            raise self._session.error or RuntimeClosedError(_CLOSED)
+        self._commit, self._next_in_commit = commit, 0
+        return commit
+
+    async def _receive(self) -> Commit | None:
+        """The next commit to arrive; None where nothing more comes."""
         try:
-            self._commit = await self._commits.receive()
+            return await self._commits.receive()
         except trio.EndOfChannel:
             # Nothing more comes, but what was committed already is the consumer's.
-            self._commit, self._session.unsent = self._session.unsent, None
-            if self._commit is None:
-                self._close()
+            commit, self._session.unsent = self._session.unsent, None
             if self._session.error is None:
                 self._session.error = RuntimeClosedError("the runtime was closed before the text was over")
+            if commit is None:
+                self._close()
+            return commit
         except trio.ClosedResourceError:
-            pass  # closed by another task, while this one was waiting
-        if self._commit is None:
-            raise self._session.error or RuntimeClosedError(_CLOSED)
-        self._next_in_commit = 0
-        return self._commit
+            return None  # closed by another task, while this one was waiting
 
     def _give(self, commit: Commit) -> Token:
         index = self._next_in_commit

@@ -438,6 +438,7 @@ async def simulated(
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
+    max_streams: int | None = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -450,6 +451,7 @@ async def simulated(
         listener: called with each event.
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
+        max_streams: how many are at work at the same time.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -465,6 +467,7 @@ async def simulated(
             draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
             events=events,
             make_policy=make_policy,
+            max_streams=max_streams,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)
