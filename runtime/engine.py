@@ -32,6 +32,7 @@ from protocol.errors import (
     PromptError,
     RuntimeBrokenError,
     RuntimeClosedError,
+    WrongEventLoopError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -143,7 +144,7 @@ class Runtime:
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         self._check_open()
-        opened = self._opened(prompt, settings_from(settings))
+        opened = self._opened(prompt, self._checked(settings))
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -215,6 +216,11 @@ class Runtime:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
 
+    def _checked(self, settings: dict[str, Any]) -> Settings:
+        checked = settings_from(settings)
+        check_vocabulary_size(checked, self._target.model.vocab_size)
+        return checked
+
     def _opened(self, prompt: Prompt, settings: Settings) -> Open:
         model = self._target.model
         ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
@@ -223,7 +229,6 @@ class Runtime:
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        check_vocabulary_size(settings, model.vocab_size)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
@@ -454,6 +459,10 @@ async def open(
     most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
     load.
     """
+    if not trio.lowlevel.in_trio_task():
+        raise WrongEventLoopError(
+            "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
+        )
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     devices: dict[Actor, mx.Device | None] = {
         "target": check_device("target", target_device),

@@ -115,6 +115,7 @@ class TokenStream:
         self._next_in_commit = 0
         self._is_waiting = False
         self._is_closed = False
+        self._is_handed_over = False
         self._num_given = 0
         self._began = clock()
         self._first_at: float | None = None
@@ -200,8 +201,18 @@ class TokenStream:
         commit = await self._receive()
         if commit is None:
             raise self._session.error or RuntimeClosedError(_CLOSED)
-        self._commit, self._next_in_commit = commit, 0
+        self._begin_commit(commit)
         return commit
+
+    # Waiting for a commit is trio's. What follows from one, down to the text and to what is counted, may happen in
+    # another thread, if it happens in one only: `runtime.aio` takes the two apart here.
+
+    def _hand_over(self) -> None:
+        """From here on `_begin_commit`, `_give`, `_close` and `statistics` are another thread's to call."""
+        self._is_handed_over = True
+
+    def _begin_commit(self, commit: Commit) -> None:
+        self._commit, self._next_in_commit = commit, 0
 
     async def _receive(self) -> Commit | None:
         """The next commit to arrive; None where nothing more comes."""
@@ -255,5 +266,6 @@ class TokenStream:
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._commits.close()
+            if not self._is_handed_over:
+                self._commits.close()
             self._hang_up()

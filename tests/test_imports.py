@@ -129,9 +129,14 @@ def test_every_random_number_has_a_key(path):
     assert list(draws_without_a_key(parsed(path))) == []
 
 
-def test_one_module_makes_threads_and_one_minds_that_there_are_two():
+def test_two_modules_make_threads_and_one_minds_that_there_are_two():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    assert threads == {"actors/worker.py", "actors/shaping.py"}
+    # Threads for the models, a thread for trio beside asyncio; and a lock.
+    assert threads == {"actors/worker.py", "runtime/trio_thread.py", "actors/shaping.py"}
+
+
+def test_only_the_bridge_knows_asyncio():
+    assert importers("asyncio") == {"runtime/aio.py", "runtime/relay.py", "runtime/trio_thread.py"}
 
 
 def test_one_module_talks_to_mlx_lms_models_and_one_to_its_caches():

@@ -282,12 +282,11 @@ async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock: A
             await anext(stream)
         told.append(trio.current_time())
 
-    async with trio.open_nursery() as nursery:
-        async with simulated(*pair(), max_streams=1) as simulation:
-            streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(4)]
-            for stream in streams[1:]:
-                nursery.start_soon(wait, stream)
-            await trio.sleep(3)
+    async with trio.open_nursery() as nursery, simulated(*pair(), max_streams=1) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(4)]
+        for stream in streams[1:]:
+            nursery.start_soon(wait, stream)
+        await trio.sleep(3)
     assert told == [3.0] * 3
     assert {event.session for event in simulation.events} == {0}
 
