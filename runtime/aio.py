@@ -179,8 +179,6 @@ class _Commits:
         if session.unsent is not None:
             there.append(session.unsent)
             session.unsent = None
-        if session.error is None:
-            session.error = RuntimeClosedError("the runtime was closed before the text was over")
         return there
 
     def close(self) -> None:
