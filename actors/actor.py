@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import trio
 
-from actors.model import Model
+from actors.kept_lines import Begun, KeptLines
+from actors.model import Line, Model
 from actors.session import Session
-from actors.worker import Worker
+from actors.worker import Job, JobError, Worker
 from protocol.books import Books, Commit, State
 from protocol.errors import OutriderError
-from protocol.held import Held
+from protocol.held import Held, Plan
 from protocol.messages import Close, Message
 from protocol.prices import Prices
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
 
+logger = logging.getLogger("outrider")
+
 S = TypeVar("S", bound="Part")
+
+# Bytes of caches that a model keeps of texts that are over, unless it is told otherwise.
+PREFIX_CACHE_BYTES = 2 * 1024**3
 
 
 class Part(ABC):
@@ -32,6 +41,7 @@ class Part(ABC):
         self.books = Books(session.opened)
         self.held = Held()
         self.scope = trio.CancelScope()
+        self.is_over = trio.Event()  # and whatever it had is let go of, or kept
         self._changed = trio.Event()
 
     @abstractmethod
@@ -116,6 +126,7 @@ class Actor(ABC, Generic[S]):
                 await self._take_part(part)
         finally:
             del self._parts[part.id]
+            part.is_over.set()
             part.session.leave()
 
     @property
@@ -148,18 +159,94 @@ class Actor(ABC, Generic[S]):
 class ModelActor(Actor[S]):
     """An actor with a model, and a worker for it."""
 
-    def __init__(self, model: Model, worker: Worker, on_event: Callable[[Event], None], prices: Prices) -> None:
+    def __init__(
+        self,
+        model: Model,
+        worker: Worker,
+        on_event: Callable[[Event], None],
+        prices: Prices,
+        *,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    ) -> None:
         """As `Actor`, and:
 
         Args:
             model: lives on the worker's thread.
             worker: does the forward passes, for all sessions in turn.
+            prefix_cache_bytes: most memory for caches of texts that are over.
         """
         super().__init__(on_event, prices, worker.clock)
         self.model = model
         self.worker = worker
+        # Of the thread, as the lines are: only jobs touch it.
+        self._kept = KeptLines(model, prefix_cache_bytes)
+
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """See `Actor.serve`. In the end, what was kept for other sessions is dropped, too."""
+        try:
+            await super().serve(task_status)
+        finally:
+            if len(self._kept) > 0:
+                with trio.CancelScope(shield=True):
+                    await self._drop_what_is_kept()
+
+    async def _drop_what_is_kept(self) -> None:
+        try:
+            await self.worker.run(Job("close", self._kept.close))
+        except JobError as error:
+            logger.warning("what was kept of texts that are over cannot be closed: %s", error)
+
+    @asynccontextmanager
+    async def _line(self, part: S, *, beside_another: bool) -> AsyncIterator[Line]:
+        """A line for a session's text; where it may begin with what is kept of another text, `part.held` says so.
+
+        In the end it is kept for others where the session asks for that and did not fail, and else closed.
+        """
+        opened = part.session.opened
+        if opened.settings.reuse_prefix:
+            await self.unwanted_to_be_over(part)
+            call = partial(self._kept.begin, opened.prompt, beside_another=beside_another)
+        else:
+            call = partial(_begin, self.model, beside_another)
+        begun = await self.worker.run(Job("open", call, part.id))
+        part.held.follow(Plan(0, opened.prompt[: begun.num_cached]))
+        is_in_order = False
+        try:
+            yield begun.line
+            is_in_order = True
+        except (trio.Cancelled, trio.BrokenResourceError, trio.ClosedResourceError):
+            is_in_order = True  # nobody wants the rest, or the runtime ends
+            raise
+        finally:
+            put_away: Callable[[], None] = begun.line.close
+            if opened.settings.reuse_prefix and is_in_order and part.session.error is None:
+                put_away = partial(
+                    self._kept.put_away,
+                    begun.line,
+                    part.held.tokens,
+                    tuple(part.books.committed),
+                    beside_another=beside_another,
+                )
+            with trio.CancelScope(shield=True):
+                await self.worker.run(Job("close", put_away, part.id))
+
+    async def unwanted_to_be_over(self, before: S | None = None) -> None:
+        """Wait until what sessions had that nobody wants any more is kept, if they asked for that.
+
+        It takes as long as their jobs that are running; nobody else keeps them from being over.
+
+        Args:
+            before: a session that begins and may want it; None for all.
+        """
+        for other in list(self._parts.values()):
+            if other is not before and other.session.is_unwanted and other.session.opened.settings.reuse_prefix:
+                await other.is_over.wait()
 
     @property
     def busy_seconds(self) -> float:
         """See `Worker.busy_seconds`."""
         return self.worker.busy_seconds
+
+
+def _begin(model: Model, beside_another: bool) -> Begun:
+    return Begun(model.open_line(beside_another=beside_another), 0)

@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import ModelActor, Part
+from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -202,6 +202,7 @@ class DraftActor(ModelActor[DraftPart]):
         target: trio.MemorySendChannel[Message],
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -210,7 +211,7 @@ class DraftActor(ModelActor[DraftPart]):
             target_vocab_size: the width of its logits.
             make_policy: decides how far a session is drafted ahead.
         """
-        super().__init__(model, worker, on_event, prices)
+        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
@@ -225,15 +226,11 @@ class DraftActor(ModelActor[DraftPart]):
             self._withdraw(part)
             return
         try:
-            line = await self.worker.run(Job("open", partial(self.model.open_line, beside_another=True), part.id))
-            try:
+            async with self._line(part, beside_another=True) as line:
                 await prefill(self.worker, line, part.held, opened)
                 await part.read_prompt()
                 part.is_ready = True
                 await self._draft_on(part, line)
-            finally:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(Job("close", line.close, part.id))
         except OutriderError as error:
             # It costs speed, never text: the target goes on by itself.
             logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)

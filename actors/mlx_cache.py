@@ -64,6 +64,23 @@ def can_read_at_once(layer: Any, num_tokens: int) -> bool:
     return True
 
 
+def can_always_trim(layer: Any) -> bool:
+    """Whether a layer's cache can drop its tail to any length, however much it is fed."""
+    if type(layer) is CacheList:
+        return all(can_always_trim(part) for part in layer.caches)
+    return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache)
+
+
+def reads_alike(layer: Any, num_tokens: int) -> bool:
+    """Whether a text of so many tokens is read the same way, however it is divided into passes.
+
+    Not beyond the window of a rotating cache that keeps its first tokens: see `can_read_at_once`.
+    """
+    if isinstance(layer, CacheList):
+        return all(reads_alike(part, num_tokens) for part in layer.caches)
+    return not isinstance(layer, RotatingKVCache) or layer.keep == 0 or num_tokens <= layer.max_size
+
+
 def can_checkpoint(layer: Any) -> bool:
     """Whether a layer's state can be kept and restored."""
     if type(layer) is CacheList:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,16 +23,19 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from actors.mlx_cache import (
     Restore,
+    can_always_trim,
     can_checkpoint,
     can_read_at_once,
     can_trim_after,
     checkpoint_bytes,
     kind,
     lengths,
+    reads_alike,
     snapshot,
     trim,
     window,
 )
+from actors.mlx_memory import release_buffers
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
@@ -202,13 +206,15 @@ class MLXLine:
         self._in_slices = in_slices
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # by length, ascending
+        self._pins: list[Checkpoint] = []  # likewise; not for rounds, but for other texts
+        self._is_quantized = False
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         """See `Line.feed`."""
         if num_logits == 0:
             self._forward(tokens)
             mx.eval([layer.state for layer in self.cache])
-            mx.clear_cache()
+            release_buffers()
             return None
         parts = [self._forward(part) for part in self._options.passes(self.cache, self._length, tokens)]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -234,7 +240,7 @@ class MLXLine:
         """See `Line.prepare`."""
         rung = self._options.rung(self.cache, self._length, num_tokens, settled)
         if rung is Rung.CHECKPOINT and (not self._checkpoints or self._checkpoints[-1].length < self._length):
-            self._checkpoints.append(Checkpoint(self._length, [snapshot(layer) for layer in self.cache]))
+            self._checkpoints.append(self._checkpoint())
         self._forget_below(settled)
         return rung
 
@@ -247,7 +253,7 @@ class MLXLine:
                 self._trim(length)
             else:
                 self._restore(length)
-        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= self._length]
+        self._drop_what_is_ahead()
         self.check(self._length)
         return self._length
 
@@ -264,6 +270,63 @@ class MLXLine:
         """See `Line.close`."""
         self.cache = []
         self._checkpoints = []
+        self._pins = []
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Line.num_bytes`."""
+        in_checkpoints = sum(checkpoint_bytes(layer) for layer in self.cache)
+        num_checkpoints = len(self._checkpoints) + len(self._pins)
+        return sum(int(layer.nbytes) for layer in self.cache) + num_checkpoints * in_checkpoints
+
+    @property
+    def needs_pins(self) -> bool:
+        """See `Line.needs_pins`."""
+        # A prefill is cut where a pin is set. Where that makes a difference (caches are quantised at the end of a pass,
+        # or read several tokens otherwise than one) there are none.
+        if self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize):
+            return False
+        return not all(can_always_trim(layer) for layer in self.cache) and self._options.can_checkpoint(self.cache)
+
+    def pin(self) -> None:
+        """See `Line.pin`."""
+        if not self._pins or self._pins[-1].length < self._length:
+            self._pins.append(self._checkpoint())
+
+    def reach(self, length: int, num_tokens: int) -> int:
+        """See `Line.reach`."""
+        # What is quantised was read otherwise from the moment on at which it was, and that is another one in
+        # another text.
+        if self._is_quantized or not self._options.reads_alike(self.cache, num_tokens):
+            return 0
+        if self._length <= length:
+            return self._length
+        if self._options.can_trim(self.cache, 0, length):
+            return length
+        return max((c.length for c in (*self._checkpoints, *self._pins) if c.length <= length), default=0)
+
+    def resume(self, length: int) -> None:
+        """See `Line.resume`."""
+        if length < self._length:
+            if self._options.can_trim(self.cache, 0, length):
+                self._trim(length)
+            else:
+                self._put_back(next(c for c in (*self._checkpoints, *self._pins) if c.length == length))
+        self._checkpoints.clear()
+        self._drop_what_is_ahead()
+        self.check(length)
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._length, [snapshot(layer) for layer in self.cache])
+
+    def _put_back(self, checkpoint: Checkpoint) -> None:
+        for restore in checkpoint.layers:
+            restore()
+        self._length = checkpoint.length
+
+    def _drop_what_is_ahead(self) -> None:
+        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= self._length]
+        self._pins = [pin for pin in self._pins if pin.length <= self._length]
 
     def _restore(self, length: int) -> None:
         """Go back to the last checkpoint at or below a length."""
@@ -272,9 +335,7 @@ class MLXLine:
         # the ability since (a rotating one that filled) has it again in the state before.
         found = below[-1:] or self._checkpoints[:1]
         if found:
-            for restore in found[0].layers:
-                restore()
-            self._length = found[0].length
+            self._put_back(found[0])
         if self._length > length:
             if not self._options.can_trim(self.cache, 0, length):
                 raise RewindError(
@@ -296,10 +357,13 @@ class MLXLine:
     def _grow(self, num_tokens: int) -> None:
         before, self._length = self._length, self._length + num_tokens
         if self._options.quantize(self.cache, self._length):
-            self._checkpoints.clear()  # they speak of the caches that were there before
+            self._is_quantized = True
+            # They speak of the caches that were there before.
+            self._checkpoints.clear()
+            self._pins.clear()
         # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
         if before // 256 != self._length // 256:
-            mx.clear_cache()
+            release_buffers()
 
 
 @attrs.frozen
@@ -344,6 +408,10 @@ class CacheOptions:
     def can_checkpoint(self, cache: list[Any]) -> bool:
         """Whether every layer's state can be kept and restored."""
         return self.rewind in ("auto", "checkpoint") and all(can_checkpoint(layer) for layer in cache)
+
+    def reads_alike(self, cache: list[Any], num_tokens: int) -> bool:
+        """Whether a text of so many tokens is read the same way, however it is divided into passes."""
+        return not self.one_by_one and all(reads_alike(layer, num_tokens) for layer in cache)
 
     def rung(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> Rung:
         """How a feed of so many tokens, from a length, could be undone; see `can_trim_after`."""

@@ -77,6 +77,40 @@ class Line(Protocol):
         """Let go of the cache."""
         ...
 
+    # --- for a text that begins as another one did ---
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds in memory, checkpoints included."""
+        ...
+
+    @property
+    def needs_pins(self) -> bool:
+        """Whether, once the text has gone on, only a pin can lead back to where it is now, and pins can be set."""
+        ...
+
+    def pin(self) -> None:
+        """Keep the way back to the present length, whatever is settled, until the line goes back beyond it."""
+        ...
+
+    def reach(self, length: int, num_tokens: int) -> int:
+        """How much of another text's beginning it could hold, such that nobody could tell that it was not fed anew.
+
+        Args:
+            length: of the beginning that both texts have in common.
+            num_tokens: tokens of the other text that are to be fed without looking at logits, at least `length`.
+
+        Returns: the most tokens, of the first `length`, that `resume` can bring it to; 0 for none.
+        """
+        ...
+
+    def resume(self, length: int) -> None:
+        """Go back to the first `length` tokens, as `reach` has said, for another text; checkpoints are dropped.
+
+        Raises: RewindError: some layer's cache holds another number of tokens afterwards.
+        """
+        ...
+
 
 class Model(Protocol):
     """A model on its thread."""

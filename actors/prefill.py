@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from actors.model import Line
@@ -9,16 +10,36 @@ from actors.worker import Job, Worker
 from protocol.held import Held
 from protocol.messages import Open
 
+# Tokens at the end of a prompt that another text may do without which goes on from this one: what asks for an
+# answer, such as a tag that begins a thought, is left out where a template repeats the answer.
+ASKING = 16
+
 
 async def prefill(worker: Worker, line: Line, held: Held, opened: Open) -> None:
-    """Feed the prompt but for its last token, whose logits the first round wants.
+    """Feed the prompt but for its last token, whose logits the first round wants, and what is held already.
 
     Cancellation: strikes between two chunks. A chunk is a job, so that is also where other sessions
     have their turn.
     """
     most = len(opened.prompt) - 1
-    size = opened.settings.prefill_step_size
-    for begin in range(0, most, size):
-        plan = held.plan(opened.prompt[: min(begin + size, most)], num_logits=0)
-        await worker.run(Job("prefill", partial(line.feed, plan.feed, 0), opened.session, len(plan.feed)))
+    pins = {most - ASKING, most} if opened.settings.reuse_prefix and line.needs_pins else set()
+    for end in _ends(len(held), most, opened.settings.prefill_step_size, pins):
+        plan = held.plan(opened.prompt[:end], num_logits=0)
+        call = partial(_read, line, plan.feed, end in pins)
+        await worker.run(Job("prefill", call, opened.session, len(plan.feed)))
         held.follow(plan)
+
+
+def _ends(begin: int, most: int, size: int, pins: set[int]) -> Iterator[int]:
+    """Where the chunks end: at multiples of their size, wherever the first begins, at pins, and at the end.
+
+    With a quantised cache it matters where: it is quantised at the end of a chunk.
+    """
+    ends = {*range((begin // size + 1) * size, most, size), most, *pins}
+    yield from sorted(end for end in ends if end > begin)
+
+
+def _read(line: Line, tokens: tuple[int, ...], pin: bool) -> None:
+    line.feed(tokens, 0)
+    if pin:
+        line.pin()

@@ -12,6 +12,7 @@ from protocol.books import Commit
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.statistics import Counts
+from protocol.stops import Stop
 
 
 @attrs.define(eq=False)
@@ -30,6 +31,10 @@ class Session:
         error: why nothing more comes, where that is not the end of the text.
         on_left: called when the last of the actors has nothing more to do with it, and whatever they had of it is put
             away; must not raise.
+        find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
+            ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
+        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
+            any thread.
     """
 
     opened: Open
@@ -39,9 +44,11 @@ class Session:
     error: OutriderError | None = None
     on_left: Callable[[], None] | None = None
     _num_parts: int = attrs.field(default=0, init=False)
+    is_unwanted: bool = False
     shaping: Shaping = attrs.field(
         init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
     )
+    find_stop: Callable[[Commit], Stop | None] | None = None
 
     def end(self, error: OutriderError | None = None) -> None:
         """Say that nothing more comes, and why. The first reason stands."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import attrs
 import mlx.core as mx
@@ -57,6 +58,8 @@ class Shaping:
 
         Args:
             opened: the message that begins it.
+
+        Raises: ProcessorError: a processor cannot say its state.
         """
         settings = opened.settings
         self._seed = opened.seed
@@ -233,15 +236,37 @@ def _top_k(logprobs: mx.array, top_k: int) -> mx.array:
 # --- processors with a state ----------------------------------------------------------------------
 
 
+class _Shared:
+    """What all streams that use one processor at a time have in common.
+
+    Attributes:
+        processor: by its identity it is found again, so it must live as long as this.
+        lock: there is one object, and there are two models' threads.
+        initial: the state before any text.
+    """
+
+    def __init__(self, processor: Checkpointed) -> None:
+        self.processor = processor
+        self.lock = threading.Lock()
+        try:
+            self.initial = processor.save()
+        # Somebody else's code, as in `Shaping`.
+        except Exception as error:
+            raise ProcessorError(f"{processor!r} raised {type(error).__name__} in save(): {error}") from error
+
+
+# By the processor's identity, for as long as some stream uses it.
+_shared: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
+
+
 class _Recalled:
-    """A processor that keeps a state, called on texts in any order and by both models."""
+    """A processor that keeps a state, called on texts in any order, by both models, and for several streams."""
 
     def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
-        self._processor = processor
         self._prompt_length = prompt_length
-        # One object, and two models' threads.
-        self._lock = threading.Lock()
-        self._initial = processor.save()
+        self._shared = _shared.get(id(processor)) or _Shared(processor)
+        _shared[id(processor)] = self._shared
+        self._processor = processor
         # By what was generated: the state after the call with it.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
@@ -251,7 +276,7 @@ class _Recalled:
     def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
         """The processor's result for a text, whatever it was called with before."""
         generated = ids[self._prompt_length :]
-        with self._lock:
+        with self._shared.lock:
             known = self._go_to(generated)
             for length in range(known, len(generated)):
                 self._processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
@@ -268,7 +293,7 @@ class _Recalled:
                 self._states.move_to_end(generated[:length])
                 self._processor.restore(state)
                 return length + 1
-        self._processor.restore(self._initial)
+        self._processor.restore(self._shared.initial)
         return 0
 
     def _keep(self, generated: tuple[int, ...]) -> None:

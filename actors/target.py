@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import ModelActor, Part
+from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.prefill import prefill
 from actors.session import Session
@@ -89,6 +89,7 @@ class TargetActor(ModelActor[TargetPart]):
         on_failure: Callable[[OutriderError], None],
         drafter: trio.MemorySendChannel[Message] | None = None,
         beside_another: bool = True,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -97,7 +98,7 @@ class TargetActor(ModelActor[TargetPart]):
             drafter: the drafter's mailbox.
             beside_another: whether a drafter, if there is one, has a model too.
         """
-        super().__init__(model, worker, on_event, prices)
+        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
         self.drafter = drafter
         self._beside_another = beside_another
@@ -108,20 +109,14 @@ class TargetActor(ModelActor[TargetPart]):
     async def _take_part(self, part: TargetPart) -> None:
         opened, session = part.session.opened, part.session
         try:
-            beside_another = opened.drafted and self._beside_another
-            line = await self.worker.run(
-                Job("open", partial(self.model.open_line, beside_another=beside_another), part.id)
-            )
-            try:
+            async with self._line(part, beside_another=opened.drafted and self._beside_another) as line:
+                session.counts.cached_tokens = len(part.held)
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:
                     session.unsent = await self._round(part, line)
                 await self._deliver(session)
                 if part.books.finish_reason is not None:
                     self._note(part, "finish")
-            finally:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(Job("close", line.close, part.id))
         except JobError as error:
             # The model failed, unless the error is one of ours, which is about this session only.
             if isinstance(error.__cause__, OutriderError):
@@ -153,6 +148,7 @@ class TargetActor(ModelActor[TargetPart]):
         verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
         # A job that runs is not abandoned, so the session may have been closed under it.
         await trio.lowlevel.checkpoint_if_cancelled()
+        verdict = self._read(part, verdict)
         commit = part.books.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
@@ -169,6 +165,15 @@ class TargetActor(ModelActor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
+
+    def _read(self, part: TargetPart, verdict: Verdict) -> Verdict:
+        """The verdict, which ends the text where a stop string does.
+
+        In the verdict, so that the drafter learns of it at once, and as it does of a stop token.
+        """
+        if part.session.find_stop is None:
+            return verdict
+        return attrs.evolve(verdict, stop=part.session.find_stop(part.books.preview(verdict)))
 
     async def _wait_for_room(self, session: Session) -> float:
         """Wait for a slow consumer, if what was committed last has no room; returns for how many seconds."""

@@ -63,9 +63,8 @@ async def main(seconds: float) -> None:
         }.items():
             async with beside(*coroutines):
                 late = await ticks(seconds)
-            print(
-                f"{what:>28} {len(late):6} {late[len(late) // 2]:8.2f}  {late[len(late) * 99 // 100]:8.2f} {late[-1]:8.2f}"
-            )
+            middle, high = late[len(late) // 2], late[len(late) * 99 // 100]
+            print(f"{what:>28} {len(late):6} {middle:8.2f}  {high:8.2f} {late[-1]:8.2f}")
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

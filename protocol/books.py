@@ -73,6 +73,8 @@ class Commit:
         resting: whether the drafter had left the round to the target.
         finish_reason: why the text ends with the last token, or None where it goes on.
         likelihoods: of the tokens, where the session asks for log-probabilities.
+        stop_reason: the stop string or stop token that the user named and that ended it. None for the tokenizer's
+            own end of the text, unless it is among the user's stop tokens too.
     """
 
     session: int
@@ -87,6 +89,7 @@ class Commit:
     resting: bool = False
     finish_reason: FinishReason | None = None
     likelihoods: tuple[Likelihood, ...] = ()
+    stop_reason: str | int | None = None
 
 
 class Books:
@@ -184,18 +187,25 @@ class Books:
         if self.state is not State.CLOSED:
             self._move(message)
 
-    def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit what a verdict says. None if it was stale and nothing changed.
+    def preview(self, verdict: Verdict) -> Commit:
+        """What a verdict on the round that is under way would commit; changes nothing.
 
-        Raises: ProtocolError: no verdict is due, or it accepts more than was proposed.
+        Raises: ProtocolError: it accepts more than was proposed, or ends the text beyond what it commits.
         """
-        if self.is_stale(verdict):
-            return None
         proposed = self.outstanding.tokens if self.outstanding else ()
         if verdict.num_accepted > len(proposed):
             raise ProtocolError(f"{verdict!r} accepts more than the {len(proposed)} tokens that were proposed")
+        return self._cut(verdict, proposed)
+
+    def apply(self, verdict: Verdict) -> Commit | None:
+        """Commit what a verdict says. None if it was stale and nothing changed.
+
+        Raises: ProtocolError: no verdict is due, or it is one that `preview` refuses.
+        """
+        if self.is_stale(verdict):
+            return None
+        commit = self.preview(verdict)
         self._move(verdict)
-        commit = self._cut(verdict, proposed)
         self.committed += commit.tokens
         self.outstanding = None
         self.round += 1
@@ -214,10 +224,16 @@ class Books:
         remaining = self.remaining
         most = len(tokens) if remaining is None else min(len(tokens), remaining)
         finish_reason: FinishReason | None = "length" if remaining is not None and most == remaining else None
+        stop_reason: str | int | None = None
         for i, token in enumerate(tokens[:most]):
             if token in self.opened.stop_tokens:
                 most, finish_reason = i + 1, "stop"
+                stop_reason = token if token in self.opened.settings.stop_tokens else None
                 break
+        if verdict.stop is not None:
+            if verdict.stop.num_tokens > most:
+                raise ProtocolError(f"{verdict!r} ends the text beyond the {most} tokens that it commits")
+            most, finish_reason, stop_reason = verdict.stop.num_tokens, "stop", verdict.stop.text
         judged = 1 if verdict.single_step and proposed else len(proposed)
         whole = most == verdict.num_accepted + 1  # the verdict's own token is still in
         return Commit(
@@ -233,6 +249,7 @@ class Books:
             resting=self.state is State.RESTING,
             finish_reason=finish_reason,
             likelihoods=verdict.likelihoods[:most],
+            stop_reason=stop_reason,
         )
 
     def _move(self, message: Message) -> None:

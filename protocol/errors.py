@@ -41,6 +41,10 @@ class StreamBusyError(OutriderError):
     """A second task asked a stream for a token while a first was waiting for one."""
 
 
+class ConversationBusyError(OutriderError):
+    """A conversation was to go on, or be reset, while an answer in it was under way."""
+
+
 class RuntimeClosedError(OutriderError):
     """The runtime or the stream was closed by you; nothing more comes from it."""
 

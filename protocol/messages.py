@@ -23,6 +23,7 @@ import mlx.core as mx
 from attrs.validators import ge, lt, optional
 
 from protocol.settings import Settings
+from protocol.stops import Stop
 
 
 def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -111,6 +112,7 @@ class Verdict:
             nothing could have been undone (the N=1 fallback), or to settle what is to be fed again.
         settles: whether it was the latter.
         likelihoods: of the accepted tokens and the one after them, where the session asks for log-probabilities.
+        stop: where a stop string ends the text in this round, or None. Only the target reads text as it comes.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -121,6 +123,7 @@ class Verdict:
     single_step: bool = attrs.field(default=False)
     settles: bool = False
     likelihoods: tuple[Likelihood, ...] = ()
+    stop: Stop | None = None
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:

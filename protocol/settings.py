@@ -202,7 +202,7 @@ class Settings:
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings_tupled, validator=_strings)
     stop_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_copied, validator=_bias)
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
     repetition_penalty: float | None = attrs.field(
         default=None, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
     )

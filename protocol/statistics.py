@@ -18,6 +18,7 @@ class Statistics:
 
     Attributes:
         prompt_tokens: prompt length in tokens.
+        cached_tokens: of those, the ones that the target need not read, since they were still cached.
         generated_tokens: tokens given to the consumer.
         proposed: drafted tokens that were judged; accepted + rejected.
         accepted: of those, the ones that stood.
@@ -35,7 +36,7 @@ class Statistics:
         draft_failures: drafters that failed and were left behind.
         acceptance_rate: accepted / proposed, in [0, 1]; 0 where nothing was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
-        prompt_tps: prompt tokens per second of the target's prefill.
+        prompt_tps: prompt tokens per second of the target's prefill; those that were cached do not count.
         generation_tps: generated tokens per second, from the first token to the last.
         time_to_first_token: seconds from the call to the first token; None before it.
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
@@ -45,6 +46,7 @@ class Statistics:
     """
 
     prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     proposed: int
     accepted: int
@@ -77,6 +79,7 @@ class Counts:
     """Counts that grow; they add up over streams."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -131,7 +134,7 @@ class Counts:
             proposed=proposed,
             acceptance_rate=_ratio(self.accepted, proposed),
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
-            prompt_tps=_ratio(self.prompt_tokens, self.prefill_seconds),
+            prompt_tps=_ratio(self.prompt_tokens - self.cached_tokens, self.prefill_seconds),
             generation_tps=_ratio(max(0, self.generated_tokens - 1), generation_seconds),
             time_to_first_token=time_to_first_token,
             target_busy=min(1.0, _ratio(self.target_seconds, elapsed)),

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import (
+    ConversationBusyError,
     ModelError,
     NoRuntimeError,
     OutriderError,
@@ -32,7 +33,10 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime import aio
+    from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
+    from runtime.grammar import Grammar
+    from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
@@ -41,7 +45,11 @@ __all__ = [
     "DEMO_TARGET",
     "Checkpointed",
     "Completion",
+    "Completions",
+    "Conversation",
+    "ConversationBusyError",
     "Event",
+    "Grammar",
     "Instant",
     "LogitsProcessor",
     "ModelError",
@@ -82,7 +90,10 @@ _HOMES = {
     "open": "runtime.engine",
     "serve": "runtime.engine",
     "stream": "runtime.engine",
+    "Completions": "runtime.many",
+    "Grammar": "runtime.grammar",
     "Completion": "runtime.streaming",
+    "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",
     "TokenStream": "runtime.streaming",
     "TopLogprob": "runtime.streaming",

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import trio
@@ -28,10 +28,12 @@ from protocol.statistics import Counts, Statistics
 from runtime import engine, streaming
 from runtime.opening import Source, check_source
 from runtime.relay import Relay
-from runtime.streaming import Completion, Token
+from runtime.streaming import Completion, Token, complete
 from runtime.text import Prompt
+from runtime.thinking import Answer
 from runtime.trio_thread import TrioThread, asyncio_loop
 
+_NOTHING = Answer(None, ())
 _CLOSED = "this stream was closed; begin another with stream()"
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
 
@@ -109,12 +111,7 @@ class Runtime:
 
         Cancellation: ends the generation; what was generated until then is lost.
         """
-        async with self.stream(prompt, **settings) as stream:
-            tokens = tuple([token async for token in stream])
-            assert stream.finish_reason is not None
-            return Completion(
-                "".join(token.text for token in tokens), tokens, stream.finish_reason, stream.statistics()
-            )
+        return await complete(cast(Any, self.stream(prompt, **settings)))
 
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
@@ -232,6 +229,21 @@ class TokenStream:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
         return None if self._stream is None else self._stream.finish_reason
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the text, once its last token was given, or None."""
+        return None if self._stream is None else self._stream.stop_reason
+
+    @property
+    def answer(self) -> Answer:
+        """What was given so far, told apart into what the model thinks and what it says."""
+        return _NOTHING if self._stream is None else self._stream.answer
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
+
     async def opened(self) -> None:
         """Wait until the prompt was looked at; `async with` does so too.
 
@@ -304,6 +316,7 @@ class TokenStream:
         if self._stream is None:
             await self._relay.begun()
             if self._relay.failure is not None:
+                self._close()
                 raise self._relay.failure
             assert self._relay.source is not None
             self._stream = self._relay.source.stream

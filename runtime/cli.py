@@ -31,11 +31,13 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
-from runtime import bench_command, blas
+from runtime import bench_command, blas, chat_command
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.settings_arguments import add_settings, settings_of, value
 from runtime.simulate_command import add_simulate
 from runtime.terminal import (
+    BY_SIGNAL,
+    ECHO_S,
     Display,
     Output,
     OutputError,
@@ -54,11 +56,6 @@ if TYPE_CHECKING:
 
 FAILED = 1
 MISUSED = 2
-BY_SIGNAL = 128  # plus the signal's number, as a shell has it
-
-# Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
-# theirs to the process, and again to the group that the process is in.
-ECHO_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
+    _add_chat(commands)
     _add_doctor(commands)
     _add_bench(commands)
     add_simulate(commands)
@@ -136,18 +134,14 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(command=generate)
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads it from stdin, as it is')
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    models.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
-        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
-    )
+    _add_models(parser)
     add_settings(parser)
     _add_blas(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
+    output.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that the schema in this file describes (needs llguidance)"
+    )
     output.add_argument(
         "--logprobs",
         metavar="N",
@@ -159,6 +153,35 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
     output.add_argument(
         "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
+    )
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Talk with a model, turn by turn: what you type is answered on stdout, as it comes. With a chat "
+        "template, a model is asked as it was trained to be; a base model goes on with the text so far. Where stdin is "
+        "no terminal, each of its lines is a turn.",
+        epilog='"/help" lists what else can be typed. Ctrl-C stops an answer and keeps what was said; at the prompt, a '
+        "second one leaves.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=chat)
+    _add_models(parser)
+    chat_command.add_arguments(parser)
+    add_settings(parser)
+    _add_blas(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    models.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
+        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
     )
 
 
@@ -248,6 +271,23 @@ def _prompt(argument: str) -> str:
     return argument
 
 
+def _schema(file: str) -> str:
+    """The JSON schema in a file.
+
+    Raises: SettingsError: it cannot be read or followed.
+    """
+    from runtime.grammar import check_json_schema
+
+    try:
+        schema = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot read the JSON schema from {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the JSON schema in {file} is not valid text: {error}; write it as UTF-8") from error
+    check_json_schema(schema)
+    return schema
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 
@@ -259,6 +299,7 @@ class _Generated:
         pieces: its text.
         tokens: as they were given.
         finish_reason: None unless the text is whole, and written.
+        stop_reason: the stop string or stop token that ended it, or None.
         statistics: None where it never began.
         failure: why it ended, where something failed.
         signal: which one interrupted it, if one did.
@@ -267,6 +308,7 @@ class _Generated:
     pieces: list[str] = attrs.field(factory=list)
     tokens: list[Token] = attrs.field(factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     statistics: Statistics | None = None
     failure: OutriderError | None = None
     signal: int | None = None
@@ -276,6 +318,7 @@ class _Generated:
             "text": "".join(self.pieces),
             "tokens": [token.id for token in self.tokens],
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
             "interrupted": self.signal is not None,
             "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
         }
@@ -307,6 +350,7 @@ def generate(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     if settings.get("logprobs") and not arguments.json:
         raise SettingsError("--logprobs has no place in a text; use it with --json")
+    schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
     target, draft = _models(arguments)
     prompt = _prompt(arguments.prompt)
     output = Output()
@@ -319,6 +363,7 @@ def generate(arguments: argparse.Namespace) -> int:
                 target,
                 draft,
                 settings,
+                schema,
                 generated,
                 display,
                 None if arguments.json else output,
@@ -338,7 +383,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated | bench_command.Outcome) -> int:
+def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome) -> int:
     """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
@@ -399,6 +444,7 @@ async def _stream_text(
     target: str | Path,
     draft: str | Path | None,
     settings: dict[str, Any],
+    schema: str | None,
     generated: _Generated,
     display: Display,
     output: Output | None,
@@ -427,6 +473,10 @@ async def _stream_text(
         runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
         if timeline is not None:
             timeline.tokenizer = runtime.tokenizer
+        if schema is not None:
+            from runtime.grammar import Grammar
+
+            settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:
@@ -439,9 +489,22 @@ async def _stream_text(
                         if token.index == 0:
                             output.echo(prompt)
                         await output.write(token.text)
-                    generated.finish_reason = token.finish_reason
+                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
+
+
+# --- chat -----------------------------------------------------------------------------------------
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """The command `chat`: talk with a model.
+
+    Returns: the exit status.
+
+    Raises: OutriderError: it failed.
+    """
+    return _status(chat_command.chat(arguments, *_models(arguments)))
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -17,6 +17,7 @@ import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.actor import PREFIX_CACHE_BYTES
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.mlx_model import peak_memory, wired_memory
 from actors.model import Model
@@ -32,6 +33,7 @@ from protocol.errors import (
     PromptError,
     RuntimeBrokenError,
     RuntimeClosedError,
+    SettingsError,
     WrongEventLoopError,
 )
 from protocol.messages import Close, Open
@@ -40,6 +42,8 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from runtime.conversation import Conversation
+from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
     Loaded,
@@ -51,8 +55,9 @@ from runtime.opening import (
     load_onto,
 )
 from runtime.places import Places
-from runtime.streaming import Completion, TokenStream
-from runtime.text import Detokenizer, Prompt, check_vocabularies, encode_prompt
+from runtime.streaming import Completion, TokenStream, complete
+from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
+from runtime.thinking import Answer
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -109,9 +114,11 @@ class Runtime:
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
+        nursery: trio.Nursery,
         max_streams: int | None,
     ) -> None:
         self._prices = prices
+        self._nursery = nursery
         self._places = Places(max_streams, self._begin_session)
         self._target = target
         self._draft = draft
@@ -139,26 +146,14 @@ class Runtime:
             that came before have made room. See `TokenStream` for how to end it, also while it waits.
 
         Raises: before any model work:
-            SettingsError: a setting is unknown or out of its range.
+            SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
+                no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
+            ProcessorError: a logits processor cannot say its state.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         self._check_open()
-        opened = self._opened(prompt, self._checked(settings))
-        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
-        self._sessions[opened.session] = session
-        self._places.enter(session)
-        return TokenStream(
-            session,
-            receive,
-            Detokenizer(self._tokenizer),
-            hang_up=partial(self._end_session_soon, opened.session),
-            clock=self._clock,
-            on_token=session.counts.give,
-            estimates=self._prices.estimates,
-        )
+        return self._begin(self._opened(prompt, self._checked(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -167,12 +162,54 @@ class Runtime:
 
         Cancellation: ends the generation; what was generated until then is lost.
         """
-        async with self.stream(prompt, **settings) as stream:
-            tokens = tuple([token async for token in stream])
-            assert stream.finish_reason is not None
-            return Completion(
-                "".join(token.text for token in tokens), tokens, stream.finish_reason, stream.statistics()
-            )
+        return await complete(self.stream(prompt, **settings))
+
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args:
+            prompts: each as for `stream`; may be none.
+            max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
+            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
+                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
+
+        Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
+            see `Completions`, also for what a failure and a cancellation do.
+
+        Raises: before any model work, as `stream`, and:
+            PromptError: it says at which index.
+            SettingsError: `max_concurrent` is out of its range.
+        """
+        self._check_open()
+        check_max_concurrent(max_concurrent)
+        checked = self._checked(settings)
+        return Completions(
+            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
+            lambda opened: complete(self._begin(opened)),
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
+    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+        """Begin a conversation; nothing is generated until something is said.
+
+        Args:
+            system: what the model is told before anything is said, or None; without a chat template, the text's
+                beginning.
+            thinking: whether the model is to think before it answers, for those that can be told; None leaves it to
+                the chat template.
+            **settings: of every turn; see `Settings`. `reuse_prefix` is set.
+
+        Returns: see `Conversation`.
+
+        Raises: before any model work:
+            SettingsError: a setting is unknown or out of its range, or the chat template has no switch for thinking.
+            PromptError: there is no tokenizer, or its chat template does not take a system's message.
+        """
+        conversation = Conversation(self.stream, self._tokenizer, system=system, thinking=thinking, settings=settings)
+        check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
+        return conversation
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
@@ -219,6 +256,11 @@ class Runtime:
     def _checked(self, settings: dict[str, Any]) -> Settings:
         checked = settings_from(settings)
         check_vocabulary_size(checked, self._target.model.vocab_size)
+        if checked.stop and self._tokenizer is None:
+            raise SettingsError(
+                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
+                "name ids in stop_tokens instead"
+            )
         return checked
 
     def _opened(self, prompt: Prompt, settings: Settings) -> Open:
@@ -242,6 +284,26 @@ class Runtime:
             drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
         )
 
+    def _begin(self, opened: Open) -> TokenStream:
+        self._check_open()
+        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
+        session = Session(opened, send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        if opened.settings.stop and self._tokenizer is not None:
+            session.find_stop = StopFinder(self._tokenizer, opened)
+        self._sessions[opened.session] = session
+        self._places.enter(session)
+        return TokenStream(
+            session,
+            receive,
+            GrowingText(self._tokenizer, opened),
+            Answer(self._tokenizer, opened.prompt),
+            hang_up=partial(self._end_session_soon, opened.session),
+            clock=self._clock,
+            on_token=session.counts.give,
+            estimates=self._prices.estimates,
+        )
+
     def _begin_session(self, session: Session) -> None:
         self._target.open_session(session)
         if self._draft is not None and session.opened.drafted:
@@ -249,12 +311,19 @@ class Runtime:
 
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
+        if (unwanted := self._sessions.get(session)) is not None:
+            unwanted.is_unwanted = True
+        self._run_soon(partial(self._end_session, session))
+
+    def _run_soon(self, call: Callable[[], None]) -> None:
+        """Have a function called in trio's thread; may be called from any, at any moment."""
         try:
-            self._trio_token.run_sync_soon(self._end_session, session)
+            self._trio_token.run_sync_soon(call)
         except trio.RunFinishedError:
-            return  # and with the event loop every session ended
+            return  # and with the event loop everything ended
 
     def _end_session(self, id: int) -> None:
+        """End a session; harmless where it is over."""
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
@@ -356,6 +425,7 @@ async def running(
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -368,6 +438,7 @@ async def running(
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
         max_streams: see `open`.
+        prefix_cache_bytes: see `open`.
 
     Cancellation: as `open`.
     """
@@ -379,7 +450,14 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        target_actor = TargetActor(*target, events, prices, on_failure=on_failure, beside_another=draft != NGRAM)
+        target_actor = TargetActor(
+            *target,
+            events,
+            prices,
+            on_failure=on_failure,
+            beside_another=draft != NGRAM,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
         draft_actor: DraftActor | LookupActor | None = None
         if draft == NGRAM:
             draft_actor = LookupActor(
@@ -393,12 +471,13 @@ async def running(
                 target=target_actor.mailbox,
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
+                prefix_cache_bytes=prefix_cache_bytes,
             )
         if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, max_streams)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
         before = _current.get()
         _current.set(runtime)
         try:
@@ -422,6 +501,7 @@ async def open(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     max_streams: int | None = None,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -443,6 +523,8 @@ async def open(
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
         max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
             further ones wait in the order of their calls. None for no bound.
+        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
+            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -473,6 +555,7 @@ async def open(
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     if max_streams is not None:
         check_integer("max_streams", max_streams, 1)
+    check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     events = Events()
     listener = check_trace(trace)
 
@@ -512,6 +595,7 @@ async def open(
             events=events,
             prices=prices,
             max_streams=max_streams,
+            prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime
 

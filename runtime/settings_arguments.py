@@ -88,6 +88,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             )
         if options is ENDS:
             group.add_argument(
+                "--stop",
+                metavar="TEXT",
+                action="append",
+                default=argparse.SUPPRESS,
+                help="end before this text where it appears; may be given more than once",
+            )
+            group.add_argument(
                 "--ignore-eos",
                 action="store_true",
                 default=argparse.SUPPRESS,

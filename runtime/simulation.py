@@ -214,6 +214,20 @@ class _ScriptedLine:
         """See `Line.close`."""
         self._histories.clear()
 
+    num_bytes = 0  # to speak of
+    needs_pins = False  # it can always go back
+
+    def pin(self) -> None:
+        """See `Line.pin`."""
+
+    def reach(self, length: int, num_tokens: int) -> int:
+        """See `Line.reach`."""
+        return min(length, len(self._histories) - 1)
+
+    def resume(self, length: int) -> None:
+        """See `Line.resume`."""
+        self.rewind(length)
+
 
 class ScriptedTarget:
     """A target that knows the text: its logits are all for the one true token."""

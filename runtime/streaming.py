@@ -14,7 +14,8 @@ from protocol.books import Commit, FinishReason
 from protocol.errors import RuntimeClosedError, StreamBusyError
 from protocol.prices import Estimates
 from protocol.statistics import Statistics
-from runtime.text import Detokenizer
+from runtime.text import GrowingText
+from runtime.thinking import Answer
 
 _CLOSED = "this stream was closed; begin another with stream()"
 
@@ -35,13 +36,18 @@ class Token:
     Attributes:
         id: in the target's vocabulary.
         text: what this token makes readable, maybe empty. The texts of a stream add up to the
-            tokenizer's decoding of its ids; an end-of-text token contributes no text.
+            tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token contributes no
+            text. What may become a stop string is withheld until it is known not to.
         index: 0 for the first generated token.
         from_draft: whether the drafter had proposed it.
-        finish_reason: None where the text goes on; "stop" at an end-of-text or stop token; "length" where
-            `max_tokens` or the context is used up.
+        finish_reason: None where the text goes on; "stop" at an end-of-text or stop token, or where a stop string is
+            complete; "length" where `max_tokens` or the context is used up.
+        stop_reason: what of `stop` and `stop_tokens` ended the text: the string, or the id. None where nothing did:
+            where the text goes on or ends by its length, and at an end-of-text token of the tokenizer's own that
+            is not among `stop_tokens` too.
         logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
             unless `logprobs` asks for it.
+        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
         top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
             it asks for some.
     """
@@ -53,6 +59,8 @@ class Token:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
+    stop_reason: str | int | None = None
+    is_thinking: bool = False
 
 
 @attrs.frozen
@@ -60,16 +68,20 @@ class Completion:
     """A whole generated text.
 
     Attributes:
-        text: without any end-of-text token.
-        tokens: in order, an end-of-text token included.
+        text: without any end-of-text token, and without a stop string and what follows it.
+        tokens: in order, an end-of-text token included, and those of a stop string.
         finish_reason: "stop" or "length".
         statistics: of this generation.
+        stop_reason: the stop string or the stop token that ended the text, as in `Token`, or None.
+        thinking: what stands between the tags of thinking, which are part of `text`; empty where there are none.
     """
 
     text: str
     tokens: tuple[Token, ...]
     finish_reason: FinishReason
     statistics: Statistics
+    stop_reason: str | int | None = None
+    thinking: str = ""
 
 
 class TokenStream:
@@ -80,13 +92,17 @@ class TokenStream:
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
+
+    Attributes:
+        answer: what was given so far, told apart into what the model thinks and what it says.
     """
 
     def __init__(
         self,
         session: Session,
         commits: trio.MemoryReceiveChannel[Commit],
-        detokenizer: Detokenizer,
+        text: GrowingText,
+        answer: Answer,
         *,
         hang_up: Callable[[], None],
         clock: Callable[[], float],
@@ -98,7 +114,8 @@ class TokenStream:
         Args:
             session: what the actors share with this stream.
             commits: where committed tokens arrive.
-            detokenizer: fresh, for this text.
+            text: fresh, for this generation.
+            answer: likewise.
             hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
             clock: seconds.
             on_token: called for each token given: its commit, and its index there.
@@ -106,7 +123,8 @@ class TokenStream:
         """
         self._session = session
         self._commits = commits
-        self._detokenizer = detokenizer
+        self._text = text
+        self.answer = answer
         self._hang_up = hang_up
         self._clock = clock
         self._on_token = on_token
@@ -121,11 +139,22 @@ class TokenStream:
         self._first_at: float | None = None
         self._last_at: float | None = None
         self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | int | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
         return self._finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
+        return self._stop_reason
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -241,27 +270,26 @@ class TokenStream:
             self._first_at = self._last_at
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
+        text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
         token = Token(
             id=commit.tokens[index],
-            text=self._text(commit.tokens[index], finish_reason),
+            text=text,
             index=self._num_given,
             from_draft=index < commit.num_from_draft,
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
+            stop_reason=commit.stop_reason if is_last_in_commit else None,
+            is_thinking=self.answer.add(commit.tokens[index], text),
         )
         self._num_given += 1
         if finish_reason is not None:
-            self._finish_reason = finish_reason
+            self._finish_reason, self._stop_reason = finish_reason, commit.stop_reason
             self._close()
         return token
 
-    def _text(self, token: int, finish_reason: FinishReason | None) -> str:
-        text = "" if finish_reason == "stop" else self._detokenizer.add(token)
-        return text if finish_reason is None else text + self._detokenizer.finish()
-
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
-        return tuple(TopLogprob(id, self._detokenizer.alone(id), logprob) for id, logprob in top)
+        return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
 
     def _close(self) -> None:
         if not self._is_closed:
@@ -269,3 +297,23 @@ class TokenStream:
             if not self._is_handed_over:
                 self._commits.close()
             self._hang_up()
+
+
+async def complete(stream: TokenStream) -> Completion:
+    """Read a stream to its end.
+
+    Raises: as `TokenStream.__anext__`.
+
+    Cancellation: ends the generation; what was generated until then is lost.
+    """
+    async with stream:
+        tokens = tuple([token async for token in stream])
+        assert stream.finish_reason is not None
+        return Completion(
+            text="".join(token.text for token in tokens),
+            tokens=tokens,
+            finish_reason=stream.finish_reason,
+            statistics=stream.statistics(),
+            stop_reason=stream.stop_reason,
+            thinking=stream.answer.thinking,
+        )

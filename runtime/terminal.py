@@ -23,9 +23,21 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
 
 
+BY_SIGNAL = 128  # plus the signal's number, as a shell has it, is the status of a process that one ended
+
+# Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
+# theirs to the process, and again to the group that the process is in.
+ECHO_S = 0.5
+
+
 def say(message: str) -> None:
     """One line on stderr, whatever a library below has put into a message."""
     print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Something for whoever is at the keyboard, on stderr, as it is."""
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 # --- stdout ---------------------------------------------------------------------------------------
@@ -54,8 +66,17 @@ class Output:
             Console(file=sys.stdout).print(Text(prompt, style="dim"), end="", soft_wrap=True)
             self._is_in_line = True
 
-    async def write(self, text: str) -> None:
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody may be looking."""
+        return self._is_terminal
+
+    async def write(self, text: str, *, dimmed: bool = False) -> None:
         """Write a piece of the text.
+
+        Args:
+            text: the piece.
+            dimmed: whether to show it so, if this is a terminal.
 
         Raises: OutputError: it cannot be written.
 
@@ -63,8 +84,13 @@ class Output:
         """
         if text:
             self._is_in_line = False
+            shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self._is_terminal and "NO_COLOR" not in os.environ else text
             # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
-            await trio.to_thread.run_sync(self.write_now, text, abandon_on_cancel=True)
+            try:
+                await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
+            except trio.Cancelled:
+                self._is_in_line = self._is_terminal  # as far as anybody knows
+                raise
             self._is_in_line = not text.endswith("\n")
 
     def write_now(self, text: str) -> None:
@@ -86,6 +112,15 @@ class Output:
         """
         if self._is_terminal and self._is_in_line:
             self.write_now("\n")
+
+    def end_answer(self) -> None:
+        """End the line that an answer has left open, also where nobody is looking.
+
+        Raises: OutputError: it cannot be written.
+        """
+        if self._is_in_line:
+            self.write_now("\n")
+            self._is_in_line = False
 
 
 @contextmanager
@@ -254,7 +289,8 @@ def print_statistics(statistics: Statistics) -> None:
 
 def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     s = statistics
-    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}"
+    cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
+    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
     yield "speed", f"{s.generation_tps:.1f} tokens/s"
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
     if s.proposed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,7 +10,12 @@ from typing import Any, cast
 import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from protocol.books import Commit
 from protocol.errors import PromptError, VocabularyMismatchError
+from protocol.messages import Open
+from protocol.stops import Stop, StopMatcher
+
+logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -71,8 +77,23 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
+    return apply_chat_template(items, tokenizer)
+
+
+def apply_chat_template(
+    messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any
+) -> tuple[int, ...]:
+    """The token ids that ask for an answer to messages.
+
+    Args:
+        messages: with a role and a content each.
+        tokenizer: with a chat template.
+        **switches: what else the template is to know.
+
+    Raises: PromptError: the template does not take them.
+    """
     try:
-        return tuple(cast(Any, tokenizer).apply_chat_template(list(items), add_generation_prompt=True))
+        return tuple(cast(Any, tokenizer).apply_chat_template(list(messages), add_generation_prompt=True, **switches))
     except jinja2.TemplateError as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
 
@@ -93,6 +114,12 @@ class Detokenizer:
         # The text of ids[_before:_read] is given already. What comes after it is decoded together with it, since
         # tokenizers decide by the neighbours where a space goes.
         self._before = self._read = 0
+        self._ahead = ""
+
+    @property
+    def ahead(self) -> str:
+        """What can be read already of the tokens whose text is still to come, for want of a whole character."""
+        return self._ahead
 
     def add(self, token: int) -> str:
         """The text that a token makes readable; maybe empty."""
@@ -112,10 +139,67 @@ class Detokenizer:
             return ""
         given: str = self._tokenizer.decode(self._ids[self._before : self._read])
         whole: str = self._tokenizer.decode(self._ids[self._before :])
-        if len(whole) <= len(given) or (whole.endswith("\ufffd") and not is_last):
+        fresh = whole[len(given) :]
+        if not fresh or (fresh.endswith("\ufffd") and not is_last):
+            self._ahead = fresh.rstrip("\ufffd")
             return ""
-        self._before, self._read = self._read, len(self._ids)
-        return whole[len(given) :]
+        self._before, self._read, self._ahead = self._read, len(self._ids), ""
+        return fresh
+
+
+class GrowingText:
+    """The text of a generation, token by token: without end-of-text tokens, and up to a stop string."""
+
+    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
+        """For one generation.
+
+        Args:
+            tokenizer: None where the target has none; then every piece is empty.
+            opened: what began it.
+        """
+        self._detokenizer = Detokenizer(tokenizer)
+        self._silent = opened.stop_tokens
+        self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, or None so far."""
+        return None if self._matcher is None else self._matcher.found
+
+    def alone(self, token: int) -> str:
+        """The text of a token by itself, whatever comes before it."""
+        return self._detokenizer.alone(token)
+
+    def add(self, token: int, *, is_last: bool) -> str:
+        """What a token gives to read, maybe empty; with the last one, whatever was withheld."""
+        piece = "" if token in self._silent else self._detokenizer.add(token)
+        if self._matcher is None:
+            return piece + self._detokenizer.finish() if is_last else piece
+        given = self._matcher.add(piece, self._detokenizer.ahead)
+        return given + self._matcher.finish(self._detokenizer.finish()) if is_last else given
+
+
+class StopFinder:
+    """Reads what a generation is about to commit, for stop strings."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
+        """For one generation that has stop strings."""
+        self._text: GrowingText | None = GrowingText(tokenizer, opened)
+
+    def __call__(self, commit: Commit) -> Stop | None:
+        """Where a stop string ends the text, if it does in this round; to be called with each, in order."""
+        if self._text is None:
+            return None
+        # Somebody else's code, called in the middle of the target's work. Who reads the text will meet the same error.
+        try:
+            for i, token in enumerate(commit.tokens, start=1):
+                self._text.add(token, is_last=commit.finish_reason is not None and i == len(commit.tokens))
+                if self._text.stop is not None:
+                    return Stop(self._text.stop, i)
+        except Exception as error:
+            logger.warning("session %d is not searched for stop strings any more: %s", commit.session, error)
+            self._text = None
+        return None
 
 
 def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

@@ -87,7 +87,9 @@ async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
         elif event.commit is not None and event.session in detokenizers:
             commit, pieces = event.commit, texts.committed[event.session]
             for i, token in enumerate(commit.tokens):
-                ends = i + 1 == len(commit.tokens) and commit.finish_reason == "stop"
+                # The last token of a stop string is text as any other.
+                is_stop_token = commit.finish_reason == "stop" and not isinstance(commit.stop_reason, str)
+                ends = is_stop_token and i + 1 == len(commit.tokens)
                 pieces.append("" if ends else detokenizers[event.session].add(token))
             if commit.finish_reason is not None:
                 pieces[-1] += detokenizers[event.session].finish()

@@ -22,8 +22,9 @@ import mlx.core as mx
 import trio
 import trio.testing
 
-from actors.actor import Part
+from actors.actor import PREFIX_CACHE_BYTES, Part
 from actors.draft import MakePolicy, policy_by_settings
+from actors.kept_lines import Begun
 from actors.model import Rung
 from actors.simulated import SimulatedWorker
 from actors.worker import Job, JobError
@@ -158,6 +159,8 @@ class ScriptedLine:
         self.model = model
         self.tokens: list[int] = []
         self.states: list[int] = []  # at which lengths the state was kept
+        self.pins: list[int] = []  # likewise, for other texts
+        self.resumed: list[int] = []  # from which lengths it went on with another text
         self.rewinds: list[tuple[int, int]] = []  # from which length, to which
         self.fed: list[tuple[int, tuple[int, ...]]] = []  # at which length, what
         self.is_closed = False
@@ -199,6 +202,7 @@ class ScriptedLine:
             raise RewindError(f"asked to rewind to {length} tokens a script that holds {before}")
         del self.tokens[length:]
         self.states = [state for state in self.states if state <= len(self.tokens)]
+        self.pins = [pin for pin in self.pins if pin <= len(self.tokens)]
         if len(self.tokens) < before:
             self.rewinds.append((before, len(self.tokens)))
         return len(self.tokens)
@@ -214,6 +218,41 @@ class ScriptedLine:
         self._check_open()
         self.is_closed = True
         self.model.fail_if_told("close")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.model.bytes_per_token * len(self.tokens)
+
+    @property
+    def needs_pins(self) -> bool:
+        self._check_open()
+        # Far from where it is now.
+        return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
+
+    def pin(self) -> None:
+        self._check_open()
+        self.pins.append(len(self.tokens))
+
+    def reach(self, length: int, num_tokens: int) -> int:
+        self._check_open()
+        if length > num_tokens:
+            self._misuse(f"asked how it could hold {length} of {num_tokens} tokens")
+        if len(self.tokens) <= length:
+            return len(self.tokens)
+        if self.model.undo(len(self.tokens), 0):
+            return length
+        return max((state for state in [*self.states, *self.pins] if state <= length), default=0)
+
+    def resume(self, length: int) -> None:
+        if self.reach(length, length) != length:
+            self._misuse(f"asked to go on from {length} of {len(self.tokens)} tokens")
+        if length < len(self.tokens):
+            self.rewinds.append((len(self.tokens), length))
+        del self.tokens[length:]
+        self.states.clear()
+        self.pins = [pin for pin in self.pins if pin <= length]
+        self.resumed.append(length)
+        self.model.fail_if_told("resume")
 
     def _take(self, tokens: tuple[int, ...]) -> None:
         self._check_open()
@@ -249,6 +288,7 @@ class ScriptedModel:
         context_length: int | None = None,
         undo: Undo = always,
         keeps_states: bool = False,
+        bytes_per_token: int = 1,
         fails: Mapping[str, Container[int]] | None = None,
     ) -> None:
         """A model.
@@ -259,8 +299,9 @@ class ScriptedModel:
             context_length: most tokens that a line may hold.
             undo: what its lines can take back by dropping it.
             keeps_states: whether, where they cannot, they can go back to a state that was kept.
-            fails: for "open", "feed", "check" and "close": which calls raise, counted from 1 over all lines. A
-                check raises `RewindError`, as the cache of a real model does that lost count.
+            bytes_per_token: that its lines say they hold.
+            fails: for "open", "feed", "check", "close" and "resume": which calls raise, counted from 1 over all lines.
+                A check and a resume raise `RewindError`, as the cache of a real model does that lost count.
         """
         self.script = script
         self.vocab_size = vocab_size
@@ -269,7 +310,8 @@ class ScriptedModel:
         self.keeps_states = keeps_states
         self.lines: list[ScriptedLine] = []
         self.misuses: list[str] = []
-        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0}
+        self.bytes_per_token = bytes_per_token
+        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "resume": 0}
         self._fails = dict(fails or {})
 
     def open_line(self, *, beside_another: bool) -> ScriptedLine:
@@ -280,7 +322,7 @@ class ScriptedModel:
     def fail_if_told(self, call: str) -> None:
         self.num_calls[call] += 1
         if self.num_calls[call] in self._fails.get(call, ()):
-            kind = RewindError if call == "check" else ScriptedFailure
+            kind = RewindError if call in ("check", "resume") else ScriptedFailure
             raise kind(f"{call} {self.num_calls[call]} failed")
 
 
@@ -372,8 +414,12 @@ class BookkeepingWorker(SimulatedWorker):
             self._lines.pop(job.session, None)
             raise
         handed.done_at = self.clock()
-        if isinstance(result, ScriptedLine):
-            self._lines[job.session] = result
+        if isinstance(result, Begun) and isinstance(result.line, ScriptedLine):
+            self._lines[job.session] = result.line
+            # Whatever it was before, from now on it is this session's.
+            assert list(self._lines.values()).count(result.line) == 1, "two sessions have one line"
+        if job.kind == "close":
+            self._lines.pop(job.session, None)
         if line is not None:
             self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
         return result
@@ -439,6 +485,8 @@ async def simulated(
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
+    tokenizer: Any = None,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -452,6 +500,8 @@ async def simulated(
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
         max_streams: how many are at work at the same time.
+        tokenizer: the target's.
+        prefix_cache_bytes: most that either model keeps of texts that are over.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -465,9 +515,11 @@ async def simulated(
         async with running(
             (target, target_worker),
             draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
+            tokenizer=tokenizer,
             events=events,
             make_policy=make_policy,
             max_streams=max_streams,
+            prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)

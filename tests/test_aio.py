@@ -716,8 +716,8 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
     task = loop.create_task(coroutine)
     loop.run_until_complete(until(lambda: len(rts) == 2))
     coroutine.close()  # what the garbage collector does to a coroutine
+    task.cancel()
     with pytest.raises(RuntimeError, match="already awaited"):
-        task.cancel()
         loop.run_until_complete(task)
     loop.close()
     for thread in threading.enumerate():

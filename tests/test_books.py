@@ -16,6 +16,7 @@ from protocol.books import TRANSITIONS, Books, Commit, State
 from protocol.errors import ProtocolError
 from protocol.messages import Close, Open, Proposal, Rest, Verdict, Withdraw
 from protocol.settings import Settings
+from protocol.stops import Stop
 
 SESSION = 7
 PROMPT = (1, 2, 3)
@@ -545,6 +546,72 @@ def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, t
     )
 
 
+# --- the end of the text: stop strings, and what the user named ------------------------------------
+
+
+@given(
+    proposed=st.lists(st.integers(0, 9), max_size=5, unique=True).map(tuple),
+    accepts=st.integers(0, 5),
+    own=st.booleans(),
+    single_step=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_stop_string_cuts_as_a_stop_token_in_its_last_place_does(proposed, accepts, own, single_step, data):
+    num_accepted = min(accepts, 1 if single_step else 5, len(proposed))
+    token = 10 if own or num_accepted == 0 else None
+    tokens = [*proposed[:num_accepted], *([] if token is None else [token])]
+    num_tokens = data.draw(st.integers(1, len(tokens)))
+
+    by_token = books(stop_tokens=[tokens[num_tokens - 1]])
+    expected = a_round(by_token, proposed, num_accepted, token, single_step=single_step)
+    by_string = books()
+    by_string.propose(proposal(by_string, *proposed))
+    said = attrs.evolve(
+        verdict(by_string, num_accepted, token, single_step=single_step), stop=Stop("the end", num_tokens)
+    )
+    assert by_string.apply(said) == attrs.evolve(expected, stop_reason="the end")
+    assert snapshot(by_string) == snapshot(by_token)
+    assert by_string.state is State.CLOSED
+
+
+def test_a_stop_string_in_the_last_place_is_a_stop():
+    of = books(max_tokens=1, drafted=False)
+    commit = of.apply(attrs.evolve(verdict(of, 0, 9), stop=Stop("the end", 1)))
+    assert (commit.finish_reason, commit.stop_reason) == ("stop", "the end")
+
+
+@pytest.mark.parametrize(("max_tokens", "stop_tokens", "most"), [(None, (), 3), (2, (), 2), (None, (4,), 1)])
+def test_a_stop_string_beyond_what_is_committed_is_an_error(max_tokens, stop_tokens, most):
+    of = books(max_tokens=max_tokens, stop_tokens=stop_tokens)
+    of.propose(proposal(of, 4, 5))
+    before = snapshot(of)
+    with pytest.raises(ProtocolError, match=f"beyond the {most} tokens"):
+        of.apply(attrs.evolve(verdict(of, 2, 6), stop=Stop("the end", most + 1)))
+    assert snapshot(of) == before
+
+
+def test_a_preview_is_what_is_committed_then_and_changes_nothing():
+    of = books(max_tokens=2)
+    of.propose(proposal(of, 4, 5))
+    before, said = snapshot(of), verdict(of, 2, 6)
+    preview = of.preview(said)
+    assert snapshot(of) == before
+    assert preview == of.apply(said)
+    assert preview.tokens == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("token", "named", "stop_reason"), [(9, (9,), 9), (9, (8, 9), 9), (9, (), None), (7, (), None), (7, (7,), 7)]
+)
+def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_is_none(token, named, stop_reason):
+    of = Books(attrs.evolve(opened(stop_tokens={7, *named}), settings=Settings(stop_tokens=named)))
+    of.withdraw(Withdraw(SESSION))
+    commit = of.apply(verdict(of, 0, token))
+    assert commit.stop_reason == stop_reason
+    assert commit.finish_reason == ("stop" if token in (7, *named) else None)
+
+
 # --- two copies and a bad wire --------------------------------------------------------------------
 
 
@@ -568,15 +635,16 @@ class TwoCopies(RuleBasedStateMachine):
         max_tokens=st.none() | st.integers(1, 14),
         room=st.none() | st.integers(1, 14),
         stop_tokens=st.frozensets(st.integers(0, 5), max_size=1),
+        string_ends_at=st.none() | st.integers(1, 14),
     )
-    def open(self, text, max_tokens, room, stop_tokens):
+    def open(self, text, max_tokens, room, stop_tokens, string_ends_at):
         begun = opened(
             max_tokens=max_tokens,
             stop_tokens=stop_tokens,
             context_length=None if room is None else len(PROMPT) + room,
         )
         self.drafter, self.target = Books(begun), Books(begun)
-        self.text = text
+        self.text, self.string_ends_at = text, string_ends_at
         self.to_target: deque[Proposal | Rest | Withdraw] = deque()
         self.to_drafter: deque[Verdict] = deque()
         self.arrived: list[tuple[Books, Proposal | Rest | Verdict | Withdraw]] = []
@@ -594,7 +662,7 @@ class TwoCopies(RuleBasedStateMachine):
         tokens: list[int] = []
         while len(tokens) < 1000:
             tokens.append(self.true_token(len(PROMPT) + len(tokens)))
-            if tokens[-1] in stop_tokens:
+            if tokens[-1] in stop_tokens or len(tokens) == self.string_ends_at:
                 return tokens, "stop"
             if len(tokens) in (max_tokens, room):
                 return tokens, "length"
@@ -649,6 +717,11 @@ class TwoCopies(RuleBasedStateMachine):
         if single_step and num_accepted:
             token = None
         message = verdict(self.target, num_accepted, token, single_step=single_step)
+        if self.string_ends_at is not None:
+            # Which only the target can know.
+            nth = self.string_ends_at - self.target.num_generated
+            if nth <= len(self.target.preview(message).tokens):
+                message = attrs.evolve(message, stop=Stop("end", nth))
         is_awaited = self.target.state is not State.UNDRAFTED
         commit = self.target.apply(message)
         assert commit is not None

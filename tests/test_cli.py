@@ -146,13 +146,42 @@ def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, ca
 
 
 async def test_the_demo_pair_is_the_default():
-    async with outrider("generate", "def quicksort(items):", "--max-tokens", "12", "--json", stdout=-1, stderr=-1) as p:
+    # With a lookahead: on a busy machine, the drafter may rest on its own judgement.
+    arguments = ["--max-tokens", "12", "--lookahead", "2", "--json"]
+    async with outrider("generate", "def quicksort(items):", *arguments, stdout=-1, stderr=-1) as p:
         said = json.loads(await read_all(p.stdout))
         assert await read_all(p.stderr) == ""
     assert p.returncode == 0
     assert said["statistics"]["generated_tokens"] == 12
     assert said["statistics"]["proposed"] > 0
     assert said["text"]
+
+
+def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
+    schema = {"type": "object", "properties": {"größe": {"enum": [1, 2]}}, "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
+    assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
+    assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "cannot read the JSON schema from {}: No such file or directory"),
+        (b"\xff", "the JSON schema in {} is not valid text"),
+        (b"{", "the JSON schema { is not JSON: "),
+        (b'{"not": {}}', "cannot be followed: Unimplemented keys"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_before_a_model_is_loaded(content, complaint, tmp_path, capfd):
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert run_here("x", "--json-schema", str(file), "--target", "./no/such/model") == 2
+    out, error = capfd.readouterr()
+    assert out == ""
+    assert complaint.replace("{}", str(file), 1 if content != b"{" else 0) in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--draft", "none"], ["--target", str(runtime.DEMO_TARGET)]])
@@ -190,6 +219,30 @@ def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capf
     assert "draft must be a model here" in capfd.readouterr().err
 
 
+def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
+    words = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text.split()
+    nth = next(n for n in range(3, 20) if words[n] not in words[:n])
+    before, stop = " ".join(words[: nth - 1]), f"{words[nth - 1]} {words[nth]}"
+    arguments = [PROMPT, "--target", endless, "--max-tokens", "20", "--stop", "nothing like it", "--stop", stop]
+    assert run_here(*arguments) == 0
+    assert capfd.readouterr() == (before + " ", "")
+    assert run_here(*arguments, "--json") == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["finish_reason"], said["stop_reason"], said["text"]) == ("stop", stop, before + " ")
+    assert len(said["tokens"]) == nth + 1
+
+
+def test_a_text_that_meets_no_stop_string_has_no_stop_reason(endless, capfd):
+    assert run_here(PROMPT, "--target", endless, "--max-tokens", "4", "--stop", "nothing like it", "--json") == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
+
+
+def test_an_empty_stop_string_is_refused_before_a_model_is_loaded(capfd):
+    assert run_here(PROMPT, "--target", "no/such/model", "--stop", "") == 2
+    assert "stop must have 1 to" in capfd.readouterr().err
+
+
 def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
     def text(seed: int) -> str:
         settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
@@ -221,7 +274,7 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
     out, err = capfd.readouterr()
     said = json.loads(out)
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5)
-    assert list(said) == ["text", "tokens", "finish_reason", "interrupted", "statistics"]
+    assert list(said) == ["text", "tokens", "finish_reason", "stop_reason", "interrupted", "statistics"]
     assert said["text"] == expected.text
     assert said["tokens"] == [token.id for token in expected.tokens]
     assert (said["finish_reason"], said["interrupted"]) == ("length", False)
@@ -632,7 +685,8 @@ async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tm
     assert process.returncode == 130
     assert "error" not in rest
     assert "Traceback" not in rest
-    assert said == {"text": "", "tokens": [], "finish_reason": None, "interrupted": True, "statistics": None}
+    assert (said["text"], said["tokens"], said["interrupted"]) == ("", [], True)
+    assert said["finish_reason"] is said["stop_reason"] is said["statistics"] is None
 
 
 async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(autojump_clock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -70,3 +71,14 @@ def test_several_streams_label_their_lines_and_add_up():
     assert list(numbers)[-1] == "all"
     assert numbers.pop("all") == sum(numbers.values()) > 0
     assert numbers.keys() == firsts.keys()
+
+
+def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
+    *fields, counts = run("json_output.py")
+    written = {name.strip(): ast.literal_eval(value) for name, _, value in (line.partition(": ") for line in fields)}
+    assert list(written) == ["name", "language", "lines", "imports"]
+    assert written["language"] in ("Python", "C", "Rust")
+    assert 0 <= written["lines"] <= 5000
+    match = re.fullmatch(r"(\d+) tokens, (\d+) of them drafted", counts)
+    assert match
+    assert 0 < int(match[2]) < int(match[1])

@@ -42,18 +42,23 @@ def say(line):
 
 
 class Held(Wrapped):
-    """Says when its nth forward pass begins, and goes on with it when it is told to."""
+    """Says when its nth forward pass begins, and goes on with it when it is told to.
+
+    Passes are counted from the first of the prompt on; or, for one as it is opened, from the first there is.
+    """
 
     def __init__(self, model, nth):
         super().__init__(model)
         self._left = nth
+        self._counts = nth == OPENING
         self._is_in = threading.Event()
 
     async def is_in(self):
         await trio.to_thread.run_sync(self._is_in.wait)
 
     def __call__(self, inputs, cache=None):
-        self._left -= 1
+        self._counts = self._counts or inputs.tolist()[0][:2] == PROMPT[:2]
+        self._left -= self._counts
         if self._left == 0:
             say("in a forward pass")
             self._is_in.set()
@@ -74,9 +79,9 @@ def pair(held=None, nth=0):
 
 
 PROMPT = prompt_of(33)
-LONG = {"max_tokens": 400, "prefill_step_size": 8}
-# Forward passes of a model: one as it is opened, four of prefill, and then those that decode.
-OPENING, IN_PREFILL, IN_DECODE = 1, 3, 9
+LONG = {"max_tokens": 400, "prefill_step_size": 8, "lookahead": 3}
+# Forward passes of a model: some as it is opened; with the prompt, four of prefill, and then those that decode.
+OPENING, IN_PREFILL, IN_DECODE = 1, 2, 8
 
 
 async def stream_to_the_end():

@@ -304,6 +304,18 @@ async def test_a_processor_with_a_state_and_a_seed_gives_one_text_with_any_draft
     assert len(set(texts[0])) == NUM_TOKENS
 
 
+async def test_streams_at_once_may_share_a_processor() -> None:
+    reference = plain(TARGET, own=[banned])
+    processor = Bans()
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        first = rt.stream(PROMPT, max_tokens=NUM_TOKENS, lookahead=2, logits_processors=[processor])
+        for _ in range(5):
+            await anext(first)
+        others = await rt.generate_many([PROMPT] * 3, max_tokens=NUM_TOKENS, logits_processors=[processor])
+        await first.aclose()
+    assert [ids(other.tokens) for other in others] == [reference] * 3
+
+
 def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
     processor = Bans()
     shaping = Shaping(opened(logits_processors=[processor]))
@@ -386,6 +398,17 @@ async def test_an_error_in_a_processor_ends_its_stream_and_no_other(draft: nn.Mo
         assert given == plain(TARGET)[: len(given)]
         assert len(given) <= 5
         assert ids((await rt.generate(PROMPT, max_tokens=NUM_TOKENS)).tokens) == plain(TARGET)
+
+
+async def test_a_processor_that_cannot_say_its_state_begins_no_stream() -> None:
+    class Shy(Bans):
+        def save(self) -> tuple[int, ...]:
+            raise Tantrum("no")
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match=r"raised Tantrum in save\(\): no"):
+            rt.stream(PROMPT, logits_processors=[Shy()])
+        assert rt.num_streams == 0
 
 
 @pytest.mark.parametrize("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])

@@ -194,6 +194,14 @@ def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(
     assert "" in pieces  # some character did take more than one token
 
 
+@pytest.mark.parametrize(("stop_reason", "last"), [("the end", " w4"), (4, ""), (None, "")])
+def test_the_last_token_of_a_stop_string_is_text_and_a_stop_token_is_none(stop_reason, last):
+    commit = Commit(0, 0, 1, (3, 4), 1, finish_reason="stop", stop_reason=stop_reason)
+    events = [Instant("target", "open", 0, 0.0, tokens=(1,)), Instant("target", "verdict", 0, 1.0, 0, commit=commit)]
+    (session,) = data_for(events, Words())["sessions"]
+    assert [piece for round in session["rounds"] for piece, _, _ in round["tokens"]] == [" w3", last]
+
+
 def demo_tokenizer() -> TokenizerWrapper:
     return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 

@@ -1,0 +1,177 @@
+"""A conversation: turns that remember those before them, and read of each prompt only what is new."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.errors import ConversationBusyError, PromptError, SettingsError
+from protocol.settings import settings_from
+from runtime.streaming import Completion, TokenStream, complete
+from runtime.text import Prompt, apply_chat_template
+from runtime.thinking import Answer
+
+Message = dict[str, str]
+
+
+@attrs.frozen
+class _Turn:
+    """A turn that was begun last: what was said to the model, and what it has answered by now."""
+
+    said: str
+    answer: Answer
+    stream: weakref.ref[TokenStream]  # weak, since dropping the stream is a way to end it
+
+
+class Conversation:
+    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+
+    With a chat template, prompts are made by it. Without one (a base model) the conversation is a running text: what is
+    said is appended to it as it is, and continued.
+
+    What was said and answered becomes part of the conversation with the first token of the answer that is given; from
+    then on with as much of the answer as was given, whatever ends it: its end, a cancellation or a failure. A turn that
+    ends before its first token leaves the conversation as it was, so the same can be said again.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[..., TokenStream],
+        tokenizer: TokenizerWrapper | None,
+        *,
+        system: str | None,
+        thinking: bool | None,
+        settings: dict[str, Any],
+    ) -> None:
+        """See `Runtime.conversation`.
+
+        Args:
+            open_stream: `Runtime.stream`.
+            tokenizer: the target's.
+            system, thinking, settings: as there.
+        """
+        if tokenizer is None:
+            raise PromptError(
+                "the target was opened without a tokenizer, and a conversation is text; use stream() with token ids"
+            )
+        if system is not None and not isinstance(system, str):
+            raise PromptError(f"system must be text or None, got {system!r}")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise SettingsError(f"thinking must be True, False, or None for the model's own choice, got {thinking!r}")
+        self._open_stream = open_stream
+        self._tokenizer = tokenizer
+        self._settings = _checked(settings)
+        self._thinking = thinking
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._past: list[Message] = []
+        self._turn: _Turn | None = None
+        self._check_template()
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said so far, oldest first, the system's message included; a copy.
+
+        Each has a "role" and a "content"; what the model thought meanwhile is in "reasoning_content", where it did.
+        """
+        return [dict(message) for message in (*self._system, *self._past, *self._last_exchange())]
+
+    def stream(self, text: str, **overrides: Any) -> TokenStream:
+        """Say something, and stream the answer.
+
+        Args:
+            text: what to say.
+            **overrides: settings for this turn, in the place of the conversation's.
+
+        Returns: the answer, which is generated from now on; see `TokenStream` for how to end it.
+
+        Raises: as `Runtime.stream`, and:
+            ConversationBusyError: the turn before is neither over nor closed.
+        """
+        settings = _checked({**self._settings, **overrides})
+        if not isinstance(text, str):
+            raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
+        self._check_idle("say something")
+        settled = [*self._past, *self._last_exchange()]
+        stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **settings)
+        self._past = settled
+        self._turn = _Turn(text, stream.answer, weakref.ref(stream))
+        return stream
+
+    async def generate(self, text: str, **overrides: Any) -> Completion:
+        """Say something, and have the whole answer.
+
+        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+
+        Cancellation: ends the answer; what was generated until then is part of the conversation.
+        """
+        return await complete(self.stream(text, **overrides))
+
+    def reset(self) -> None:
+        """Forget everything but the system's message.
+
+        Raises: ConversationBusyError: a turn is neither over nor closed.
+        """
+        self._check_idle("forget what was said")
+        self._past, self._turn = [], None
+
+    def _check_idle(self, what: str) -> None:
+        stream = None if self._turn is None else self._turn.stream()
+        if stream is not None and not stream.is_closed:
+            raise ConversationBusyError(
+                f"cannot {what} while an answer is under way; read it to its end, or close its stream with aclose()"
+            )
+
+    def _last_exchange(self) -> list[Message]:
+        if self._turn is None or self._turn.answer.num_tokens == 0:
+            return []
+        answer = self._turn.answer
+        if not self._tokenizer.has_chat_template:
+            reply = {"role": "assistant", "content": answer.text}
+        elif thinking := answer.thinking.strip():
+            # Templates set what comes before and after by themselves.
+            reply = {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
+        else:
+            # An empty thought leaves its line breaks behind.
+            reply = {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
+        return [{"role": "user", "content": self._turn.said}, reply]
+
+    def _prompt(self, messages: list[Message]) -> Prompt:
+        messages = [*self._system, *messages]
+        if not self._tokenizer.has_chat_template:
+            return "".join(message["content"] for message in messages)
+        switch = {} if self._thinking is None else {"enable_thinking": self._thinking}
+        # Copies: some templates write into what they are given.
+        return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
+
+    def _check_template(self) -> None:
+        """Find out before the first turn what the chat template does not take."""
+        probe: list[Message] = [{"role": "user", "content": "?"}]
+        can_switch = False
+        if self._tokenizer.has_chat_template:
+            self._prompt(probe)
+            asked = [apply_chat_template(probe, self._tokenizer, enable_thinking=choice) for choice in (True, False)]
+            can_switch = asked[0] != asked[1]
+        if self._thinking is not None and not can_switch:
+            raise SettingsError(
+                f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
+                "a choice; leave it None"
+            )
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a turn.
+
+    Raises: SettingsError: one is unknown, out of its range, or not a conversation's to choose.
+    """
+    if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
+        raise SettingsError(
+            f"a conversation always reuses what it has read, got reuse_prefix={settings['reuse_prefix']!r}; use "
+            "stream() with messages to read everything anew"
+        )
+    settings = {**settings, "reuse_prefix": True}
+    settings_from(settings)
+    return settings

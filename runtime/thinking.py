@@ -1,0 +1,89 @@
+"""Which part of an answer is thinking: what stands between tags, by the tokenizer's account of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+class Answer:
+    """A growing answer, told apart into what the model thinks and what it says."""
+
+    def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int]) -> None:
+        """Nothing yet.
+
+        Args:
+            tokenizer: without one, or without tags in its vocabulary, nothing is thinking.
+            prompt: token ids. Where it ends within thinking, as templates have it that begin the thinking
+                themselves, the answer begins there.
+        """
+        self.num_tokens = 0
+        self._start: tuple[int, ...] = ()
+        self._end: tuple[int, ...] = ()
+        self._tags = ("", "")
+        self._is_inside = self._has_tags = False
+        self._recent: list[int] = []  # since a tag was seen last
+        # Text, and whether it is thinking; a tag's own is neither, and left out of both.
+        self._pieces: list[tuple[str, bool]] = []
+        self._whole: list[str] = []
+        if tokenizer is not None and tokenizer.has_thinking:
+            self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
+            self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
+            self._tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
+            # `in` is quick, and mlx-lm's search is not.
+            if self._start[0] in prompt:
+                self._is_inside = tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+
+    @property
+    def text(self) -> str:
+        """All of it, tags included."""
+        return "".join(self._whole)
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether a tag was passed."""
+        return self._has_tags
+
+    @property
+    def thinking(self) -> str:
+        """What stands between the tags; after the last that opens, if none closes it."""
+        return "".join(text for text, is_thinking in self._pieces if is_thinking)
+
+    @property
+    def said(self) -> str:
+        """All but thinking and tags."""
+        return "".join(text for text, is_thinking in self._pieces if not is_thinking)
+
+    def add(self, token: int, text: str) -> bool:
+        """Take the next token.
+
+        Args:
+            token: its id.
+            text: what it makes readable.
+
+        Returns: whether it belongs to thinking, tags included; of a tag of several tokens that opens, the last does.
+        """
+        self.num_tokens += 1
+        self._whole.append(text)
+        self._pieces.append((text, self._is_inside))
+        if not self._start:
+            return False
+        self._recent.append(token)
+        was_inside = self._is_inside
+        wanted = self._end if was_inside else self._start
+        if tuple(self._recent[-len(wanted) :]) == wanted:
+            self._pass(len(wanted))
+        return was_inside or self._is_inside
+
+    def _pass(self, num_tokens: int) -> None:
+        """Pass the tag that the last tokens make up."""
+        tag = self._tags[1 if self._is_inside else 0]
+        joined = "".join(text for text, _ in self._pieces[-num_tokens:])
+        del self._pieces[-num_tokens:]
+        # With a tag may come what was withheld before it.
+        before, _, after = joined.partition(tag)
+        self._pieces += [(before, self._is_inside), (after, not self._is_inside)]
+        self._is_inside, self._has_tags = not self._is_inside, True
+        self._recent.clear()

@@ -1,0 +1,342 @@
+"""The command `chat`: what is typed, what is answered, and what ends an answer, or everything."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from test_cli import broken_weights, outrider, read_all, save_model, terminal
+from test_conversation import THINKING_TEMPLATE, pair, says, tokenizer
+
+import runtime
+from runtime import chat_command, cli
+from runtime.terminal import Display, Output
+
+MAX = ("--max-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target whose text ends by `max_tokens` or not at all."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that has room for 32 tokens."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
+
+
+async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
+    """What a conversation answers."""
+    async with runtime.open(target) as rt:
+        conversation = rt.conversation()
+        return [(await conversation.generate(turn, max_tokens=num_tokens)).text for turn in turns]
+
+
+async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
+    """How `chat` ends that is given some lines, and what it says."""
+    async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
+        await process.stdin.send_all(lines.encode())
+        await process.stdin.aclose()
+        out, err = await read_all(process.stdout), await read_all(process.stderr)
+    return process.returncode, out, err
+
+
+@attrs.define
+class Person:
+    """Somebody at a terminal."""
+
+    process: trio.Process
+    screen: Any
+    _unseen: str = ""
+
+    async def types(self, keys: str) -> None:
+        await self.screen.send_all(keys.encode())
+
+    async def sees(self, wanted: str) -> str:
+        """What comes, up to and including some text, from where it was looked last."""
+        while wanted not in self._unseen:
+            part = await self.screen.receive_some()
+            assert part, f"{wanted!r} never came, but {self._unseen!r}"
+            self._unseen += part.decode()
+        seen, _, self._unseen = self._unseen.partition(wanted)
+        return seen + wanted
+
+    def interrupts(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    async def sees_all(self) -> str:
+        return self._unseen + await read_all(self.screen)
+
+
+@asynccontextmanager
+async def at_a_terminal(*arguments: str) -> AsyncIterator[Person]:
+    async with (
+        terminal() as (screen, given),
+        outrider("chat", *arguments, stdin=given, stdout=given, stderr=given) as process,
+    ):
+        os.close(given)
+        yield Person(process, screen)
+
+
+# --- lines of a pipe ------------------------------------------------------------------------------
+
+
+async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:
+    ended = await piped("--target", endless, *MAX, lines="w1 w2\n\n   \nw3\nw4 w5")
+    said = await answers(endless, "w1 w2", "w3", "w4 w5")
+    assert ended == (0, "".join(f"{answer}\n" for answer in said), "")
+    assert len(set(said)) == 3
+
+
+async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless: str) -> None:
+    models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
+    status, out, err = await piped(*models, "--max-tokens", "12", "--stats", lines="w1 w2\nw3\n")
+    assert (status, out) == (
+        0,
+        "".join(f"{answer}\n" for answer in await answers(endless, "w1 w2", "w3", num_tokens=12)),
+    )
+    assert err.count("tokens per round  4.00 in 3 rounds") == 2
+    first, second = (line for line in err.splitlines() if line.startswith("tokens   "))
+    assert "12 after a prompt of 2" in first
+    assert "cached" in second
+
+
+async def test_a_reset_forgets_what_was_said(endless: str) -> None:
+    _, out, _ = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
+    first, second, again = out.splitlines()
+    assert first == again != second
+
+
+async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> None:
+    status, out, err = await piped("--target", endless, *MAX, lines="/help\n")
+    assert (status, out) == (0, "")
+    assert all(name in err for name in chat_command.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("/nope", "there is no command '/nope'"),
+        ("/reset all", "/reset stands alone"),
+        ("w1 " * 32, "the target's context of 32"),
+    ],
+)
+async def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line: str, complaint: str, short: str) -> None:
+    status, out, err = await piped("--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
+    assert (status, out.count("\n")) == (2, 1)
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+async def test_two_slashes_say_one_to_the_model(endless: str) -> None:
+    _, out, _ = await piped("--target", endless, *MAX, lines="//w1\n")
+    assert out.splitlines() == await answers(endless, "/w1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--target", "/nowhere"], "does not exist"),
+        (["--thinking"], "thinking=True cannot be told"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, complaint: str, capfd: Any) -> None:
+    assert cli.main(["chat", *arguments]) in (1, 2)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_help_names_every_option(capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    text = capfd.readouterr().out
+    for option in ("target", "draft", "system", "thinking", "max-tokens", "temperature", "top-p", "stats", "blas"):
+        assert f"--{option}" in text
+
+
+async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        async with outrider(
+            "chat", "--target", endless, "--max-tokens", "none", stdin=-1, stdout=-1, stderr=-1
+        ) as process:
+            await process.stdin.send_all(b"w1 w2\nw3\n")
+            first = (await process.stdout.receive_some()).decode()
+            process.send_signal(number)
+            out = first + await read_all(process.stdout)
+            assert await read_all(process.stderr) == ""
+        assert process.returncode == status
+        assert out.startswith("w")
+        assert "\n" not in out[:-1]
+
+
+# --- at a terminal --------------------------------------------------------------------------------
+
+
+async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless: str) -> None:
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        assert '"/help" lists' in await person.sees("> ")
+        await person.types("w1 w2\r")
+        (said,) = await answers(endless, "w1 w2")
+        assert said in await person.sees("> ")
+        await person.types("\x04")
+        assert (await person.sees_all()).endswith("\n")
+    assert person.process.returncode == 0
+
+
+async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.sees("> ")
+        await person.types("/hepl\x7f\x7flp\r")
+        await person.sees("stops an answer; what was said stays")
+        await person.sees("> ")
+        await person.types("\x1b[A\r")
+        await person.sees("stops an answer; what was said stays")
+        await person.sees("> ")
+        await person.types("/exit\r")
+        await person.sees_all()
+    assert person.process.returncode == 0
+
+
+async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
+    async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
+        await person.sees("> ")
+        await person.types("w1 w2\r")
+        await person.sees("w1 w2\r\n")
+        await person.sees(" w")  # an answer has begun, and has no end
+        person.interrupts()
+        first = await person.sees("after a prompt of 2")
+        await person.sees("> ")
+        num_said = int(re.sub(r"\x1b\[\d*m", "", first).rpartition("tokens")[2].split()[0].replace(",", ""))
+        await person.types("w3\r")
+        await person.sees("w3\r\n")
+        await person.sees(" w")
+        person.interrupts()
+        second = await person.sees("were cached")
+        num_asked = int(second.rpartition("after a prompt of ")[2].partition(", of which")[0].replace(",", ""))
+        # The running text: what was said, answered, and said then; where they meet, two words are one.
+        assert num_asked == 2 + num_said + 1 - 2
+        await person.sees("> ")
+        await person.types("\x04")
+        await person.sees_all()
+    assert person.process.returncode == 0
+
+
+async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endless: str) -> None:
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.sees("> ")
+        await person.types("/nope")
+        await person.sees("/nope")
+        person.interrupts()
+        # Also where the signal comes a moment before the line is waited for.
+        await person.types("\r")
+        seen = await person.sees(chat_command.HOW_TO_LEAVE)
+        assert "there is no command" not in seen
+        await person.sees("> ")
+        # Something else in between, and it is the first again.
+        await person.types("/help\r")
+        await person.sees("stops an answer; what was said stays")
+        await person.sees("> ")
+        person.interrupts()
+        await person.types("\r")
+        await person.sees(chat_command.HOW_TO_LEAVE)
+        await person.sees("> ")
+        person.interrupts()
+        await person.types("\r")
+        rest = await person.sees_all()
+        assert "Traceback" not in rest
+    assert person.process.returncode == 130
+
+
+async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless: str) -> None:
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.sees("> ")
+        person.process.send_signal(signal.SIGTERM)
+        await person.types("\r")
+        assert "Traceback" not in await person.sees_all()
+    assert person.process.returncode == 143
+
+
+async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
+    async with at_a_terminal("--target", short, *MAX) as person:
+        await person.sees("> ")
+        for typed, complaint in (("/nope", "there is no command '/nope'"), ("w1 " * 32, "the target's context of 32")):
+            await person.types(f"{typed}\r")
+            await person.sees(complaint)
+            await person.sees("> ")
+        await person.types("w1\r")
+        assert (await answers(short, "w1"))[0] in await person.sees("> ")
+        await person.types("/exit\r")
+        await person.sees_all()
+    assert person.process.returncode == 0
+
+
+async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
+    # A load that goes on until the test lets go of the other side, and then fails.
+    model = save_model(tmp_path / "model", context=32)
+    broken_weights(model)
+    os.mkfifo(model / "generation_config.json")
+    async with at_a_terminal("--target", str(model)) as person:
+        other_side = await trio.to_thread.run_sync(
+            os.open, model / "generation_config.json", os.O_WRONLY, abandon_on_cancel=True
+        )
+        await person.sees("loading model")
+        person.interrupts()
+        await person.sees("stopping once the models are loaded")
+        os.close(other_side)
+        rest = await person.sees_all()
+    assert person.process.returncode == 130
+    assert "error" not in rest
+    assert "Traceback" not in rest
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+
+class Typed(chat_command.Lines):
+    """Lines that nobody needs to type."""
+
+    def __init__(self, *lines: str) -> None:
+        self.is_interactive = False
+        self._left = list(lines)
+
+    def next(self) -> str | None:
+        return self._left.pop(0) if self._left else None
+
+
+async def shown(output: Output) -> None:
+    """Have an answer with thinking in it shown."""
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
+    processor = says(wrapped, "<think>\nHm.\n</think>\n\nimport os")
+    async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
+        conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
+        signals = chat_command.Signals(chat_command.Outcome(), Display())
+        await chat_command.Chat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
+
+
+async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd: Any) -> None:
+    await shown(Output())
+    assert capfd.readouterr() == ("import os\n", "")
+
+
+async def test_a_terminal_shows_what_is_thought_dimmed(monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    output = Output()
+    output._is_terminal = True
+    await shown(output)
+    out, _ = capfd.readouterr()
+    dimmed, _, rest = out.rpartition("\x1b[22m")
+    assert dimmed.replace("\x1b[22m", "").replace("\x1b[2m", "") == "<think>\nHm.\n</think>"
+    assert rest == "\n\nimport os\n"

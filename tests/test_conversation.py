@@ -1,0 +1,416 @@
+"""Conversations: what the model is asked in each turn, what is remembered of it, and how turns end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+from architectures import build
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import llama, near
+from transformers import AutoTokenizer
+
+import runtime
+from runtime.text import apply_chat_template
+from runtime.thinking import Answer
+
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
+<|{{ message.role }}|>{{ message.content }}<|endoftext|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+"""
+# As Qwen's: thinking may be switched off by an empty thought in front of the answer.
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "<|assistant|>{%", "<|assistant|>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{%"
+)
+# As DeepSeek's: the prompt ends in the tag.
+BEGUN_TEMPLATE = TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@functools.cache
+def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> TokenizerWrapper:
+    """The demo pair's, with a chat template and what that takes."""
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else [])], special_tokens=True)
+    base.chat_template = template
+    return TokenizerWrapper(base)
+
+
+@functools.cache
+def target(seed: int = 0) -> nn.Module:
+    return llama(seed, vocab_size=4101)
+
+
+@functools.cache
+def recurrent() -> nn.Module:
+    return build("lfm2", vocab_size=4101)
+
+
+@runtime.stateless
+def speaks(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Never ends by itself, and never says what only a template may say."""
+    return mx.where(
+        mx.arange(logits.shape[-1]) < 4096, mx.where(mx.arange(logits.shape[-1]) == 0, -mx.inf, logits), -mx.inf
+    )
+
+
+def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:
+    """Has the model answer with given texts, turn by turn, after what the template begins each answer with."""
+    mark = of.convert_tokens_to_ids("<|assistant|>")
+    lines = [of.encode(answer + "<|endoftext|>", add_special_tokens=False) for answer in answers]
+    num_led = len(of.encode(lead, add_special_tokens=False))
+
+    @runtime.stateless
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        ids = tokens.tolist()
+        line = lines[ids.count(mark) - 1]
+        num_said = ids[::-1].index(mark) - num_led
+        # A drafter may wonder what comes after the end.
+        wanted = line[min(num_said, len(line) - 1)]
+        return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -mx.inf)[None]
+
+    return processor
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text, **more}
+
+
+async def read_into(got: list[str], stream: runtime.TokenStream) -> None:
+    async for token in stream:
+        got.append(token.text)
+
+
+SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lookahead": 3}
+
+
+def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | None = TEMPLATE) -> Iterator[Any]:
+    model = target() if of is None else of
+    return iter([(model, tokenizer(template, thinks=thinks)), (near(model, noise=0.05), None)])
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [target, recurrent])
+async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_new(of: Any) -> None:
+    async with runtime.open(*pair(of())) as rt:
+        conversation = rt.conversation("You are brief.", **SETTINGS)
+        messages = [{"role": "system", "content": "You are brief."}]
+        assert conversation.messages == messages
+        known = 0
+        for text in ("def f(x):", "import os, and more of it", "class A"):
+            completion = await conversation.generate(text)
+            # Without a conversation, and without a cache.
+            alone = await rt.generate([*messages, user(text)], **SETTINGS)
+            assert completion.text == alone.text
+            assert completion.statistics.prompt_tokens == alone.statistics.prompt_tokens
+            messages += [user(text), assistant(completion.text)]
+            assert conversation.messages == messages
+            assert completion.statistics.cached_tokens >= known
+            known = completion.statistics.prompt_tokens - 1
+
+
+async def test_a_stream_gives_the_same_and_each_turn_may_have_settings_of_its_own() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        async with conversation.stream("import", max_tokens=3) as stream:
+            tokens = [token async for token in stream]
+        assert (len(tokens), stream.finish_reason, stream.is_closed) == (3, "length", True)
+        assert conversation.messages == [user("import"), assistant("".join(token.text for token in tokens))]
+        assert len((await conversation.generate("os")).tokens) == 9
+
+
+async def test_messages_are_a_copy_and_grow_with_what_is_given() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        async with conversation.stream("import") as stream:
+            assert conversation.messages == []
+            text = ""
+            async for token in stream:
+                text += token.text
+                assert conversation.messages == [user("import"), assistant(text)]
+        conversation.messages[0]["content"] = "something else"
+        conversation.messages.clear()
+        assert conversation.messages == [user("import"), assistant(text)]
+
+
+async def test_two_conversations_know_nothing_of_each_other() -> None:
+    async with runtime.open(*pair()) as rt:
+        one, other = rt.conversation("One.", **SETTINGS), rt.conversation("Other.", **SETTINGS)
+        alone = rt.conversation("One.", **SETTINGS)
+        for text in ("import", "os"):
+            said = await one.generate(text)
+            await other.generate(text + " and more")
+            assert (await alone.generate(text)).text == said.text
+
+
+async def test_a_reset_leaves_the_system_message() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation("You are brief.", **SETTINGS)
+        first = await conversation.generate("import")
+        await conversation.generate("os")
+        conversation.reset()
+        assert conversation.messages == [{"role": "system", "content": "You are brief."}]
+        again = await conversation.generate("import")
+        assert again.text == first.text
+        assert again.statistics.cached_tokens == again.statistics.prompt_tokens - 1
+
+
+# --- how turns end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_given", [1, 2, 5])
+async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given: int) -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS | {"max_tokens": 100})
+        got = []
+        async for token in conversation.stream("import"):
+            got.append(token.text)
+            if len(got) == num_given:
+                break
+        assert conversation.messages == [user("import"), assistant("".join(got))]
+        completion = await conversation.generate("os", max_tokens=5)
+        alone = await rt.generate([user("import"), assistant("".join(got)), user("os")], **SETTINGS | {"max_tokens": 5})
+        assert completion.text == alone.text
+        assert completion.statistics.cached_tokens > 0
+
+
+async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_as_it_was() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        await conversation.generate("import")
+        before = conversation.messages
+        with trio.move_on_after(0):
+            await conversation.generate("never heard")
+        assert conversation.messages == before
+        await conversation.stream("nor this").aclose()
+        assert conversation.messages == before
+        conversation.stream("nor this one, which nobody holds")
+        assert conversation.messages == before
+        await conversation.generate("os")
+        assert [message["content"] for message in conversation.messages[::2]] == ["import", "os"]
+
+
+async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
+    num_calls = 0
+
+    @runtime.stateless
+    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 4:
+            raise ValueError("no more")
+        return speaks(tokens, logits)
+
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS | {"logits_processors": (fails,), "lookahead": 0})
+        got: list[str] = []
+        stream = conversation.stream("import")
+        with pytest.raises(runtime.OutriderError, match="no more"):
+            await read_into(got, stream)
+        assert got
+        assert conversation.messages == [user("import"), assistant("".join(got))]
+        assert (await conversation.generate("os", logits_processors=(speaks,))).text
+
+
+async def test_one_turn_is_taken_at_a_time() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        async with conversation.stream("import") as stream:
+            await anext(stream)
+            for more in (lambda: conversation.stream("os"), conversation.reset):
+                with pytest.raises(runtime.ConversationBusyError, match="close its stream with aclose"):
+                    more()
+        first = conversation.messages
+        assert await conversation.generate("os")
+        assert conversation.messages[:2] == first
+
+
+async def test_a_prompt_that_does_not_fit_is_not_remembered() -> None:
+    async with runtime.open(*pair(llama(vocab_size=4101, max_position_embeddings=32))) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        with pytest.raises(runtime.PromptError, match="context of 32"):
+            conversation.stream("import os " * 30)
+        assert conversation.messages == []
+        assert await conversation.generate("import")
+
+
+async def test_a_conversation_ends_with_its_runtime() -> None:
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        await conversation.generate("import")
+    with pytest.raises(runtime.RuntimeClosedError):
+        conversation.stream("os")
+    assert len(conversation.messages) == 2
+
+
+# --- what cannot be a conversation ----------------------------------------------------------------
+
+
+async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
+    async with runtime.open(*pair()) as rt:
+        with pytest.raises(runtime.SettingsError, match="there is no setting 'temprature'"):
+            rt.conversation(temprature=1)
+        with pytest.raises(runtime.SettingsError, match="max_tokens must be"):
+            rt.conversation(max_tokens=0)
+        with pytest.raises(runtime.SettingsError, match="vocabulary"):
+            rt.conversation(stop_tokens=[10**6])
+        with pytest.raises(runtime.SettingsError, match="always reuses"):
+            rt.conversation(reuse_prefix=False)
+        with pytest.raises(runtime.PromptError, match="system must be text"):
+            rt.conversation(["You are brief."])
+        with pytest.raises(runtime.SettingsError, match="thinking must be True, False"):
+            rt.conversation(thinking="yes")
+        with pytest.raises(runtime.SettingsError, match="thinking=False cannot be told"):
+            rt.conversation(thinking=False)
+        conversation = rt.conversation(reuse_prefix=True)
+        with pytest.raises(runtime.SettingsError, match="temperature"):
+            conversation.stream("import", temperature=-1)
+        with pytest.raises(runtime.PromptError, match="is text, got list"):
+            conversation.stream([1, 2, 3])
+        assert conversation.messages == []
+
+
+async def test_without_a_tokenizer_there_is_no_conversation() -> None:
+    async with runtime.open((target(), None)) as rt:
+        with pytest.raises(runtime.PromptError, match="opened without a tokenizer"):
+            rt.conversation()
+
+
+async def test_a_template_that_knows_no_system_refuses_one_at_once() -> None:
+    template = TEMPLATE.replace("'tool'", "'system'")
+    async with runtime.open(*pair(template=template)) as rt:
+        rt.conversation()
+        with pytest.raises(runtime.PromptError, match="no tools here"):
+            rt.conversation("You are brief.")
+
+
+# --- base models ----------------------------------------------------------------------------------
+
+
+async def test_without_a_chat_template_a_conversation_is_a_running_text() -> None:
+    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
+        conversation = rt.conversation("# A stack.\n", max_tokens=12, ignore_eos=True)
+        text = "# A stack.\n"
+        for said in ("class Stack:\n", "\n    def pop(self):", ""):
+            completion = await conversation.generate(said)
+            alone = await rt.generate(text + said, max_tokens=12, ignore_eos=True)
+            assert completion.text == alone.text
+            text += said + completion.text
+        assert "".join(message["content"] for message in conversation.messages) == text
+        assert completion.statistics.cached_tokens > 0
+        with pytest.raises(runtime.SettingsError, match="thinking=True cannot be told"):
+            rt.conversation(thinking=True)
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+
+def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Answer, list[bool]]:
+    """A text told apart, and which of its tokens are thinking."""
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
+    answer = Answer(wrapped, wrapped.encode(prompt, add_special_tokens=False))
+    flags = [answer.add(id, wrapped.decode([id])) for id in wrapped.encode(text, add_special_tokens=False)]
+    return answer, flags
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "thinking", "said"),
+    [
+        ("import os", "", "", "import os"),
+        ("<think>\nHm.\n</think>\n\nimport os", "", "\nHm.\n", "\n\nimport os"),
+        ("Hm.\n</think>import os", "<|assistant|><think>\n", "Hm.\n", "import os"),
+        ("import os", "<think>x</think>", "", "import os"),
+        ("<think>Hm", "", "Hm", ""),
+        ("a<think>b</think>c<think>d</think>e", "", "bd", "ace"),
+        ("a</think>b", "", "", "a</think>b"),
+        ("<think>a<think>b</think>c", "", "a<think>b", "c"),
+    ],
+)
+def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: str, said: str) -> None:
+    answer, flags = parts(text, prompt=prompt)
+    assert (answer.thinking, answer.said, answer.text) == (thinking, said, text)
+    assert any(flags) == bool(thinking)
+    assert answer.num_tokens == len(flags)
+
+
+def test_a_vocabulary_without_tags_knows_no_thinking() -> None:
+    answer, flags = parts("<think>Hm.</think>import os", thinks=False)
+    assert (answer.thinking, answer.said) == ("", "<think>Hm.</think>import os")
+    assert not any(flags)
+
+
+def test_tags_of_several_tokens() -> None:
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
+    wrapped = TokenizerWrapper(base)
+    assert len(wrapped.think_start_tokens) > 1
+    answer = Answer(wrapped, [])
+    ids = wrapped.encode("a<|channel>thought\nHm.<channel|>import", add_special_tokens=False)
+    flags = [answer.add(id, wrapped.decode([id])) for id in ids]
+    assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
+    assert flags[:2] == [False, False]
+    assert flags[-1] is False
+    assert all(flags[1 + len(wrapped.think_start_tokens) : ids.index(wrapped.think_end_tokens[0]) + 1])
+
+
+def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
+    answer = Answer(wrapped, [])
+    (end,) = wrapped.think_end_tokens
+    for id, text in ((wrapped.think_start_tokens[0], "<think>"), (9, ""), (end, "Hm.</think>"), (9, "os")):
+        answer.add(id, text)
+    assert (answer.thinking, answer.said) == ("Hm.", "os")
+
+
+async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> None:
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
+    processor = says(wrapped, "<think>\nHm, os.\n</think>\n\nimport os", "import sys")
+    async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
+        conversation = rt.conversation(logits_processors=(processor,), lookahead=3)
+        completion = await conversation.generate("What now?")
+        assert completion.text == "<think>\nHm, os.\n</think>\n\nimport os"
+        assert completion.thinking == "\nHm, os.\n"
+        thoughts = [token.text for token in completion.tokens if token.is_thinking]
+        assert "".join(thoughts) == "<think>\nHm, os.\n</think>"
+        assert conversation.messages == [user("What now?"), assistant("import os", reasoning_content="Hm, os.")]
+        second = await conversation.generate("And now?")
+        assert (second.text, second.thinking) == ("import sys", "")
+        prompt = apply_chat_template([user("What now?"), assistant("import os"), user("And now?")], wrapped)
+        assert second.statistics.prompt_tokens == len(prompt)
+        # All of the first prompt: what was thought after it is left out.
+        assert second.statistics.cached_tokens == completion.statistics.prompt_tokens
+
+
+async def test_an_answer_may_begin_within_thinking_and_be_broken_off_there() -> None:
+    wrapped = tokenizer(BEGUN_TEMPLATE, thinks=True)
+    processor = says(wrapped, "Hm, os, or sys.\n</think>import os", lead="<think>\n")
+    async with runtime.open(*pair(thinks=True, template=BEGUN_TEMPLATE)) as rt:
+        conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
+        async for token in conversation.stream("What now?"):
+            assert token.is_thinking
+            if "," in token.text:
+                break
+        assert conversation.messages == [user("What now?"), assistant("", reasoning_content="Hm,")]
+
+
+async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> None:
+    async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
+        sizes = []
+        for thinking in (None, True, False):
+            conversation = rt.conversation(thinking=thinking, **SETTINGS)
+            sizes.append((await conversation.generate("import")).statistics.prompt_tokens)
+        assert sizes[0] == sizes[1] < sizes[2]

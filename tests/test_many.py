@@ -1,0 +1,578 @@
+"""Many prompts at a time: each text as if it were alone, none begun in vain, and none left over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from models import llama, near, prompt_of
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    ids,
+    priced,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+
+import runtime
+from protocol.errors import (
+    PromptError,
+    RewindError,
+    RuntimeBrokenError,
+    RuntimeClosedError,
+    SettingsError,
+    StreamBusyError,
+)
+from runtime import Completion, Completions
+
+PROMPTS = [[5, 6, 7], [1, 2], [9, 8, 7, 6], [4], [3, 3, 3], [60, 61]]
+SETTINGS: dict[str, Any] = {"max_tokens": 6, "lookahead": 2}
+
+
+def pair() -> tuple[ScriptedModel, ScriptedModel]:
+    return ScriptedModel(truthful), ScriptedModel(agreeing(0.6))
+
+
+def texts(completions: Sequence[Completion]) -> list[list[int]]:
+    return [ids(completion.tokens) for completion in completions]
+
+
+def begun(simulation: Simulation) -> list[tuple[int, ...]]:
+    """The prompts of the sessions that were begun."""
+    return [instant.tokens for instant in simulation.instants("open", "target")]
+
+
+async def assert_over(simulation: Simulation) -> None:
+    """Nothing is generated any more, and the next generation is right."""
+    assert simulation.runtime.num_streams == 0
+    await trio.sleep(100)
+    num_events = len(simulation.events)
+    await trio.sleep(1000)
+    assert len(simulation.events) == num_events
+    simulation.assert_put_away()
+    assert await text_of(simulation, [1, 2, 3], max_tokens=3) == continuation([1, 2, 3], 3)
+
+
+# --- what comes of them ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 2, 4, 6, 100])
+def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
+            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+            assert [completion.finish_reason for completion in completions] == ["length"] * 6
+            assert simulation.runtime.statistics().generated_tokens == 36
+            await assert_over(simulation)
+
+    run(main)
+
+
+# A text ends with the first of these; how long that takes is another matter for each prompt.
+STOPS = [token for token in range(64) if token % 4 == 0]
+
+
+def test_one_by_one_they_come_as_they_finish() -> None:
+    expected = [continuation(prompt, 40, STOPS) for prompt in PROMPTS]
+    assert len({len(text) for text in expected}) > 3
+
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            many = simulation.runtime.generate_many(PROMPTS, max_tokens=40, stop_tokens=STOPS)
+            got, finished_at = [], []
+            async for index, completion in many:
+                got.append(index)
+                finished_at.append(trio.current_time())
+                assert ids(completion.tokens) == expected[index]
+            ends = {instant.session: instant.at for instant in simulation.instants("finish", "target")}
+            # Sessions are numbered as the prompts.
+            assert finished_at == sorted(ends.values()) == [ends[index] for index in got]
+            assert got != list(range(6))
+            assert len(expected[got[0]]) < len(expected[got[-1]])
+
+    run(main)
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 2, 5])
+def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
+    async def main(schedule: int) -> None:
+        most = 0
+
+        def look(_: Any) -> None:
+            nonlocal most
+            most = max(most, simulation.runtime.num_streams)
+
+        async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
+            await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
+            assert most == max_concurrent
+            assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
+
+    for schedule in range(10):
+        run(main, schedule)
+
+
+def test_eight_at_a_time_unless_told_otherwise() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            many = simulation.runtime.generate_many([[n] for n in range(20)], max_tokens=3)
+            await trio.testing.wait_all_tasks_blocked()
+            assert simulation.runtime.num_streams == 8
+            assert len(await many) == 20
+
+    run(main)
+
+
+def test_no_prompts_have_no_completions() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            assert await simulation.runtime.generate_many([]) == []
+            assert [pair async for pair in simulation.runtime.generate_many(iter(()))] == []
+            assert simulation.events == []
+
+    run(main)
+
+
+def test_prompts_may_come_from_a_generator() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
+            assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS]
+
+    run(main)
+
+
+def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            many = simulation.runtime.generate_many([[n] for n in range(20)], max_concurrent=3, max_tokens=2)
+            await trio.sleep(10_000)
+            # Three are ready, and three wait for room.
+            assert len(begun(simulation)) == 6
+            assert simulation.runtime.num_streams == 0
+            index, _ = await anext(many)
+            assert index == 0
+            await trio.sleep(10_000)
+            assert len(begun(simulation)) == 7
+            assert sorted([index async for index, _ in many]) == list(range(1, 20))
+
+    run(main)
+
+
+def test_awaited_again_they_are_the_same() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+            completions = await many
+            assert await many is completions
+
+    run(main)
+
+
+def test_a_list_that_was_iterated_over_is_at_its_end() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
+                assert len([index async for index, _ in many]) == 6
+            assert [index async for index, _ in many] == []
+            with pytest.raises(StreamBusyError, match="given once"):
+                await many
+
+    run(main)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
+    """On real models, whose caches take turns."""
+    prompts = [prompt_of(length, seed=length) for length in (3, 9, 17, 5, 12)]
+    settings = {"max_tokens": 16, "lookahead": 3, **sampling}
+    async with runtime.open((llama(), None), (near(llama(), noise=0.05), None)) as rt:
+        alone = [await rt.generate(prompt, **settings) for prompt in prompts]
+        together = await rt.generate_many(prompts, max_concurrent=3, **settings)
+    assert texts(together) == texts(alone)
+    assert len(set(map(tuple, texts(alone)))) == len(prompts)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [0, 2, 5])
+@pytest.mark.parametrize("bad", [[], [64], [-1], "text", 7, None, {"role": "user"}, [1, 2, 3, 4, 5, 6, 7, 8]])
+def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int) -> None:
+    async def main() -> None:
+        target, draft = ScriptedModel(truthful, context_length=8), ScriptedModel(truthful)
+        async with simulated(target, draft) as simulation:
+            prompts = [*PROMPTS[:nth], bad, *PROMPTS[nth:]]
+            with pytest.raises(PromptError, match=rf"^prompts\[{nth}\]: ") as caught:
+                simulation.runtime.generate_many(prompts)
+            with pytest.raises(PromptError) as alone:
+                simulation.runtime.stream(bad)
+            assert str(caught.value) == f"prompts[{nth}]: {alone.value}"
+            await trio.sleep(100)
+            assert simulation.events == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            with pytest.raises(PromptError, match=r"must be a sequence of prompts.*use generate\(\)"):
+                simulation.runtime.generate_many(prompts)
+
+    run(main)
+
+
+@pytest.mark.parametrize("max_concurrent", [0, -1, 2.0, True, None, "8"])
+def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any) -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            with pytest.raises(SettingsError, match="max_concurrent must be a whole number of at least 1"):
+                simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent)
+
+    run(main)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
+def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any) -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            with pytest.raises(SettingsError):
+                simulation.runtime.generate_many(PROMPTS, **settings)
+            await trio.sleep(100)
+            assert simulation.events == []
+
+    run(main)
+
+
+def test_a_runtime_that_is_closed_begins_nothing() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            pass
+        with pytest.raises(RuntimeClosedError):
+            simulation.runtime.generate_many(PROMPTS)
+
+    run(main)
+
+
+# --- cancelling -----------------------------------------------------------------------------------
+
+Begin = Callable[[], Completions]
+
+
+async def by_a_scope_around_await(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
+    with scope:
+        await begin()
+
+
+async def by_a_scope_around_await_of_what_is_kept(
+    begin: Begin, scope: trio.CancelScope, _: trio.Event
+) -> Completions | None:
+    many = begin()
+    with scope:
+        await many
+    return many if scope.cancelled_caught else None
+
+
+async def by_a_scope_around_iteration(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
+    with scope:
+        async for _pair in begin():
+            pass
+
+
+async def by_leaving_async_with(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
+    async with begin() as many:
+        await due.wait()
+    return many
+
+
+async def by_aclose(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
+    many = begin()
+    await due.wait()
+    await many.aclose()
+    await many.aclose()
+    return many
+
+
+async def by_dropping_the_last_reference(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
+    many = begin()
+    await due.wait()
+    del many
+
+
+async def by_dropping_it_unused(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
+    begin()
+    await due.wait()
+
+
+WAYS = [
+    by_a_scope_around_await,
+    by_a_scope_around_await_of_what_is_kept,
+    by_a_scope_around_iteration,
+    by_leaving_async_with,
+    by_aclose,
+    by_dropping_the_last_reference,
+    by_dropping_it_unused,
+]
+
+
+@pytest.mark.parametrize("cancel", WAYS)
+@pytest.mark.parametrize("price", [priced(), priced(draft=8.0, verify=3.0)], ids=["quick drafter", "slow drafter"])
+def test_whenever_and_however_it_is_ended_all_of_it_ends(
+    cancel: Callable[..., Awaitable[Completions | None]], price: Any
+) -> None:
+    async def main(at: float) -> None:
+        async with simulated(*pair(), price=price) as simulation:
+            scope, due = trio.CancelScope(), trio.Event()
+            begin = partial(simulation.runtime.generate_many, PROMPTS, max_concurrent=3, **SETTINGS)
+
+            async def end() -> None:
+                await trio.sleep_until(trio.current_time() + at)
+                scope.cancel()
+                due.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end)
+                many = await cancel(begin, scope, due)
+            gc.collect()
+            back_at = trio.current_time()
+            await trio.testing.wait_all_tasks_blocked()
+            num_begun = len(begun(simulation))
+            assert simulation.runtime.num_streams == 0
+            await trio.sleep(200)
+            handed = [*simulation.target_worker.handed, *(simulation.draft_worker or simulation.target_worker).handed]
+            assert {job.job.kind for job in handed if job.at > back_at} <= {"close"}
+            assert len(begun(simulation)) == num_begun
+            if many is not None:
+                with pytest.raises(RuntimeClosedError):
+                    await anext(many)
+                with pytest.raises(RuntimeClosedError):
+                    await many
+            await assert_over(simulation)
+
+    for at in (0.0, 1.0, 4.0, 9.25, 12.0, 20.0, 33.5, 47.0, 60.0):
+        run(main, at)
+
+
+def test_break_ends_what_is_not_finished() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            async for _index, _completion in simulation.runtime.generate_many(PROMPTS, max_concurrent=2, max_tokens=4):
+                break
+            gc.collect()
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(begun(simulation)) <= 3
+            await assert_over(simulation)
+
+    run(main)
+
+
+def test_other_streams_go_on_when_many_are_cancelled() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            stream = simulation.runtime.stream([2, 2], **SETTINGS)
+            async with simulation.runtime.generate_many(PROMPTS, **SETTINGS):
+                await trio.sleep(10)
+            assert [token.id async for token in stream] == continuation([2, 2], 6)
+
+    run(main)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def failing_at(nth_check: int) -> ScriptedModel:
+    """A target that loses count once."""
+    return ScriptedModel(truthful, fails={"check": [nth_check]})
+
+
+async def gathered(many: Completions) -> None:
+    await many
+
+
+async def iterated(many: Completions) -> None:
+    async for _pair in many:
+        pass
+
+
+@pytest.mark.parametrize("consume", [gathered, iterated])
+@pytest.mark.parametrize("nth_check", [1, 4, 9])
+def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int) -> None:
+    async def main() -> None:
+        async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
+            many = simulation.runtime.generate_many(PROMPTS, max_concurrent=3, **SETTINGS)
+            with pytest.raises(RewindError, match=f"check {nth_check} failed") as caught:
+                await consume(many)
+            (note,) = caught.value.__notes__
+            assert note.startswith("prompts[")
+            assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(RewindError):
+                await anext(many)
+            with pytest.raises(RewindError):
+                await many
+            await assert_over(simulation)
+
+    run(main)
+
+
+def test_what_was_ready_before_a_failure_is_given_before_it() -> None:
+    async def count() -> int:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            await simulation.runtime.generate([5], max_tokens=2)
+            return simulation.target.num_calls["check"]
+
+    async def main(checks: int) -> None:
+        async with simulated(failing_at(2 * checks + 1)) as simulation:
+            many = simulation.runtime.generate_many([[5], [6], [7]], max_concurrent=1, max_tokens=2)
+            got = [(await anext(many))[0], (await anext(many))[0]]
+            await trio.sleep(100)
+            assert got == [0, 1]
+            with pytest.raises(RewindError) as caught:
+                await anext(many)
+            assert caught.value.__notes__ == ["prompts[2] failed, and the generations for the others were cancelled"]
+
+    run(main, run(count))
+
+
+def test_a_target_that_fails_breaks_the_runtime_and_is_the_cause() -> None:
+    async def main() -> None:
+        target = ScriptedModel(truthful, fails={"feed": range(6, 1000)})
+        async with simulated(target) as simulation:
+            with pytest.raises(RuntimeBrokenError, match="feed 6 failed") as caught:
+                await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+            assert "feed 6 failed" in str(caught.value.__cause__)
+            assert not hasattr(caught.value, "__notes__")
+            assert simulation.runtime.num_streams == 0
+
+    run(main)
+
+
+def test_a_drafter_that_fails_costs_no_text() -> None:
+    async def main() -> None:
+        draft = ScriptedModel(truthful, fails={"feed": [5, 9]})
+        async with simulated(ScriptedModel(truthful), draft) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+
+    run(main)
+
+
+class Broken:
+    """A tokenizer that cannot say what any token means."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def decode(self, _: Sequence[int]) -> str:
+        raise LookupError("no such token")
+
+
+def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime() -> None:
+    async def main() -> None:
+        async with simulated(*pair(), tokenizer=Broken()) as simulation:
+            with pytest.raises(LookupError, match="no such token"):
+                await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+            await trio.testing.wait_all_tasks_blocked()
+            assert simulation.runtime.num_streams == 0
+            simulation.runtime._check_open()
+
+    run(main)
+
+
+@pytest.mark.parametrize("at", [0.0, 9.25, 33.5, 1000.0])
+def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(at: float) -> None:
+    async def main() -> None:
+        ends: list[str] = []
+        begun = trio.Event()
+
+        async def wait() -> None:
+            await begun.wait()
+            try:
+                await awaited
+                ends.append("whole")
+            except RuntimeClosedError:
+                ends.append("closed")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            async with simulated(*pair()) as simulation:
+                begin = partial(simulation.runtime.generate_many, PROMPTS, max_concurrent=2, **SETTINGS)
+                awaited, kept = begin(), begin()
+                begun.set()
+                await trio.sleep(at)
+        got: list[int] = []
+
+        async def read() -> None:
+            async for index, _ in kept:
+                got.append(index)
+
+        with pytest.raises(RuntimeClosedError, match="closed"):
+            await read()
+        # Of what nobody took, two were kept ready.
+        assert len(got) == 2 if at == 1000.0 else len(got) <= 2
+        assert ends == (["whole"] if at == 1000.0 else ["closed"])
+
+    run(main)
+
+
+# --- one reader -----------------------------------------------------------------------------------
+
+
+def test_each_is_given_once_and_to_one_task() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
+            for first, second in (
+                (gathered, iterated),
+                (gathered, gathered),
+                (iterated, iterated),
+                (iterated, gathered),
+            ):
+                many, refused = begin(), []
+
+                async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:
+                    with pytest.raises(StreamBusyError) as caught:
+                        await second(many)
+                    refused.append(caught.value)
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(first, many)
+                    await trio.testing.wait_all_tasks_blocked()
+                    nursery.start_soon(try_too, many, second, refused)
+                assert len(refused) == 1
+            many = begin()
+            await anext(many)
+            with pytest.raises(StreamBusyError, match="given once"):
+                await many
+            assert len([index async for index, _ in many]) == 5
+
+    run(main)
+
+
+def test_one_that_was_closed_says_so_to_who_waits_in_another_task() -> None:
+    async def main() -> None:
+        async with simulated(*pair()) as simulation:
+            many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+
+            async def wait() -> None:
+                with pytest.raises(RuntimeClosedError, match="these generations were closed"):
+                    await many
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                await trio.sleep(5)
+                await many.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+            await assert_over(simulation)
+
+    run(main)

@@ -1,0 +1,291 @@
+"""Warm is cold: a text that begins with what is cached of another is the text that it would be without."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+import trio
+from architectures import ARCHITECTURES, build
+from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
+from test_architectures import greedy as whole_text
+
+import runtime
+from actors.kept_lines import KeptLines
+from actors.mlx_model import CacheOptions, MLXModel
+from protocol.trace import Event, Span
+
+# Several chunks a prompt, the window is full in the first turn or the second, and the tail is cut off for a pin.
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "gemma3_text": gemma3_text,
+    "sliding_llama": functools.partial(sliding_llama, window=64),
+    "mamba": mamba,
+    "lfm2": functools.partial(build, "lfm2"),
+    "qwen3_next": functools.partial(build, "qwen3_next"),
+    "recurrent_gemma": functools.partial(build, "recurrent_gemma"),
+    "llama4": functools.partial(build, "llama4"),
+    "falcon_h1": functools.partial(build, "falcon_h1"),
+}
+SETTINGS = {"prefill_step_size": 16}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@functools.cache
+def family(name: str) -> nn.Module:
+    return FAMILIES[name]()
+
+
+@functools.cache
+def drafter(name: str) -> nn.Module:
+    return near(family(name), noise=0.05)
+
+
+@functools.cache
+def text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return greedy(family(name), prompt, num_tokens)
+
+
+def some_prompt(length: int, *, seed: int = 0) -> list[int]:
+    return prompt_of(length, seed=seed, vocab_size=64)  # which is as many as the smallest of them know
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+class Prefills:
+    """A trace that counts what was read of prompts."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Span) and event.kind == "prefill":
+            self.spans.append(event)
+
+    def num_read(self, actor: str) -> int:
+        """Since it was asked last."""
+        num = sum(span.num_tokens for span in self.spans if span.actor == actor)
+        self.spans = [span for span in self.spans if span.actor != actor]
+        return num
+
+
+# --- turns in a row -------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+async def test_turns_in_a_row_have_the_greedy_text_and_read_only_what_is_new(name: str, lookahead: Any) -> None:
+    prefills = Prefills()
+    async with runtime.open((family(name), None), (drafter(name), None), trace=prefills) as rt:
+        prompt, known = some_prompt(41), 0
+        for turn in range(3):
+            completion = await rt.generate(prompt, max_tokens=12, lookahead=lookahead, reuse_prefix=True, **SETTINGS)
+            assert ids(completion) == text(name, tuple(prompt), 12)
+            statistics = completion.statistics
+            assert prefills.num_read("target") == len(prompt) - 1 - statistics.cached_tokens
+            # At least what the turn before had read of its prompt, and where no token was drafted beyond the text or
+            # tokens can be dropped, what it said as well, but for its last tokens.
+            assert statistics.cached_tokens >= known - 1
+            known = len(prompt)
+            prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
+
+
+@every_family
+async def test_sampled_turns_have_the_text_of_their_seed(name: str) -> None:
+    asked = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "lookahead": 3, **SETTINGS}
+    async with runtime.open((family(name), None), (drafter(name), None)) as rt:
+        prompt, num_cached = some_prompt(41), 0
+        for turn in range(3):
+            cold = await rt.generate(prompt, **asked)
+            warm = await rt.generate(prompt, reuse_prefix=True, **asked)
+            assert ids(warm) == ids(cold)
+            num_cached += warm.statistics.cached_tokens
+            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+    assert num_cached > 2 * 40
+
+
+@every_family
+async def test_a_text_that_goes_another_way_has_nothing_of_the_first(name: str) -> None:
+    async with runtime.open((family(name), None), (drafter(name), None)) as rt:
+        for prompt in (
+            some_prompt(41),
+            some_prompt(41)[:30] + some_prompt(9, seed=3),
+            some_prompt(41)[:24],
+            some_prompt(41),
+            some_prompt(41)[:1] + some_prompt(9, seed=4),
+        ):
+            completion = await rt.generate(prompt, max_tokens=10, lookahead=3, reuse_prefix=True, **SETTINGS)
+            assert ids(completion) == text(name, tuple(prompt), 10), prompt
+
+
+@every_family
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str, max_tokens: int) -> None:
+    """On a bonus token the target is one short, and when all is accepted the drafter is one behind."""
+    prompt = some_prompt(20)
+    for draft in (family(name), Shifted(family(name))):
+        async with runtime.open((family(name), None), (draft, None)) as rt:
+            first = await rt.generate(prompt, max_tokens=max_tokens, lookahead=3, reuse_prefix=True)
+            assert ids(first) == text(name, tuple(prompt), 8)[:max_tokens]
+            second = prompt + ids(first) + some_prompt(3, seed=2)
+            again = await rt.generate(second, max_tokens=8, lookahead=3, reuse_prefix=True)
+            assert ids(again) == text(name, tuple(second), 8)
+            assert again.statistics.cached_tokens >= 19
+
+
+@every_family
+async def test_a_turn_cancelled_while_its_prompt_is_read_leaves_what_was_read(name: str) -> None:
+    prompt = some_prompt(70)
+    scope = trio.CancelScope()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Span) and (event.actor, event.kind) == ("target", "prefill"):
+            scope.cancel()
+
+    async with runtime.open((family(name), None), (drafter(name), None), trace=on_event) as rt:
+        with scope:
+            await rt.generate(prompt, max_tokens=8, reuse_prefix=True, lookahead=3, **SETTINGS)
+        assert scope.cancelled_caught
+        completion = await rt.generate(prompt, max_tokens=8, reuse_prefix=True, lookahead=3, **SETTINGS)
+        assert ids(completion) == text(name, tuple(prompt), 8)
+        assert completion.statistics.cached_tokens >= 16
+
+
+@every_family
+@pytest.mark.parametrize("num_given", [1, 2, 5, 11])
+async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt(name: str, num_given: int) -> None:
+    prompt = some_prompt(41)
+    async with runtime.open((family(name), None), (drafter(name), None)) as rt:
+        for lookahead in (0, 3):
+            got: list[int] = []
+            async for token in rt.stream(prompt, max_tokens=100, reuse_prefix=True, lookahead=lookahead, **SETTINGS):
+                got.append(token.id)
+                if len(got) == num_given:
+                    break
+            assert got == text(name, tuple(prompt), 11)[:num_given]
+            second = prompt + got + some_prompt(9, seed=7)
+            completion = await rt.generate(second, max_tokens=8, reuse_prefix=True, lookahead=lookahead, **SETTINGS)
+            assert ids(completion) == text(name, tuple(second), 8)
+            assert completion.statistics.cached_tokens >= len(prompt) - 1
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewind", ["trim", "checkpoint", "none"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+async def test_every_way_to_rewind(name: str, rewind: str) -> None:
+    if (name, rewind) == ("qwen3_next", "trim"):
+        pytest.skip("it cannot trim")
+    async with runtime.open((family(name), None), (drafter(name), None), rewind=rewind) as rt:
+        prompt = some_prompt(41)
+        for turn in range(3):
+            completion = await rt.generate(prompt, max_tokens=12, lookahead=3, reuse_prefix=True, **SETTINGS)
+            assert ids(completion) == text(name, tuple(prompt), 12)
+            prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
+
+
+@pytest.mark.parametrize("step", [16, 2048])
+@pytest.mark.parametrize("start", [0, 30, 60, 75, 10_000])
+async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(start: int, step: int) -> None:
+    model = build("qwen3", head_dim=32)
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    async with runtime.open((model, None), (near(model, noise=0.05), None), **options) as rt:
+        prompt, cached = some_prompt(41), []
+        for turn in range(3):
+            cold = await rt.generate(prompt, max_tokens=12, lookahead=3, prefill_step_size=step)
+            warm = await rt.generate(prompt, max_tokens=12, lookahead=3, prefill_step_size=step, reuse_prefix=True)
+            assert ids(warm) == ids(cold)
+            cached.append(warm.statistics.cached_tokens)
+            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+    assert cached[0] == 0
+    # The first turn holds 52 tokens in the end, the second 71.
+    assert (cached[1] > 0, cached[2] > 0) == (start > 53, start > 72)
+
+
+@pytest.mark.parametrize("size", [20, 48, 64, 70, 200])
+async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(
+    size: int,
+) -> None:
+    model = build("qwen3")
+    async with runtime.open((model, None), max_kv_size=size) as rt:
+        prompt, cached = some_prompt(41), []
+        for turn in range(3):
+            cold = await rt.generate(prompt, max_tokens=12, **SETTINGS)
+            warm = await rt.generate(prompt, max_tokens=12, reuse_prefix=True, **SETTINGS)
+            assert ids(warm) == ids(cold)
+            cached.append(warm.statistics.cached_tokens)
+            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+    # Prompts of 41, 60 and 79 tokens.
+    assert (cached[1] > 0, cached[2] > 0) == (size >= 59, size >= 78)
+
+
+async def test_a_budget_of_no_bytes_keeps_nothing() -> None:
+    async with runtime.open((family("llama"), None), prefix_cache_bytes=0) as rt:
+        for _ in range(2):
+            completion = await rt.generate(some_prompt(41), max_tokens=8, reuse_prefix=True)
+            assert completion.statistics.cached_tokens == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "2G", None, True])
+async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(runtime.SettingsError, match="prefix_cache_bytes must be a whole number of at least 0"):
+        async with runtime.open((family("llama"), None), prefix_cache_bytes=wrong):
+            pass
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> None:
+    model = MLXModel(family(name), CacheOptions())
+    one_line = model.open_line(beside_another=False)
+    one_line.feed(tuple(some_prompt(40)), 0)
+    budget = int(2.5 * one_line.num_bytes)
+    assert one_line.num_bytes >= sum(layer.nbytes for layer in one_line.cache) > 0
+    kept = KeptLines(model, budget)
+    for seed in range(6):
+        prompt = (seed, *some_prompt(40, seed=seed))
+        begun = kept.begin(prompt, beside_another=False)
+        begun.line.feed(prompt[:-1], 0)
+        kept.put_away(begun.line, prompt[:-1], prompt, beside_another=False)
+        assert 0 < kept.num_bytes <= budget
+    assert len(kept) == 2
+    kept.close()
+    assert kept.num_bytes == 0
+
+
+async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
+    prompt = some_prompt(200)
+    async with runtime.open((family("llama"), None)) as rt:
+        cold = (await rt.generate(prompt, max_tokens=2, reuse_prefix=True)).statistics
+        warm = (await rt.generate([*prompt, 1, 2], max_tokens=2, reuse_prefix=True)).statistics
+        assert (cold.prompt_tokens, cold.cached_tokens) == (200, 0)
+        assert (warm.prompt_tokens, warm.cached_tokens) == (202, 200)
+        whole = rt.statistics()
+        assert (whole.prompt_tokens, whole.cached_tokens) == (402, 200)
+        assert whole.prompt_tps > 0
+
+
+# --- every architecture ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
+    model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
+    whole: Sequence[int] = whole_text(model)
+    async with runtime.open((model, None)) as rt:
+        cached = []
+        # On, back, on, and on.
+        for length, num_tokens in ((20, 12), (40, 12), (33, 5), (50, 3), (60, 9)):
+            prompt, asked = whole[:length], {"max_tokens": num_tokens, "prefill_step_size": 16}
+            completion = await rt.generate(prompt, reuse_prefix=True, **asked)
+            # What is read in steps is another text after a prompt that is not, with or without a cache.
+            cold = ids(await rt.generate(prompt, **asked)) if is_stepwise else whole[length : length + num_tokens]
+            assert ids(completion) == cold, f"after {length} tokens"
+            cached.append(completion.statistics.cached_tokens)
+    assert cached[1] == (0 if is_stepwise else 31)

@@ -1,0 +1,392 @@
+"""What is kept of one text for the next: whatever was kept, and however the first ended, the next text is right.
+
+A scripted line knows nothing but the tokens that it was fed, so one that was brought in line wrongly for another
+text, or that two sessions have at once, shows in what comes next, or in the books.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    always,
+    collect,
+    continuation,
+    ids,
+    never,
+    priced,
+    run,
+    simulated,
+    truthful,
+    within,
+)
+
+from actors.kept_lines import MOST_LINES, KeptLines
+from protocol.errors import RewindError
+
+PROMPT = [5, 6, 7, 8, 9]
+LOOKAHEADS = [0, 1, 3, "auto"]
+CACHES: dict[str, dict[str, Any]] = {
+    "can be trimmed": {"undo": always},
+    "recurrent": {"undo": never, "keeps_states": True},
+    "of a window": {"undo": within(24), "keeps_states": True},
+    "of a window, without states": {"undo": within(24)},
+    "of nothing known": {"undo": never},
+}
+every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=list(CACHES))
+
+
+def pair(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
+    return ScriptedModel(truthful, **cache), ScriptedModel(agreeing(agreement), **cache)
+
+
+async def turn(simulation: Simulation, prompt: list[int], num_tokens: int, **changes: Any) -> Any:
+    """A text that is kept, which is right."""
+    completion = await simulation.runtime.generate(prompt, max_tokens=num_tokens, reuse_prefix=True, **changes)
+    assert ids(completion.tokens) == continuation(prompt, num_tokens)
+    return completion.statistics
+
+
+def num_read(simulation: Simulation, actor: str, session: int) -> int:
+    """Tokens of a session's prompt that an actor had to read."""
+    return sum(span.num_tokens for span in simulation.spans(actor, "prefill", session=session))
+
+
+# --- turns in a row -------------------------------------------------------------------------------
+
+
+@every_cache
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
+    lookahead: Any, cache: dict[str, Any], autojump_clock: Any
+) -> None:
+    for num_tokens in range(1, 9):
+        async with simulated(*pair(cache)) as simulation:
+            text = list(PROMPT)
+            for _ in range(4):
+                statistics = await turn(simulation, text, num_tokens, lookahead=lookahead)
+                assert statistics.prompt_tokens == len(text)
+                text += [*continuation(text, num_tokens), 1, 2, 3]
+            # All but what the last turn added, and what no cache has read when a text ends: its last tokens.
+            added = num_tokens + 3
+            if "keeps_states" in cache or cache["undo"] is always:
+                assert statistics.cached_tokens >= len(text) - 2 * added - 1
+            assert num_read(simulation, "target", 3) == statistics.prompt_tokens - 1 - statistics.cached_tokens
+
+
+async def test_without_a_drafter_too(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        await turn(simulation, PROMPT, 6)
+        longer = [*PROMPT, *continuation(PROMPT, 6), 1, 2]
+        # The last token was never read.
+        assert (await turn(simulation, longer, 6)).cached_tokens == len(PROMPT) + 5
+        assert num_read(simulation, "target", 1) == 2
+
+
+async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_next_one_comes(
+    autojump_clock: Any,
+) -> None:
+    for draft_seconds in (0.125, 3.0, 17.0):  # it is in mid-draft when the target is through
+        async with simulated(*pair(CACHES["can be trimmed"]), price=priced(draft=draft_seconds)) as simulation:
+            await turn(simulation, PROMPT, 8, lookahead=3)
+            longer = [*PROMPT, *continuation(PROMPT, 8), 1, 2]
+            await turn(simulation, longer, 8, lookahead=3)
+            assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
+            assert len(simulation.draft.lines) == len(simulation.target.lines) == 1
+
+
+async def test_the_same_prompt_again_leaves_its_last_token_to_be_read(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        assert (await turn(simulation, PROMPT, 5)).cached_tokens == 0
+        assert (await turn(simulation, PROMPT, 5)).cached_tokens == len(PROMPT) - 1
+        assert num_read(simulation, "target", 1) == 0
+
+
+async def test_a_prefix_of_one_token_counts(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        await turn(simulation, PROMPT, 2)
+        assert (await turn(simulation, [PROMPT[0], 60, 61], 2)).cached_tokens == 1
+        assert (await turn(simulation, [59, 60, 61], 2)).cached_tokens == 0
+
+
+async def test_a_prompt_of_one_token_has_nothing_to_begin_with(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["recurrent"])) as simulation:
+        for _ in range(2):
+            assert (await turn(simulation, PROMPT[:1], 3)).cached_tokens == 0
+
+
+async def test_a_recurrent_cache_goes_back_to_where_the_answer_began(autojump_clock: Any) -> None:
+    prompt = list(range(1, 41))
+    async with simulated(*pair(CACHES["recurrent"]), price=priced()) as simulation:
+        await turn(simulation, prompt, 9)
+        # Another answer, as where its thoughts are left out: the text before it was read is still there.
+        assert (await turn(simulation, [*prompt, 60, 61], 4)).cached_tokens == len(prompt) - 1
+        # And where what asked for the answer is left out as well.
+        assert (await turn(simulation, [*prompt[:-3], 60, 61], 4)).cached_tokens == len(prompt) - 1 - 16
+        # Before that there is nothing to go back to.
+        assert (await turn(simulation, [*prompt[:10], 60, 61], 4)).cached_tokens == 0
+
+
+async def test_prefill_chunks_end_where_they_would_without_a_cache(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        await turn(simulation, PROMPT, 1)  # of which 5 are held
+        await turn(simulation, [*PROMPT, *[1] * 12], 1, prefill_step_size=4)
+        assert [span.num_tokens for span in simulation.spans("target", "prefill", session=1)] == [4 - 1, 4, 4]
+
+
+# --- who may have what ----------------------------------------------------------------------------
+
+
+async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        await simulation.runtime.generate(PROMPT, max_tokens=4)
+        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
+        assert (await simulation.runtime.generate(PROMPT, max_tokens=4)).statistics.cached_tokens == 0
+        for model in (simulation.target, simulation.draft):
+            assert [line.is_closed for line in model.lines[:2]] == [True, False]
+
+
+async def test_a_line_that_leaves_room_for_a_drafter_is_not_one_that_does_not(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        await turn(simulation, PROMPT, 4, lookahead=3)
+        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
+        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == len(PROMPT) - 1
+        assert (await turn(simulation, PROMPT, 4, lookahead=1)).cached_tokens == len(PROMPT) - 1
+
+
+async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        await turn(simulation, PROMPT, 4)
+        streams = [simulation.runtime.stream([*PROMPT, last], max_tokens=6, reuse_prefix=True) for last in (1, 2)]
+        texts = [[], []]
+        async with trio.open_nursery() as nursery:
+            for text, stream in zip(texts, streams, strict=True):
+                nursery.start_soon(read_into_list, text, stream)
+        assert texts == [continuation([*PROMPT, last], 6) for last in (1, 2)]
+        assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
+
+
+async def read_into_list(got: list[int], stream: Any) -> None:
+    got += await collect(stream)
+
+
+async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_beginning(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=0, reuse_prefix=True)
+        await trio.sleep(2000)
+        await turn(simulation, PROMPT, 4, lookahead=0)
+        assert await collect(stream) == continuation(PROMPT, 60)
+
+
+async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: Any) -> None:
+    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+        await turn(simulation, PROMPT, 4)
+        assert not any(line.is_closed for line in simulation.target.lines + simulation.draft.lines)
+    assert all(line.is_closed for line in simulation.target.lines + simulation.draft.lines)
+
+
+# --- texts that were cancelled, and failed --------------------------------------------------------
+
+
+@every_cache
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
+    lookahead: Any, cache: dict[str, Any]
+) -> None:
+    prompt = list(range(1, 25))
+
+    async def main(seconds: float) -> int:
+        target, draft = pair(cache)
+        async with simulated(target, draft) as simulation:
+            got: list[int] = []
+            with trio.move_on_after(seconds):
+                asked = {"max_tokens": 12, "prefill_step_size": 8, "lookahead": lookahead, "reuse_prefix": True}
+                async for token in simulation.runtime.stream(prompt, **asked):
+                    got.append(token.id)
+            assert got == continuation(prompt, 12)[: len(got)]
+            return (await turn(simulation, [*prompt, *got, 1, 2], 5, lookahead=lookahead)).cached_tokens
+
+    cached = [run(main, seconds) for seconds in [0.25 * i for i in range(0, 240, 5)]]
+    assert cached[0] <= 8  # cancelled before or while the first chunk was read
+    if cache["undo"] is always:
+        assert cached == sorted(cached)
+    if cache["undo"] is always or "keeps_states" in cache:
+        assert cached[-1] >= len(prompt) - 1
+
+
+async def test_what_the_drafter_guessed_is_dropped_before_a_line_is_kept(autojump_clock: Any) -> None:
+    for cache in (CACHES["can be trimmed"], CACHES["recurrent"]):
+        async with simulated(*pair(cache, agreement=1.0)) as simulation:
+            await turn(simulation, PROMPT, 6, lookahead=3)
+            await turn(simulation, PROMPT[::-1], 1)  # by the end of which both are put away
+            text = [*PROMPT, *continuation(PROMPT, 6)]
+            (held,) = [line.tokens for line in simulation.draft.lines if line.tokens[0] == PROMPT[0]]
+            assert held == text[: len(held)]
+            assert len(held) > len(PROMPT)
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any) -> None:
+    draft = ScriptedModel(agreeing(0.7), fails={"feed": {nth}})
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        statistics = await turn(simulation, PROMPT, 12, lookahead=3)
+        assert statistics.draft_failures == 1
+        assert [line.is_closed for line in draft.lines] == [True]
+        again = await turn(simulation, PROMPT, 12, lookahead=3)
+        assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
+
+
+async def test_a_text_whose_books_were_wrong_is_not_kept(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"check": {3}})
+    async with simulated(target) as simulation:
+        with pytest.raises(RewindError):
+            await turn(simulation, PROMPT, 12)
+        assert [line.is_closed for line in target.lines] == [True]
+        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
+
+
+async def test_a_line_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"check": {5}})  # four tokens, and then
+    async with simulated(target) as simulation:
+        await turn(simulation, PROMPT, 4)
+        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
+        assert [line.is_closed for line in target.lines] == [True, False]
+
+
+async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
+    autojump_clock: Any,
+) -> None:
+    target = ScriptedModel(truthful, fails={"resume": {1}})
+    async with simulated(target) as simulation:
+        await turn(simulation, PROMPT, 4)
+        with pytest.raises(RewindError, match="resume 1 failed"):
+            await turn(simulation, PROMPT, 4)
+        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@attrs.define
+class Text:
+    """What a session leaves behind."""
+
+    line: Any
+    tokens: tuple[int, ...]
+
+
+class Shelf:
+    """Kept lines without a runtime."""
+
+    def __init__(self, max_bytes: int, **model: Any) -> None:
+        self.model = ScriptedModel(truthful, **model)
+        self.kept = KeptLines(self.model, max_bytes)
+
+    def read(self, *tokens: int) -> tuple[Any, int]:
+        """Have a line for a text, and put it away; returns it, and what was cached of the text."""
+        begun = self.kept.begin((*tokens, 63), beside_another=False)
+        if tokens[begun.num_cached :]:
+            begun.line.feed(tokens[begun.num_cached :], 0)
+        self.kept.put_away(begun.line, tokens, tokens, beside_another=False)
+        return begun.line, begun.num_cached
+
+
+def test_what_was_used_least_recently_goes_first_once_the_bytes_are_used_up() -> None:
+    shelf = Shelf(max_bytes=120, bytes_per_token=10)
+    one, two, three = (shelf.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
+    assert shelf.kept.num_bytes == 120
+    assert shelf.read(10, 1, 2, 3) == (one, 4)
+    four, _ = shelf.read(40, 1, 2, 3)
+    assert [line.is_closed for line in (one, two, three, four)] == [False, True, False, False]
+    assert shelf.kept.num_bytes == 120
+    assert shelf.model.misuses == []
+
+
+def test_a_line_larger_than_all_that_may_be_kept_is_closed_and_costs_no_other_its_place() -> None:
+    shelf = Shelf(max_bytes=50, bytes_per_token=10)
+    small, _ = shelf.read(1, 2)
+    large, _ = shelf.read(10, 20, 30, 40, 50, 60)
+    assert (small.is_closed, large.is_closed) == (False, True)
+    assert shelf.kept.num_bytes == 20
+
+
+def test_of_no_bytes_nothing_is_kept() -> None:
+    shelf = Shelf(max_bytes=0)
+    assert shelf.read(1, 2)[0].is_closed
+    assert len(shelf.kept) == 0
+
+
+def test_there_is_a_bound_to_how_many_lines_a_search_looks_at() -> None:
+    shelf = Shelf(max_bytes=10**9)
+    lines = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MOST_LINES + 20)]
+    # What begins with one token in common is taken, not kept beside it.
+    assert len(shelf.kept) <= MOST_LINES
+    assert not lines[-1].is_closed
+
+
+def test_a_line_that_can_be_trimmed_takes_the_place_of_those_that_it_goes_on_from() -> None:
+    shelf = Shelf(max_bytes=10**9)
+    first = shelf.kept.begin((1, 2, 3, 4), beside_another=False).line
+    second = shelf.kept.begin((1, 2, 3, 4, 5, 6), beside_another=False).line  # at the same time
+    for line, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
+        line.feed(tokens, 0)
+        shelf.kept.put_away(line, tokens, tokens, beside_another=False)
+    assert (first.is_closed, second.is_closed, len(shelf.kept)) == (True, False, 1)
+
+
+def test_recurrent_lines_that_go_on_from_each_other_are_both_of_use() -> None:
+    shelf = Shelf(max_bytes=10**9, undo=never)
+    first = shelf.kept.begin((1, 2, 3, 4), beside_another=False).line
+    second = shelf.kept.begin((1, 2, 3, 4, 5, 6), beside_another=False).line
+    for line, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
+        line.feed(tokens, 0)
+        shelf.kept.put_away(line, tokens, tokens, beside_another=False)
+    assert len(shelf.kept) == 2
+    assert shelf.kept.begin((1, 2, 3, 60, 61), beside_another=False).line is first
+    assert shelf.kept.begin((1, 2, 3, 4, 5, 61), beside_another=False).line is second
+
+
+# --- any turns, in any order ----------------------------------------------------------------------
+
+turns = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # which of the texts so far it goes on from
+        st.integers(1, 40),  # how much of that it has
+        st.lists(st.integers(0, 2), max_size=4),  # what it adds
+        st.integers(1, 6),  # how many tokens it asks for
+        st.sampled_from([None, 3.0, 20.0, 45.0]),  # seconds after which it is cancelled
+        st.sampled_from(LOOKAHEADS),
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(turns, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
+def test_texts_that_share_beginnings_are_right_in_any_order(turns: Any, cache: str, max_bytes: int) -> None:
+    async def main() -> None:
+        texts = [[7, 7, 7]]
+        async with simulated(*pair(CACHES[cache]), prefix_cache_bytes=max_bytes) as simulation:
+            for which, length, added, num_tokens, seconds, lookahead in turns:
+                prompt = texts[which % len(texts)][:length] + added
+                got: list[int] = []
+                with trio.move_on_after(10**6 if seconds is None else seconds):
+                    stream = simulation.runtime.stream(
+                        prompt, max_tokens=num_tokens, lookahead=lookahead, reuse_prefix=True, prefill_step_size=3
+                    )
+                    async for token in stream:
+                        got.append(token.id)
+                assert got == continuation(prompt, num_tokens)[: len(got)]
+                assert seconds is not None or len(got) == num_tokens
+                texts.append(prompt + got)
+
+    run(main)

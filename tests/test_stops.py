@@ -1,0 +1,625 @@
+"""A text ends before the first stop string, as if it had been decoded anew after every token.
+
+`cut` is that definition, written plainly. The matcher, the text of a stream and whole generations are compared with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import string
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.tokenizer_utils
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import VOCAB_SIZE, llama, near
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    ids,
+    priced,
+    prompt_with_distinct_continuation,
+    run,
+    simulated,
+    truthful,
+)
+from test_text import SCRIPTS, Slow, byte_fallback
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from protocol.books import Commit
+from protocol.errors import SettingsError
+from protocol.messages import Open
+from protocol.settings import Settings
+from protocol.stops import Stop, StopMatcher
+from runtime import Completion
+from runtime.text import GrowingText, StopFinder
+
+Decode = Callable[[list[int]], str]
+
+
+def cut(
+    decode: Decode, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int] = (), *, is_over: bool = True
+) -> tuple[str, str | None, int]:
+    """The text of tokens up to a stop string, that string or None, and how many tokens it took."""
+    for n in range(1, len(tokens) + 1):
+        whole = decode([token for token in tokens[:n] if token not in ends])
+        for readable in [whole.rstrip("\ufffd"), *([whole] if is_over and n == len(tokens) else [])]:
+            if found := [(readable.find(stop), i) for i, stop in enumerate(stops) if stop in readable]:
+                begin, first = min(found)
+                return readable[:begin], stops[first], n
+    return decode([token for token in tokens if token not in ends]), None, len(tokens)
+
+
+def opened(stops: Sequence[str], ends: Iterable[int] = ()) -> Open:
+    return Open(0, (1,), Settings(stop=tuple(stops)), 0, frozenset(ends))
+
+
+def read(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int] = ()) -> Any:
+    """The same, as a stream reads."""
+    text, pieces = GrowingText(tokenizer, opened(stops, ends)), []
+    for n, token in enumerate(tokens, start=1):
+        pieces.append(text.add(token, is_last=n == len(tokens)))
+        if text.stop is not None:
+            return "".join(pieces), text.stop, n
+    return "".join(pieces), None, len(tokens)
+
+
+# --- the matcher ----------------------------------------------------------------------------------
+
+SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
+@settings(deadline=None, derandomize=True, max_examples=600)
+def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    matcher, given_text, text = StopMatcher(stops), "", ""
+    beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
+    for piece in pieces:
+        given_text, text = given_text + matcher.add(piece), text + piece
+        found = [(text.find(stop), i) for i, stop in enumerate(stops) if stop in text]
+        if found:
+            begin, first = min(found)
+            assert (given_text, matcher.found) == (text[:begin], stops[first])
+            assert matcher.add("a") == matcher.finish("b") == ""
+            return
+        withheld = max((n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings), default=0)
+        assert (given_text, matcher.found) == (text[: len(text) - withheld], None)
+    assert given_text + matcher.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "expected", "found"),
+    [
+        (["aab", "ab"], "xaaab", "xa", "aab"),
+        (["ab", "aab"], "xaaab", "xa", "aab"),  # both are complete then, and this one begins earlier
+        (["abcd", "bc"], "abcd", "a", "bc"),  # complete earlier, though it begins later
+        (["ab", "abc"], ["x", "abc"], "x", "ab"),
+        (["abc", "ab"], ["x", "abc"], "x", "abc"),
+        (["abc", "ab"], "xabc", "x", "ab"),
+        (["b", "b"], "ab", "a", "b"),
+        (["aaa"], "aabaaa", "aab", "aaa"),
+    ],
+)
+def test_the_first_token_that_completes_one_decides_then_where_it_begins_then_the_order(
+    stops: list[str], pieces: Sequence[str], expected: str, found: str
+) -> None:
+    matcher = StopMatcher(stops)
+    assert "".join(matcher.add(piece) for piece in pieces) == expected
+    assert matcher.found == found
+
+
+def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends() -> None:
+    matcher = StopMatcher(["stop"])
+    assert matcher.add("a", ahead="bst") == "a"
+    assert matcher.add("", ahead="bsto") == ""
+    assert matcher.add("", ahead="bstop") == "b"
+    assert matcher.found == "stop"
+
+
+def test_a_long_stop_string_that_never_comes_withholds_only_what_it_begins_with() -> None:
+    stop = "ab" * 500
+    matcher = StopMatcher([stop, "x"])
+    assert matcher.add("ab" * 499) == ""
+    assert matcher.add("b") == "ab" * 499 + "b"
+    assert matcher.finish() == ""
+
+
+# --- tokens of any bytes --------------------------------------------------------------------------
+
+
+class Table:
+    """A tokenizer whose tokens are these bytes."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._tokens = tokens
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self._tokens[i] for i in ids).decode(errors="replace")
+
+
+PARTS = [
+    *(text.encode() for text in ("a", "b", "ab", "ba", " ", "é", "中", "🙂", "\u0301", "\ufffd")),
+    *(b"\xf0", b"\xf0\x9f", b"\x9f\x99", b"\x99\x82", b"\x82", b"a\xf0\x9f", b"ab\xf0", b"\x82b"),
+    *("é".encode()[:1], "é".encode()[1:], "中".encode()[:2], "中".encode()[2:], b"\xcc", b"\x81", b"\xff", b"b\xff"),
+]
+STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
+@settings(deadline=None, derandomize=True, max_examples=1500)
+def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
+    tokens: list[int], stops: list[str], ends: set[int]
+) -> None:
+    if len(found := [i for i, token in enumerate(tokens) if token in ends]) > 0:
+        del tokens[found[0] + 1 :]  # the end of the text
+    table = Table(PARTS)
+    assert read(table, tokens, stops, ends) == cut(table.decode, tokens, stops, ends)
+
+
+@given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
+@settings(deadline=None, derandomize=True, max_examples=400)
+def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
+    tokens: list[int], stops: list[str], data: st.DataObject
+) -> None:
+    is_over = data.draw(st.booleans())
+    borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
+    find, table, decided = StopFinder(Table(PARTS), opened(stops)), Table(PARTS), None  # type: ignore[arg-type]
+    for round, (begin, end) in enumerate(itertools.pairwise([0, *borders, len(tokens)])):
+        finish_reason = "length" if is_over and end == len(tokens) else None
+        commit = Commit(0, round, 1 + begin, tuple(tokens[begin:end]), 0, finish_reason=finish_reason)
+        if (stop := find(commit)) is not None:
+            decided = (stop.text, begin + stop.num_tokens)
+            break
+    _, text, num_tokens = cut(table.decode, tokens, stops, is_over=is_over)
+    assert decided == (None if text is None else (text, num_tokens))
+
+
+# --- real tokenizers ------------------------------------------------------------------------------
+
+
+@functools.cache
+def demo() -> TokenizerWrapper:
+    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
+
+
+MORE_SCRIPTS = [
+    "aab ab aaab",
+    "مرحبا 🙂 中文 e\u0301\u0302 x",
+    "👨‍👩‍👧 and 🇳🇿🇳🇿",
+    "def f(x):\n    return x\n\n\nclass A:\n",
+]
+
+
+@pytest.mark.parametrize("text", [text for text in [*SCRIPTS, *MORE_SCRIPTS] if not text.startswith("\ufffd")])
+def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
+    tokens = demo().encode(text, add_special_tokens=False)
+    draw = random.Random(text)
+    spans = [(i, j) for i in range(len(text)) for j in range(i + 1, min(i + 9, len(text)) + 1)]
+    for begin, end in draw.sample(spans, min(60, len(spans))):
+        other = text[draw.randrange(len(text)) :][:2]
+        for stops in ([text[begin:end]], [other, text[begin:end]], [text[begin:end] + "☂", text[begin:end]]):
+            got = read(demo(), tokens, stops)
+            assert got == cut(demo().decode, tokens, stops)
+            assert got[1] is not None
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow"])
+def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: str) -> None:
+    tokenizer = demo() if kind == "fast" else Slow(demo())
+    single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
+    any_token = st.integers(1, len(demo().get_vocab()) - 1)
+
+    @settings(deadline=None, derandomize=True, max_examples=150)
+    @given(st.lists(any_token | st.sampled_from(single_bytes), min_size=1, max_size=16), st.data())
+    def compare(tokens: list[int], data: st.DataObject) -> None:
+        text = demo().decode(tokens)
+        begins = st.integers(0, len(text) - 1) if text else st.just(0)
+        pieces = st.builds(lambda begin, length: text[begin : begin + length] or "x", begins, st.integers(1, 4))
+        stops = data.draw(st.lists(pieces, min_size=1, max_size=3))
+        assert read(tokenizer, tokens, stops) == cut(demo().decode, tokens, stops)
+
+    compare()
+
+
+def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> None:
+    """Of whole characters: a broken one makes it take back what was readable before."""
+    vocabulary = byte_fallback().get_vocab()
+    emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
+    words = [[vocabulary[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
+
+    @settings(deadline=None, derandomize=True, max_examples=200)
+    @given(
+        st.lists(st.sampled_from([emoji, *words]), min_size=1, max_size=8),
+        st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
+    )
+    def compare(parts: list[list[int]], stops: list[str]) -> None:
+        tokens = [token for part in parts for token in part]
+        assert read(byte_fallback(), tokens, stops) == cut(byte_fallback().decode, tokens, stops)
+
+    compare()
+
+
+# --- whole generations, real models ---------------------------------------------------------------
+
+
+@functools.cache
+def byte_level() -> TokenizerWrapper:
+    """As many tokens as a tiny model has: letters, spaces, and halves of characters, as byte-level BPE writes them."""
+
+    def spelled(text: str) -> str:
+        """A letter for each byte."""
+        parts = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+        return "".join(part for part, _ in parts)
+
+    letters = [*"abcdefgh", *map("".join, itertools.product("abcdef", repeat=2))]
+    halves = [spelled(text)[a:b] for text in ("🙂", "c🙂") for a, b in ((0, 2), (2, 4), (0, 1), (1, 4), (0, 3), (3, 5))]
+    halves += [spelled(text)[a:b] for text in "中文" for a, b in ((0, 1), (1, 3), (0, 2), (2, 3))]
+    halves += [spelled(text)[a:b] for text in "éم\u0301" for a, b in ((0, 1), (1, 2))]
+    words = [spelled(text) for text in ("🙂", "中", " ", "\n", " the", " a", "\n\n", ".", ":", "!", "?", ";")]
+    tokens = list(dict.fromkeys([*letters, *halves, *words]))
+    tokens += [f"x{i}" for i in range(VOCAB_SIZE - len(tokens))]
+    assert len(tokens) == len(set(tokens)) == VOCAB_SIZE
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+@functools.cache
+def tiny_pair() -> tuple[Any, Any]:
+    return (llama(), byte_level()), (near(llama(), noise=0.05), byte_level())
+
+
+def check(completion: Completion, decode: Decode, tokens: list[int], stops: Sequence[str]) -> None:
+    """It is what cutting the text of tokens gives, its pieces and its counts included."""
+    text, stop, num_tokens = cut(decode, tokens, stops)
+    assert completion.text == "".join(token.text for token in completion.tokens) == text
+    assert completion.stop_reason == completion.tokens[-1].stop_reason == stop
+    assert completion.finish_reason == completion.tokens[-1].finish_reason == ("length" if stop is None else "stop")
+    assert ids(completion.tokens) == tokens[:num_tokens]
+    assert all(token.stop_reason is token.finish_reason is None for token in completion.tokens[:-1])
+    statistics = completion.statistics
+    assert statistics.generated_tokens == num_tokens
+    assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
+    assert statistics.accepted + statistics.rejected == statistics.proposed
+
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:
+    """For each token of a text, some string that is complete with it: within it, across tokens, and across rounds."""
+    settings = {"max_tokens": 24, "lookahead": lookahead, **sampling}
+    draw = random.Random(0)
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, **settings)
+        tokens = ids(whole.tokens)
+        assert (len(tokens), whole.stop_reason) == (24, None)
+        ends_in_half = 0
+        for n in range(1, 25):
+            text = byte_level().decode(tokens[:n])
+            readable = text.rstrip("\ufffd") or text
+            ends_in_half += readable != text
+            for length in (1, draw.randint(2, 5), draw.randint(6, 12)):
+                stop = readable[-length:]
+                check(await rt.generate(PROMPT, **settings, stop=stop), byte_level().decode, tokens, [stop])
+        assert ends_in_half > 0, "no stop string was ever followed by half a character"
+
+
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+async def test_stop_strings_that_never_come_change_nothing(lookahead: Any) -> None:
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)
+        beginnings = [whole.text[i : i + 3] + "☂" for i in range(len(whole.text))]
+        other = await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead, stop=beginnings)
+    assert (other.text, ids(other.tokens), other.finish_reason) == (whole.text, ids(whole.tokens), "length")
+
+
+async def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
+    async with runtime.open(*tiny_pair()) as rt:
+        tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=3)).tokens)
+        text = byte_level().decode(tokens)
+        for begin in range(0, len(text) - 6, 3):
+            stops = [text[begin : begin + 6], text[begin + 2 : begin + 4], text[begin + 1 : begin + 4]]
+            completion = await rt.generate(PROMPT, max_tokens=24, lookahead=3, stop=stops)
+            check(completion, byte_level().decode, tokens, stops)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_what_completes_a_stop_string_at_the_very_end_makes_it_a_stop(lookahead: Any) -> None:
+    """With the last token that may be generated; and in what is left of half a character then."""
+    decode = byte_level().decode
+    async with runtime.open(*tiny_pair()) as rt:
+        tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)).tokens)
+        whole, halves = [], []
+        for n in range(1, 25):
+            (halves if decode(tokens[:n]).endswith("\ufffd") else whole).append(n)
+        assert whole
+        assert halves
+        for n in (*whole[-3:], *halves[-3:]):
+            stop = decode(tokens[:n])[-2:]
+            completion = await rt.generate(PROMPT, max_tokens=n, lookahead=lookahead, stop=stop)
+            check(completion, decode, tokens[:n], [stop])
+            assert completion.stop_reason == stop
+        n = halves[-1]
+        unfinished = await rt.generate(PROMPT, max_tokens=n, lookahead=lookahead, stop="\ufffd☂")
+        assert (unfinished.finish_reason, unfinished.text) == ("length", decode(tokens[:n]))
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_a_stop_string_leaves_the_log_probabilities_of_the_tokens_before(lookahead: Any) -> None:
+    settings: dict[str, Any] = {"max_tokens": 16, "lookahead": lookahead, "logprobs": 2}
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, **settings)
+        for n in (3, 6, 10):
+            stop = byte_level().decode(ids(whole.tokens)[:n]).rstrip("\ufffd")[-3:]
+            stopped = await rt.generate(PROMPT, **settings, stop=stop)
+            expected = [token.logprob for token in whole.tokens[: len(stopped.tokens)]]
+            assert [token.logprob for token in stopped.tokens] == pytest.approx(expected, abs=1e-4)
+            assert all(len(token.top_logprobs) == 2 for token in stopped.tokens)
+            assert stopped.stop_reason == stop
+
+
+async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
+    prompt = "def quicksort(items):"
+    async with runtime.open(runtime.DEMO_TARGET) as rt:
+        whole = await rt.generate(prompt, max_tokens=6)
+        stopped = await rt.generate(prompt, max_tokens=6, stop=[prompt, "quicksort", "):" + whole.text[:2]])
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (whole.text, "length", None)
+
+
+@pytest.fixture(scope="module")
+def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """In float32, where the width of a pass cannot flip an argmax."""
+    pair = mlx_lm.load(str(runtime.DEMO_TARGET)), mlx_lm.load(str(runtime.DEMO_DRAFT))
+    for model, _ in pair:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return pair
+
+
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pair: Any, lookahead: Any) -> None:
+    prompt = "def quicksort(items):"
+    async with runtime.open(*demo_pair) as rt:
+        whole = await rt.generate(prompt, max_tokens=24, lookahead=lookahead, ignore_eos=True)
+        for stop in ("\n\n", whole.text[11:14], whole.text[-4:]):
+            completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead, ignore_eos=True, stop=stop)
+            check(completion, demo().decode, ids(whole.tokens), [stop])
+
+
+# --- what ended it --------------------------------------------------------------------------------
+
+
+async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, max_tokens=24, lookahead=3)
+        tokens = ids(whole.tokens)
+        named = tokens[10]
+        async with rt.stream(PROMPT, max_tokens=24, lookahead=3, stop_tokens=[named], stop="☂") as stream:
+            assert stream.stop_reason is None
+            got = [token async for token in stream]
+    num_tokens = tokens.index(named) + 1
+    assert (stream.finish_reason, stream.stop_reason) == ("stop", named)
+    assert ids(got) == tokens[:num_tokens]
+    assert "".join(token.text for token in got) == byte_level().decode(tokens[: num_tokens - 1])
+    assert [token.stop_reason for token in got] == [None] * (num_tokens - 1) + [named]
+
+
+class Letters:
+    """A tokenizer for scripted models: a letter for each id, and the last one ends the text, if one does."""
+
+    ALPHABET = string.ascii_letters + string.digits + ".,"
+
+    def __init__(self, ends: Iterable[int] = (), *, fails_at: int | None = None) -> None:
+        self.eos_token_ids = set(ends)
+        self._fails_at = fails_at
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self._fails_at in tokens:
+            raise ValueError(f"no token {self._fails_at}")
+        return "".join(self.ALPHABET[token] for token in tokens)
+
+
+DISTINCT = prompt_with_distinct_continuation(14)
+TOKENS = continuation(DISTINCT, 14)
+TEXT = Letters().decode(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "finish_reason", "stop_reason", "num_tokens"),
+    [
+        ({}, "stop", None, 8),  # the tokenizer's own end
+        ({"ignore_eos": True}, "length", None, 14),
+        ({"stop_tokens": [TOKENS[7]]}, "stop", TOKENS[7], 8),  # the same, and named
+        ({"stop_tokens": [TOKENS[7]], "ignore_eos": True}, "stop", TOKENS[7], 8),
+        ({"stop_tokens": [TOKENS[9]]}, "stop", None, 8),
+        ({"stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),
+        ({"stop": TEXT[5]}, "stop", TEXT[5], 6),
+        ({"stop": TEXT[4:6], "stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),  # a stop token is no text
+        ({"stop": TEXT[6:8]}, "stop", None, 8),  # nor is the end of it
+        ({"stop": TEXT[6:8], "ignore_eos": True}, "stop", TEXT[6:8], 8),
+        ({"stop": TEXT[5], "stop_tokens": [TOKENS[4]]}, "stop", TOKENS[4], 5),
+    ],
+)
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_reason_is_what_the_user_named(
+    settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int
+) -> None:
+    async def main() -> None:
+        tokenizer = Letters([TOKENS[7]])
+        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
+            completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
+            assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
+            assert ids(completion.tokens) == TOKENS[:num_tokens]
+            trimmed = num_tokens - (1 if finish_reason == "stop" else 0)
+            trimmed -= len(stop_reason) - 1 if isinstance(stop_reason, str) else 0
+            assert completion.text == TEXT[:trimmed]
+
+    run(main)
+
+
+# --- what the models do, in simulated time --------------------------------------------------------
+
+PRICES = {"quick drafter": priced(draft=0.5, verify=8.0), "slow drafter": priced(draft=8.0, verify=3.0)}
+DRAFTS: list[tuple[Any, Any]] = [("right", 3), ("right", "auto"), ("wrong", 3), ("ngram", 3), (None, 0), ("right", 0)]
+# These leave the target alone, for a while and for good.
+QUITTERS: list[tuple[Any, Any]] = [("useless", "auto"), ("failing", 3)]
+
+
+def drafter(kind: Any) -> Any:
+    match kind:
+        case "right":
+            return ScriptedModel(truthful)
+        case "wrong":
+            return ScriptedModel(agreeing(0.5))
+        case "useless":
+            return ScriptedModel(agreeing(0.0))
+        case "failing":
+            return ScriptedModel(truthful, fails={"feed": [4]})
+        case _:
+            return kind
+
+
+def assert_idle_after_the_stop(simulation: Simulation) -> None:
+    """With the verdict that completed the stop string, both models were done, but for what ran already."""
+    *_, last = simulation.instants("verdict", "target")
+    for worker in (simulation.target_worker, simulation.draft_worker):
+        for handed in worker.handed if worker is not None else ():
+            assert handed.at <= last.at or handed.job.kind == "close", f"{handed.job.kind} began after the end"
+    simulation.assert_put_away()
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize(("draft", "lookahead"), [*DRAFTS, *QUITTERS])
+def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookahead: Any, price: str) -> None:
+    async def main(num_tokens: int, length: int) -> None:
+        stop = TEXT[max(0, num_tokens - length) : num_tokens]
+        async with simulated(
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+        ) as simulation:
+            stream = simulation.runtime.stream(DISTINCT, max_tokens=None, lookahead=lookahead, stop=stop)
+            await trio.sleep(10_000)
+            assert_idle_after_the_stop(simulation)
+            assert [token.id async for token in stream] == TOKENS[:num_tokens]
+            assert stream.stop_reason == stop
+
+    for num_tokens in range(1, 15):
+        run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize(("draft", "lookahead"), DRAFTS)
+def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
+    async def counts(**settings: Any) -> list[int]:
+        async with simulated(
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+        ) as simulation:
+            generated = (await simulation.runtime.generate(DISTINCT, lookahead=lookahead, **settings)).statistics
+        names = ("generated_tokens", "proposed", "accepted", "rejected", "bonus", "rounds", "replayed_tokens")
+        return [getattr(generated, name) for name in names]
+
+    for num_tokens in range(1, 15):
+        by_token = run(lambda n=num_tokens: counts(stop_tokens=[TOKENS[n - 1]]))
+        for length in (1, 4):
+            stop = TEXT[max(0, num_tokens - length) : num_tokens]
+            assert run(lambda s=stop: counts(stop=s)) == by_token
+
+
+def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+            completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
+            assert completion.text == TEXT[:6]
+            # Rounds of six, of which the second ends with its second token.
+            assert ids(completion.tokens) == TOKENS[:8]
+            assert [token.from_draft for token in completion.tokens] == [True] * 5 + [False] + [True] * 2
+            statistics = completion.statistics
+            assert (statistics.rounds, statistics.accepted, statistics.bonus, statistics.rejected) == (2, 7, 1, 0)
+
+    run(main)
+
+
+def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
+    async def main() -> None:
+        stop = TEXT[2:5] + "☂"
+        async with simulated(ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+            stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
+            pieces = [token.text async for token in stream]
+        assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
+
+    run(main)
+
+
+def test_other_streams_go_on_after_one_was_stopped() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=Letters()) as simulation:
+            completions: dict[int, Completion] = {}
+
+            async def generate(n: int) -> None:
+                completions[n] = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=3, stop=TEXT[n])
+
+            async with trio.open_nursery() as nursery:
+                for n in (3, 7, 13):
+                    nursery.start_soon(generate, n)
+            assert {n: completion.text for n, completion in completions.items()} == {n: TEXT[:n] for n in (3, 7, 13)}
+
+    run(main)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
+    lookahead: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        tokenizer = Letters(fails_at=TOKENS[5])
+        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
+            stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
+            got = []
+
+            async def consume() -> None:
+                async for token in stream:
+                    got.append(token.text)
+
+            with pytest.raises(ValueError, match=f"no token {TOKENS[5]}"):
+                await consume()
+            assert "".join(got) == TEXT[:5]
+            await stream.aclose()
+            other = await simulation.runtime.generate(DISTINCT, max_tokens=4, stop=TEXT[2])
+            assert other.text == TEXT[:2]
+
+    run(main)
+    assert "not searched for stop strings any more" in caplog.text
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_without_a_tokenizer_there_is_no_text_to_stop_at() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful)) as simulation:
+            with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
+                simulation.runtime.stream(DISTINCT, stop="x")
+            assert simulation.runtime.num_streams == 0
+            assert simulation.target.lines == []
+
+    run(main)
+
+
+def test_a_stop_is_of_one_token_at_least() -> None:
+    with pytest.raises(ValueError, match="num_tokens"):
+        Stop("x", 0)
