@@ -21,8 +21,8 @@ class Checkpointed(Protocol):
     Plain decoding calls a processor once a token, on a text that grows. Speculation calls it on drafted texts too,
     which may be dropped again, and for two models. So each call with n tokens is preceded by a `restore` of the state
     that was saved after the call with the first n - 1 of them, or, for the first call, of the one saved when the
-    stream began (the first of those that use the object at the same time). A call may be repeated, and where a state is no longer at hand, calls are repeated with logits of
-    zeros, in order to have it again.
+    stream began (the first of those that use the object at the same time). A call may be repeated, and where a state is
+    no longer at hand, calls are repeated with logits of zeros, in order to have it again.
 
     It is called on the threads of both models, never on both at once.
     """
