@@ -10,8 +10,9 @@ Trio, and everything that works on it, runs in a thread of its own. Nothing here
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -22,12 +23,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_model import peak_memory
 from protocol.books import Commit, FinishReason
-from protocol.errors import RuntimeClosedError, StreamBusyError, WrongEventLoopError
+from protocol.errors import ConversationBusyError, RuntimeClosedError, StreamBusyError, WrongEventLoopError
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
-from runtime import engine, streaming
+from runtime import conversation, engine, streaming
+from runtime.aio_many import Completions, CompletionSource
+from runtime.many import check_max_concurrent
 from runtime.opening import Source, check_source
-from runtime.relay import Relay
+from runtime.relay import Relay, S
 from runtime.streaming import Completion, Token, complete
 from runtime.text import Prompt
 from runtime.thinking import Answer
@@ -113,6 +116,35 @@ class Runtime:
         """
         return await complete(cast(Any, self.stream(prompt, **settings)))
 
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
+
+        Raises: as `stream`; a `PromptError` comes when the completions are waited for.
+        """
+        self._check_loop()
+        self._runtime._check_open()
+        check_max_concurrent(max_concurrent)
+        self._runtime._checked(settings)
+        is_one = isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__")
+        owned = prompts if is_one else [_own(prompt) for prompt in prompts]
+        make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
+        return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
+
+    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+        """Begin a conversation; nothing is generated until something is said.
+
+        Args, Returns: as `runtime.Runtime.conversation`, for asyncio.
+
+        Raises: as `stream`; what the chat template does not take comes out of the first turn.
+        """
+        self._check_loop()
+        self._runtime._check_open()
+        self._runtime._checked(settings)
+        make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
+        return Conversation(self, make)
+
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
         figures may be in it and some not.
@@ -136,11 +168,13 @@ class Runtime:
 
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""
+        return TokenStream(self._relay(lambda: _Commits(open_stream())), self._check_loop, self._nothing_yet)
+
+    def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
         try:
-            relay = Relay[_Commits, Commit](self._thread, lambda: _Commits(open_stream()))
+            return Relay(self._thread, make_source)
         except trio.RunFinishedError:
             raise RuntimeClosedError(_RUNTIME_CLOSED) from None
-        return TokenStream(relay, self._check_loop, self._nothing_yet)
 
     def _nothing_yet(self) -> Statistics:
         return Counts().snapshot(
@@ -181,7 +215,7 @@ class _Commits:
     def close(self) -> None:
         """See `Source.close`."""
         self.stream._commits.close()
-        self.stream._hang_up()
+        self.stream._close()
 
     def _there(self) -> list[Commit]:
         there = []
@@ -347,6 +381,77 @@ class TokenStream:
             if self._stream is not None:
                 self._stream._close()
             self._relay.hang_up()
+
+
+class Conversation:
+    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+
+    As `runtime.Conversation`, for asyncio: chat templates are filled in, and their texts tokenised, off the loop.
+    """
+
+    def __init__(self, runtime: Runtime, make: Callable[[], conversation.Conversation]) -> None:
+        """See `Runtime.conversation`.
+
+        Args:
+            runtime: whose.
+            make: makes the conversation itself, in trio's thread.
+        """
+        self._runtime = runtime
+        self._make = make
+        self._made: conversation.Conversation | None = None
+        self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
+
+    @property
+    def messages(self) -> list[conversation.Message]:
+        """What was said so far, oldest first; a copy. A turn belongs to it from its first token on that was given."""
+        return [] if self._made is None else self._made.messages
+
+    def stream(self, text: str, **overrides: Any) -> TokenStream:
+        """Say something, and stream the answer.
+
+        Args, Returns: as `runtime.Conversation.stream`, for asyncio.
+
+        Raises: as `Runtime.stream`, and:
+            ConversationBusyError: the turn before is neither over nor closed.
+        """
+        self._runtime._check_loop()
+        self._runtime._runtime._check_open()
+        self._runtime._runtime._checked(overrides)
+        self._check_idle("say something")
+        stream = self._runtime._begin(partial(self._open, text, overrides))
+        self._last = weakref.ref(stream)
+        return stream
+
+    async def generate(self, text: str, **overrides: Any) -> Completion:
+        """Say something, and have the whole answer.
+
+        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+
+        Cancellation: ends the answer; what was generated until then is lost, but not what was given of it.
+        """
+        return await complete(cast(Any, self.stream(text, **overrides)))
+
+    def reset(self) -> None:
+        """Forget everything but the system's message.
+
+        Raises: ConversationBusyError: a turn is neither over nor closed.
+        """
+        self._runtime._check_loop()
+        self._check_idle("forget what was said")
+        self._made, self._last = None, None
+
+    def _check_idle(self, what: str) -> None:
+        stream = None if self._last is None else self._last()
+        if stream is not None and not stream.is_closed:
+            raise ConversationBusyError(
+                f"cannot {what} while an answer is under way; read it to its end, or close its stream with aclose()"
+            )
+
+    def _open(self, text: str, overrides: dict[str, Any]) -> streaming.TokenStream:
+        """In trio's thread, where one turn begins after the other."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made.stream(text, **overrides)
 
 
 def _own(prompt: Prompt) -> Prompt:

@@ -30,7 +30,7 @@ class Source(Protocol[T_co]):
         ...
 
     def close(self) -> None:
-        """Have nothing more come. Never waits."""
+        """Have nothing more come. Never waits; closing twice is closing once."""
         ...
 
 
@@ -93,7 +93,7 @@ class Relay(Generic[S, T]):
     def hang_up(self) -> None:
         """Have nothing more come, soon; harmless where nothing does."""
         try:
-            self._thread.run_soon(self._scope.cancel)
+            self._thread.run_soon(self._end)
         except trio.RunFinishedError:
             return
 
@@ -117,6 +117,12 @@ class Relay(Generic[S, T]):
             self._send(self._take_rest())
         else:
             self._asked.set()
+
+    def _end(self) -> None:
+        self._scope.cancel()
+        if self.source is not None:
+            # At once, and not when the task hears of it: what comes next may build on its being over.
+            self.source.close()
 
     async def _carry(self, source: S) -> None:
         try:

@@ -861,3 +861,130 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
             await until(lambda: rt.num_streams == 0)
 
     run(main)
+
+
+# --- many prompts, and conversations --------------------------------------------------------------
+
+PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            many = rt.generate_many(PROMPTS, max_concurrent=2, max_tokens=12)
+            completions = await many
+            assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
+            assert await many == completions
+
+            finished = {}
+            async for index, completion in rt.generate_many(iter(PROMPTS), max_tokens=12):
+                finished[index] = ids(completion)
+            assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
+            assert await rt.generate_many([]) == []
+
+    run(main)
+
+
+def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            with pytest.raises(runtime.SettingsError, match="max_concurrent"):
+                rt.generate_many(PROMPTS, max_concurrent=0)
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                rt.generate_many(PROMPTS, max_tokens=0)
+            with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
+                await rt.generate_many([PROMPTS[0], []])
+            with pytest.raises(runtime.PromptError, match="sequence of prompts"):
+                await rt.generate_many("one")
+            await the_next_text_is_right(rt)
+
+    run(main)
+
+
+@pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
+def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        async with opened(held) as rt, let_go_on_after(held):
+            many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
+            if way == "break":
+                async for _ in many:
+                    break
+            held.hold()
+            await held.is_in()
+            match way:
+                case "cancel":
+                    task = asyncio.create_task(anext(many))
+                    await turns()
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                case "aclose":
+                    await many.aclose()
+                    with pytest.raises(runtime.RuntimeClosedError):
+                        await anext(many)
+                case "leave":
+                    async with many:
+                        pass
+            del many
+            gc.collect()
+            held.let_go_on()
+            await the_next_text_is_right(rt)
+            await until(lambda: rt.num_streams == 0)
+
+    run(main)
+
+
+def test_leaving_the_runtime_tells_who_waits_for_many(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            many = rt.generate_many([prompt_of(401)], prefill_step_size=1)
+            waiting = asyncio.ensure_future(anext(many))
+            await turns()
+        with pytest.raises(runtime.RuntimeClosedError):
+            await waiting
+
+    run(main)
+
+
+def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+            conversation = rt.conversation("# a stack\n", max_tokens=8, ignore_eos=True)
+            first = await conversation.generate("class Stack:\n")
+            async with conversation.stream("\n\ndef push(", max_tokens=40) as stream:
+                with pytest.raises(runtime.ConversationBusyError):
+                    conversation.stream("too early")
+                with pytest.raises(runtime.ConversationBusyError):
+                    conversation.reset()
+                given = [(await anext(stream)).text for _ in range(3)]
+            said = [message["content"] for message in conversation.messages]
+            assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
+
+            # A turn that is dropped, or cancelled before its first token, makes room at once.
+            conversation.stream("never heard")
+            third = await conversation.generate("\nimport os")
+            assert [message["content"] for message in conversation.messages] == [*said, "\nimport os", third.text]
+
+            alone = await rt.generate("".join([*said, "\nimport os"]), max_tokens=8, ignore_eos=True)
+            assert ids(alone) == ids(third)
+            conversation.reset()
+            assert conversation.messages == []
+
+    run(main)
+
+
+def test_what_a_conversation_cannot_be_is_said(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                rt.conversation(max_tokens=0)
+            with pytest.raises(runtime.PromptError, match="tokenizer"):
+                await rt.conversation().generate("hello")
+
+    run(main)
