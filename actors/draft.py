@@ -5,27 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import attrs
-import mlx.core as mx
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
-from actors.model import Line, Model, Rung
+from actors.draft_steps import Drafted, DraftSteps, FellBack, Outcome, Refused, catch_up
+from actors.model import Line, Model
 from actors.prefill import prefill
 from actors.session import Session
-from actors.shaping import Tail, pad
-from actors.worker import Job, Worker
-from protocol.acceptance import distribution, draw, likeliest, scores
+from actors.worker import Job, Step, Steps, Worker
 from protocol.books import Commit, State
 from protocol.errors import OutriderError, ProtocolError
-from protocol.held import Plan
 from protocol.lookahead import Auto, Policy, View, policy_for
 from protocol.messages import Message, Proposal, Rest, Verdict, Withdraw
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
-from protocol.randomness import Purpose, key_for
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
 from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
@@ -52,6 +47,23 @@ def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
     return policy_for(settings.lookahead, prices, (settings.rule, round(settings.temperature, 1)))
 
 
+@attrs.define
+class Drafting:
+    """Draft steps that are under way.
+
+    Attributes:
+        steps: as the worker does them.
+        node: what is drafted after at the moment; None where that is of no use any more.
+        until: when that is expected to be done.
+        beside: whether the target worked when that began.
+    """
+
+    steps: Steps[Outcome]
+    node: Node | None = None
+    until: float = 0.0
+    beside: bool = False
+
+
 class DraftPart(Part):
     """The drafter's part in one session: its books, its tree, and what it decides from them."""
 
@@ -74,8 +86,7 @@ class DraftPart(Part):
         # are fed, and one token beyond them can be guessed.
         self.can_look_ahead = True
         self.due = 0.0  # when the verdict on what is proposed is expected
-        self.in_flight: Node | None = None
-        self.in_flight_until = 0.0
+        self.drafting: Drafting | None = None
 
     def receive(self, message: Message) -> None:
         """Take a verdict, and answer it."""
@@ -131,8 +142,8 @@ class DraftPart(Part):
             width=self._width,
             now=now,
             due=self.due if self.books.state is State.VERIFYING else None,
-            in_flight=self.in_flight,
-            in_flight_until=self.in_flight_until,
+            in_flight=self.drafting.node if self.drafting else None,
+            in_flight_until=self.drafting.until if self.drafting else 0.0,
         )
 
     def next_expansion(self, now: float) -> Node | None:
@@ -188,7 +199,12 @@ class DraftPart(Part):
 
 
 class DraftActor(ModelActor[DraftPart]):
-    """Drafts one token a job, for all sessions in turn."""
+    """Drafts a token a step, for all sessions in turn.
+
+    Attributes:
+        chains: whether a step is launched before the choice that it starts from is read back; None for where the
+            device works ahead of what it is asked for, which a GPU does.
+    """
 
     name = "draft"
 
@@ -215,6 +231,7 @@ class DraftActor(ModelActor[DraftPart]):
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
+        self.chains: bool | None = None
 
     def _join(self, session: Session) -> DraftPart:
         policy = self._make_policy(session.opened.settings, self.prices)
@@ -256,51 +273,80 @@ class DraftActor(ModelActor[DraftPart]):
             node = part.next_expansion(self.worker.clock())
             if node is None:
                 await part.change()
-                continue
-            guesses = await self._draft(part, line, node)
-            # The text may have gone another way meanwhile, and taken the node with it.
-            if guesses and node.alive:
-                part.tree.expand(node, *guesses)
-            self._propose(part)
+            else:
+                await self._draft(part, line, node)
 
-    async def _draft(self, part: DraftPart, line: Line, node: Node) -> tuple[Guess, ...]:
-        """The guesses at what comes after a node; none where the cache has to be brought in line first."""
+    async def _draft(self, part: DraftPart, line: Line, node: Node) -> None:
+        """Draft after a node, and on down the drafter's own choices, as long as nothing else is wanted."""
         plan = part.held.plan(part.books.committed, part.tree.path(node))
         if plan.keep < len(part.held):
             self._note(part, "rewind", num_tokens=len(part.held) - plan.keep)
-        call = partial(
-            draft,
+        on_thread = DraftSteps(
             line,
-            plan,
             len(part.books.committed),
             part.session,
             self._target_vocab_size,
-            node.trail,
             part.policy.num_guesses,
-            part.session.shaping.tail(part.books.committed, part.tree.path(node)),
+            self.worker.clock,
+            self.chains,
         )
-        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
-        beside = part.books.state is State.VERIFYING
-        part.in_flight = node
-        part.in_flight_until = self.worker.clock() + self.prices.draft(len(plan.feed), beside=beside)
+        leash = part.policy.leash(part.view(self.worker.clock()), node)
+        tail = part.session.shaping.tail(part.books.committed, part.tree.path(node))
+        steps = Steps(
+            "draft",
+            partial(on_thread.begin, plan, node.trail, tail, leash),
+            partial(self._heed, part),
+            part.id,
+            len(plan.feed),
+            part.books.round,
+        )
+        part.drafting = Drafting(steps)
+        self._begin_step(part, part.drafting, node, len(plan.feed))
         try:
-            drafted = await self.worker.run(job)
+            await self.worker.run_steps(steps)
         finally:
-            part.in_flight = None
-        match drafted:
+            part.drafting = None
+
+    def _begin_step(self, part: DraftPart, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
+        drafting.node = node
+        drafting.beside = part.books.state is State.VERIFYING
+        drafting.until = self.worker.clock() + self.prices.draft(num_tokens, beside=drafting.beside)
+        drafting.steps.round = part.books.round
+
+    def _heed(self, part: DraftPart, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
+        """See what a draft step has brought; if another follows, it is after its choice."""
+        drafting, following = part.drafting, None
+        assert drafting is not None
+        node, drafting.node = drafting.node, None
+        match outcome:
             case Drafted():
-                self.prices.drafted(len(plan.feed), job.began, job.ended, beside=beside)
-                part.can_look_ahead = drafted.can_look_ahead
-                part.held.follow(plan)
-                return self._calibrated(part, drafted)
+                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=drafting.beside)
+                part.can_look_ahead = outcome.can_look_ahead
+                part.held.follow(outcome.fed)
+                # The text may have gone another way meanwhile, and taken the node with it.
+                if node is not None and node.alive:
+                    following = part.tree.expand(node, *self._calibrated(part, outcome))
             case FellBack():
-                # Ask again for the same node, with more to feed.
-                part.session.counts.draft_replayed_tokens += plan.keep - drafted.length
-                part.held.rewind(drafted.length)
+                # What is wanted may still be the same, with more to feed.
+                part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
+                part.held.rewind(outcome.length)
             case Refused():
                 part.can_look_ahead = False
-                part.held.rewind(plan.keep)
-        return ()
+                part.held.rewind(outcome.length)
+        self._propose(part)
+        if goes_on:
+            self._begin_step(part, drafting, following, 1)
+            self._reconsider(part)
+
+    def _reconsider(self, part: DraftPart) -> None:
+        """Have the draft steps that are under way end where something else is wanted by now.
+
+        What is wanted instead is asked for once they have: the step that is running is not abandoned.
+        """
+        if (drafting := part.drafting) is None:
+            return
+        if drafting.node is None or drafting.node is not part.next_expansion(self.worker.clock()):
+            drafting.steps.interrupt()
 
     def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
         if not isinstance(part.policy, Auto):
@@ -318,7 +364,7 @@ class DraftActor(ModelActor[DraftPart]):
         job = Job("draft", call, part.id, len(plan.feed), part.books.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
-            part.session.counts.draft_replayed_tokens += plan.keep - outcome.length
+            part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
             part.held.rewind(outcome.length)
             return
         self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
@@ -363,6 +409,7 @@ class DraftActor(ModelActor[DraftPart]):
             part.session.counts.stale_proposals += 1
             return
         if commit.finish_reason is not None:
+            self._reconsider(part)
             return
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
@@ -373,6 +420,7 @@ class DraftActor(ModelActor[DraftPart]):
         else:
             self._count_hit(part, verdict, was_hit)
         self._take_turn(part)
+        self._reconsider(part)
 
     def _count_hit(self, part: DraftPart, verdict: Verdict, was_hit: bool) -> None:
         self.prices.hits.observe(float(was_hit))
@@ -382,123 +430,3 @@ class DraftActor(ModelActor[DraftPart]):
         else:
             part.session.counts.lookahead_misses += 1
             self._note(part, "miss", round=verdict.round)
-
-
-# --- on the drafter's thread ----------------------------------------------------------------------
-
-
-@attrs.frozen
-class Drafted:
-    """What may come after a node.
-
-    Attributes:
-        guesses: the drafter's choice first.
-        can_look_ahead: whether the cache could now take one that is not committed and lose it again.
-    """
-
-    guesses: tuple[Guess, ...]
-    can_look_ahead: bool
-
-
-@attrs.frozen
-class FellBack:
-    """The cache could only go back to a checkpoint, and holds `length` tokens; nothing was fed."""
-
-    length: int
-
-
-@attrs.frozen
-class Refused:
-    """The cache could not lose the text again if it came to that; nothing was fed."""
-
-
-def draft(
-    line: Line,
-    plan: Plan,
-    settled: int,
-    session: Session,
-    vocab_size: int,
-    trail: int,
-    num_guesses: int,
-    tail: Tail,
-) -> Drafted | FellBack | Refused:
-    """Draft one token.
-
-    Args:
-        line: the draft model's cache of this session.
-        plan: how to bring it in line with the text that the token comes after.
-        settled: length of the committed text; the text to draft after may go beyond it.
-        session: for which.
-        vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
-            that pad the draft's embedding.
-        trail: of the text that the token comes after.
-        num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
-        tail: of the text that the token comes after.
-
-    Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
-        distribution that it was drawn from; or what stood against it.
-    """
-    if (length := line.rewind(plan.keep)) < plan.keep:
-        return FellBack(length)
-    position = plan.keep + len(plan.feed)
-    if position > settled and line.prepare(len(plan.feed), settled) is Rung.SINGLE:
-        return Refused()
-    rows = line.feed(plan.feed, 1)
-    assert rows is not None
-    logits = session.shaping.shape(pad(rows, vocab_size), tail, position)
-    settings, seed = session.opened.settings, session.opened.seed
-    if settings.rule == "match":
-        found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
-        guesses = _ranked(found)
-    else:
-        # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
-        # what a draw from this q may expect, not what this draw may.
-        probs = distribution(logits[0], settings.temperature)
-        drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-        expected = (probs * probs).sum()
-        found = likeliest(mx.log(probs)[None], num_guesses)
-        mx.eval(drawn, expected, probs, *found)
-        token, confidence = cast(int, drawn.item()), cast(float, expected.item())
-        others = [guess for guess in _ranked(found, first=1) if guess.token != token]
-        guesses = (Guess(token, confidence, probs, raw=confidence), *others[: num_guesses - 1])
-    line.check(position)
-    return Drafted(guesses, line.prepare(1, settled) is not Rung.SINGLE)
-
-
-def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
-    """One row of `likeliest` as guesses, with ranks from `first` on."""
-    mx.eval(*found)
-    (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
-    return tuple(
-        Guess(token, share, rank=rank, raw=share)
-        for rank, (token, share) in enumerate(zip(tokens, shares, strict=True), start=first)
-        # What a filter left out is no guess, unless it is all there is.
-        if share > 0.0 or rank == 0
-    )
-
-
-def catch_up(
-    line: Line, plan: Plan, session: Session, vocab_size: int, num_rows: int, tail: Tail
-) -> list[tuple[int, float]] | FellBack:
-    """Read committed tokens, and guess what comes after each of the last `num_rows`.
-
-    Args: as `draft`.
-
-    Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
-    """
-    if (length := line.rewind(plan.keep)) < plan.keep:
-        return FellBack(length)
-    end = plan.keep + len(plan.feed)
-    rows = line.feed(plan.feed, num_rows)
-    assert rows is not None
-    start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
-    logits = session.shaping.shape(pad(rows, vocab_size), tail, start)
-    if settings.rule == "match":
-        tokens, shares = likeliest(scores(logits, settings.temperature, seed, start, vocab_size), 1)
-        tokens, shares = tokens[:, 0], shares[:, 0]
-    else:
-        probs = distribution(logits, settings.temperature)
-        tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
-    mx.eval(tokens, shares)
-    line.check(end)
-    return list(zip(cast(list[int], tokens.tolist()), cast(list[float], shares.tolist()), strict=True))

@@ -45,6 +45,10 @@ class Tail:
         history = self.tokens[: position - self.begin]
         return history if look_back is None else history[max(0, len(history) - look_back) :]
 
+    def then(self, token: int) -> Tail:
+        """With one token more; nothing stays nothing."""
+        return self if self is NOTHING else Tail(self.begin, (*self.tokens, token))
+
 
 NOTHING = Tail(0, ())
 _NO_TOKENS = mx.array([], dtype=mx.int32)

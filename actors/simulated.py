@@ -6,6 +6,7 @@ second, deterministically, for any cost of verifying and drafting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import attrs
 import outcome
 import trio
 
-from actors.worker import Job, as_job_error
+from actors.worker import Job, Steps, as_job_error
 from protocol.errors import SettingsError
 from protocol.trace import Actor, Event, Span, SpanKind
 
@@ -142,16 +143,39 @@ class SimulatedWorker:
         if meanwhile is not None:
             meanwhile()
         async with self._turn:
-            began = self.clock()
-            seconds = self._price(job)
-            if self._shared is not None and job.kind in _COMPUTES:
-                await self._shared.compute(seconds)
-            else:
-                await _pass(seconds)
-            result = outcome.capture(job.call)
-            ended = self.clock()
-        job.began, job.ended = began, ended
+            result = await self._do(job)
+        self._announce(job, job.round)
+        return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        """See `Worker.run_steps`. What a step brought is heard of at once, before the next begins."""
+        async with self._turn:
+            following: Job[Any] | None = steps.first()
+            while following is not None:
+                job, result = following, await self._do(following)
+                self._announce(job, steps.round)
+                step = as_job_error(job, result).unwrap()
+                following = None if self._is_wanted_elsewhere() else steps.following(step)
+                steps.hand_over(job, step.result, following is not None).unwrap()
+                if steps.is_interrupted:
+                    return
+
+    def _is_wanted_elsewhere(self) -> bool:
+        """Whether another job waits, or nobody for this one any more."""
+        return self._turn.statistics().tasks_waiting > 0 or trio.current_effective_deadline() == -math.inf
+
+    async def _do(self, job: Job[T]) -> outcome.Outcome[T]:
+        began = self.clock()
+        seconds = self._price(job)
+        if self._shared is not None and job.kind in _COMPUTES:
+            await self._shared.compute(seconds)
+        else:
+            await _pass(seconds)
+        result = outcome.capture(job.call)
+        job.began, job.ended = began, self.clock()
+        return result
+
+    def _announce(self, job: Job[Any], round: int | None) -> None:
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
-        return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
+            self._on_event(Span(self._actor, job.kind, job.session, job.began, job.ended, job.num_tokens, round))

@@ -51,6 +51,73 @@ class Job(Generic[T]):
         return self.ended - self.began
 
 
+@attrs.frozen
+class Step(Generic[T]):
+    """What one of several steps returns.
+
+    Attributes:
+        result: crosses threads, as a job's does.
+        then: does the next step; None where there is none.
+        num_tokens: tokens that go through the model in that.
+    """
+
+    result: T
+    then: Callable[[], Step[T]] | None = None
+    num_tokens: int = 1
+
+
+@attrs.define(eq=False)
+class Steps(Generic[T]):
+    """Several jobs in a row, each of which says what the next one is, done without a way through trio between them.
+
+    They end early, after the one that is running, when they are interrupted, when the call that waits for them is
+    cancelled, and when another job waits for the worker.
+
+    Attributes:
+        kind, session, num_tokens, round: as a job's; the number is that of the first step. The round may be set
+            anew, for the steps that follow.
+        begin: does the first step, on the worker's thread.
+        on_step: called in trio's thread with each step, once it is done: the job that it was, its result, and whether
+            another follows, unless that is prevented meanwhile. Must not wait. What it raises ends the steps, and
+            comes out of `Worker.run_steps`.
+        is_interrupted: whether they end after the step that is running.
+    """
+
+    kind: SpanKind
+    begin: Callable[[], Step[T]]
+    on_step: Callable[[Job[Step[T]], T, bool], None]
+    session: int | None = None
+    num_tokens: int = 0
+    round: int | None = None
+    # Set in trio's thread and read on the worker's. Nothing hangs on when it is seen but the time.
+    is_interrupted: bool = attrs.field(default=False, init=False)
+    _trouble: outcome.Error | None = attrs.field(default=None, init=False)
+
+    def interrupt(self) -> None:
+        """End them after the step that is running; harmless where they are over."""
+        self.is_interrupted = True
+
+    def first(self) -> Job[Step[T]]:
+        """The first step, as a job."""
+        return Job(self.kind, self.begin, self.session, self.num_tokens, self.round)
+
+    def following(self, step: Step[T]) -> Job[Step[T]] | None:
+        """What comes after a step that was done, as a job."""
+        if step.then is None or self.is_interrupted:
+            return None
+        return Job(self.kind, step.then, self.session, step.num_tokens, self.round)
+
+    def hand_over(self, job: Job[Step[T]], result: T, goes_on: bool) -> outcome.Outcome[None]:
+        """Have a step heard of; returns what has come of that so far."""
+        if self._trouble is not None:
+            return self._trouble
+        heard = outcome.capture(self.on_step, job, result, goes_on)
+        if isinstance(heard, outcome.Error):
+            self._trouble = heard
+            self.interrupt()
+        return heard
+
+
 class JobError(OutriderError):
     """A job raised; the error is the cause."""
 
@@ -73,6 +140,15 @@ class Worker(Protocol):
         """
         ...
 
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        """Do steps until one says that it was the last, or they are interrupted.
+
+        Cancellation: as `run`; of steps that have begun, the one that is running is the last.
+
+        Raises: JobError: a step raised; what those before it brought was handed over. And what `Steps.on_step` raises.
+        """
+        ...
+
     def clock(self) -> float:
         """Seconds on the clock by which this worker's spans are timed."""
         ...
@@ -85,10 +161,11 @@ class Worker(Protocol):
 
 @attrs.define
 class _Waiting:
-    """A job in the queue, and the task that waits for it."""
+    """A job in the queue, or the first of several steps, and the task that waits for it."""
 
     job: Job[Any]
     task: trio.lowlevel.Task
+    steps: Steps[Any] | None = None
     # Guards the one decision that two threads take: has the job begun, or was it taken back first?
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     begun: bool = False
@@ -152,8 +229,15 @@ class ThreadWorker:
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """See `Worker.run`."""
+        result: T = await self._done(_Waiting(job, trio.lowlevel.current_task()), meanwhile)
+        return result
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        """See `Worker.run_steps`."""
+        await self._done(_Waiting(steps.first(), trio.lowlevel.current_task(), steps))
+
+    async def _done(self, waiting: _Waiting, meanwhile: Callable[[], None] | None = None) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
-        waiting = _Waiting(job, trio.lowlevel.current_task())
         self._jobs.put(waiting)
         if meanwhile is not None:
             meanwhile()
@@ -161,12 +245,13 @@ class ThreadWorker:
         def take_back(_: Callable[[], BaseException]) -> trio.lowlevel.Abort:
             with waiting.lock:
                 if waiting.begun:
+                    if waiting.steps is not None:
+                        waiting.steps.interrupt()
                     return trio.lowlevel.Abort.FAILED
                 waiting.taken_back = True
                 return trio.lowlevel.Abort.SUCCEEDED
 
-        result: T = await trio.lowlevel.wait_task_rescheduled(take_back)
-        return result
+        return await trio.lowlevel.wait_task_rescheduled(take_back)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -178,27 +263,53 @@ class ThreadWorker:
                         if waiting.taken_back:
                             continue
                         waiting.begun = True
-                    began = time.perf_counter()
-                    result = outcome.capture(waiting.job.call)
-                    ended = time.perf_counter()
-                    self._trio_token.run_sync_soon(self._finish, waiting, result, began, ended)
+                    following: Job[Any] | None = waiting.job
+                    while following is not None:
+                        following = self._do(waiting, following)
                     # Hold no result, and with it no array, while waiting for the next job.
-                    del waiting, result
+                    del waiting
         finally:
             # Without this, a process whose threads ran compiled models may abort as it exits.
             mx.synchronize()
             mx.clear_streams()
             self._trio_token.run_sync_soon(self._stopped.set)
 
+    def _do(self, waiting: _Waiting, job: Job[Any]) -> Job[Any] | None:
+        """Do a job, or a step; returns the step that follows it."""
+        began = time.perf_counter()
+        result = outcome.capture(job.call)
+        ended = time.perf_counter()
+        following = None
+        if waiting.steps is not None and isinstance(result, outcome.Value):
+            # Whoever waits for the worker comes first: sessions have their turns after each step.
+            following = waiting.steps.following(result.value) if self._jobs.empty() else None
+            # What follows stays on this thread.
+            result = outcome.Value(result.value.result)
+        self._trio_token.run_sync_soon(self._finish, waiting, job, result, began, ended, following is not None)
+        return following
+
     # --- back in trio -----------------------------------------------------------------------------
 
-    def _finish(self, waiting: _Waiting, result: outcome.Outcome[Any], began: float, ended: float) -> None:
-        job = waiting.job
+    def _finish(
+        self,
+        waiting: _Waiting,
+        job: Job[Any],
+        result: outcome.Outcome[Any],
+        began: float,
+        ended: float,
+        goes_on: bool,
+    ) -> None:
+        steps = waiting.steps
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, job.round))
-        trio.lowlevel.reschedule(waiting.task, as_job_error(job, result))
+            round = job.round if steps is None else steps.round
+            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round))
+        result = as_job_error(job, result)
+        if steps is not None and isinstance(result, outcome.Value):
+            result = steps.hand_over(job, result.value, goes_on)
+        if not goes_on:
+            trio.lowlevel.reschedule(waiting.task, result)
 
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:

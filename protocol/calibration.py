@@ -52,6 +52,9 @@ class _Curve:
             self._offsets[i] += weight * surprise / self._information[i]
         self._shift = SHIFT_KEPT * self._shift + SHIFT_STEP * surprise
 
+    def snapshot(self) -> _Curve:
+        return attrs.evolve(self, offsets=list(self._offsets), information=list(self._information))
+
     def forget(self) -> None:
         """Believe the drafter a little more again."""
         self._shift *= SHIFT_KEPT
@@ -82,6 +85,11 @@ class Calibration:
     def __call__(self, rank: int, raw: float) -> float:
         """The modelled probability, in (0, 1), that the committed text takes a guess."""
         return self._curve(rank)(raw)
+
+    def snapshot(self) -> Calibration:
+        """What is known by now; a copy that stays as it is."""
+        curves = {rank: curve.snapshot() for rank, curve in self._curves.items()}
+        return attrs.evolve(self, curves=curves)
 
     def observe(self, guess: Guess, was_right: bool) -> None:
         """Take note of what became of a guess."""

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import attrs
 
 from protocol.calibration import Calibration
+from protocol.leash import NO_LEASH, Leash, Worth
 from protocol.prices import Prices
 from protocol.tree import LookaheadTree, Node
 
@@ -70,6 +71,10 @@ class Policy(Protocol):
         """The node to draft after next, or None to do nothing until something changes."""
         ...
 
+    def leash(self, view: View, node: Node) -> Leash:
+        """How far to go on, down the drafter's own choices, after a node that `expansion` has said."""
+        ...
+
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Asked when the drafter's turn begins."""
         ...
@@ -109,12 +114,21 @@ class Chain:
         """See `Policy.expansion`."""
         if view.due is not None and not self.overlaps:
             return None
-        # A proposal, a guess at the token that the target will put after it, and the next proposal behind that:
-        # with every guess right, the next proposal is there when the verdict is.
-        deepest = 2 * self.most + 1
         chain = view.tree.chain()
         end = chain[-1] if chain else view.tree.root
-        return end if len(chain) < deepest and view.is_open(end) else None
+        return end if len(chain) < self._deepest and view.is_open(end) else None
+
+    @property
+    def _deepest(self) -> int:
+        # A proposal, a guess at the token that the target will put after it, and the next proposal behind that:
+        # with every guess right, the next proposal is there when the verdict is.
+        return 2 * self.most + 1
+
+    def leash(self, view: View, node: Node) -> Leash:
+        """See `Policy.leash`."""
+        # On the drafter's turn, up to a proposal.
+        deepest = min(self.most, view.limit) if view.due is None else self._deepest
+        return Leash(min(deepest, view.depth) - view.tree.depth(node) - 1)
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""
@@ -237,10 +251,36 @@ class Auto:
 
     def _is_worth_drafting(self, view: View, node: Node) -> bool:
         assert view.due is not None
-        step = self.prices.draft(view.width(node), beside=True)
-        saved = self.prices.draft(1, beside=False)
-        overrun = min(step, max(0.0, view.now + step - view.due))
-        return node.reach * saved > self.prices.verify.delay * step + (1.0 - node.reach) * overrun
+        return self._worth(view.width(node), view.due)(node.reach, view.now)
+
+    def _worth(self, width: int, due: float) -> Worth:
+        prices = self.prices
+        return Worth(prices.draft(width, beside=True), prices.draft(1, beside=False), prices.verify.delay, due)
+
+    def leash(self, view: View, node: Node) -> Leash:
+        """See `Policy.leash`."""
+        if not self.prices.is_known or node.children:
+            # What comes after it is maybe not the drafter's choice, but what was looked up.
+            return NO_LEASH
+        believe, mean = self.calibration.snapshot(), self.calibration.mean
+        further = -1 - view.tree.depth(node)
+        if view.due is None:
+            # Up to a proposal: as long as `_gain_by_drafting` will say to wait for another token.
+            price = self.prices.rate * (self.prices.verify.per_token + self.prices.draft(1, beside=False))
+            most = min(view.limit, view.depth) + further
+            return Leash(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
+        worth = self._worth(1, view.due)
+        return Leash(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
+
+    def _rival(self, view: View, node: Node) -> float:
+        """The greatest reach of all else that could be drafted after, in steps of width 1."""
+        step, best = max(self.prices.draft(1, beside=True), 1e-9), 0.0
+        for other in view.tree.frontier():
+            if other.reach <= max(best, LEAST_REACH):
+                break
+            if other is not node and view.is_open(other):
+                best = max(best, other.reach * step / max(self.prices.draft(view.width(other), beside=True), step))
+        return best
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""

@@ -286,6 +286,7 @@ class Runtime:
 
     def _begin(self, opened: Open) -> TokenStream:
         self._check_open()
+        answer = Answer(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -297,7 +298,7 @@ class Runtime:
             session,
             receive,
             GrowingText(self._tokenizer, opened),
-            Answer(self._tokenizer, opened.prompt),
+            answer,
             hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,

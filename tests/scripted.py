@@ -23,11 +23,11 @@ import trio
 import trio.testing
 
 from actors.actor import PREFIX_CACHE_BYTES, Part
-from actors.draft import MakePolicy, policy_by_settings
+from actors.draft import DraftActor, MakePolicy, policy_by_settings
 from actors.kept_lines import Begun
 from actors.model import Rung
 from actors.simulated import SimulatedWorker
-from actors.worker import Job, JobError
+from actors.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.trace import Event, Instant, Span
@@ -383,7 +383,8 @@ class BookkeepingWorker(SimulatedWorker):
     """A simulated worker that compares, at each job, what the session's books say with what its line holds.
 
     Attributes:
-        handed: every job that was handed in, in order.
+        handed: every job that was handed in, and every step that was done, in order.
+        runs: the steps that were done in a row, for each time that steps were handed in.
         num_comparisons: how often books and line were compared.
         most_ahead: most tokens that a line held beyond the text as it was committed when the job was handed in.
         parts: the actor's parts in its sessions.
@@ -392,6 +393,7 @@ class BookkeepingWorker(SimulatedWorker):
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
         super().__init__(actor, price, on_event)
         self.handed: list[Handed] = []
+        self.runs: list[list[Job[Any]]] = []
         self.num_comparisons = 0
         self.most_ahead = 0
         self.parts = WatchedParts()
@@ -399,12 +401,7 @@ class BookkeepingWorker(SimulatedWorker):
         self._lines: dict[int | None, ScriptedLine] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        line, num_committed = self._lines.get(job.session), 0
-        if line is not None:
-            assert job.session is not None
-            part = self.parts[job.session]
-            self._compare(part, line)
-            num_committed = len(part.books.committed)
+        line, num_committed = self._look(job.session)
         handed = Handed(job, self.clock())
         self.handed.append(handed)
         try:
@@ -424,6 +421,38 @@ class BookkeepingWorker(SimulatedWorker):
             self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
         return result
 
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        line, num_committed = self._look(steps.session)
+        assert line is not None
+        at, on_step = self.clock(), steps.on_step
+        done: list[Job[Any]] = []
+
+        def watched(job: Job[Any], result: Any, goes_on: bool) -> None:
+            nonlocal at, num_committed
+            done.append(job)
+            self.handed.append(Handed(job, at, self.clock()))
+            on_step(job, result, goes_on)
+            self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
+            _, num_committed = self._look(steps.session)
+            at = self.clock()
+
+        steps.on_step = watched
+        self.runs.append(done)
+        try:
+            await super().run_steps(steps)
+        except JobError:
+            self._lines.pop(steps.session, None)
+            raise
+
+    def _look(self, session: int | None) -> tuple[ScriptedLine | None, int]:
+        """Compare a session's line, if it has one, with its books; it, and the length of the committed text."""
+        if (line := self._lines.get(session)) is None:
+            return None, 0
+        assert session is not None
+        part = self.parts[session]
+        self._compare(part, line)
+        return line, len(part.books.committed)
+
     def _compare(self, part: Part, line: ScriptedLine) -> None:
         self.num_comparisons += 1
         held, committed = list(part.held.tokens), part.books.committed
@@ -431,6 +460,55 @@ class BookkeepingWorker(SimulatedWorker):
         if self._is_target:
             both = min(len(held), len(committed))
             assert held[:both] == committed[:both], f"the target holds {held}, its text is {committed}"
+
+
+class LaggingWorker(BookkeepingWorker):
+    """A worker that goes on before trio's thread has heard of a step, as a thread does.
+
+    So books and line are compared only where a job is handed in.
+    """
+
+    def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None], hop: Callable[[], float]) -> None:
+        """As `BookkeepingWorker`, and:
+
+        Args:
+            hop: seconds until a step is heard of, asked for each; none is heard of before an earlier one.
+        """
+        super().__init__(actor, price, on_event)
+        self._hop = hop
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        self._look(steps.session)
+        error: JobError | None = None
+        send, receive = trio.open_memory_channel[Any](math.inf)
+
+        async def hear() -> None:
+            with trio.CancelScope(shield=True):
+                async for at, *heard in receive:
+                    await trio.sleep_until(at)
+                    steps.hand_over(*heard).unwrap()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hear)
+            with send:
+                async with self._turn:
+                    done: list[Job[Any]] = []
+                    self.runs.append(done)
+                    following: Job[Any] | None = steps.first()
+                    while following is not None and error is None:
+                        job, result = following, await self._do(following)
+                        self._announce(job, steps.round)
+                        done.append(job)
+                        try:
+                            step = as_job_error(job, result).unwrap()
+                        except JobError as raised:
+                            error = raised
+                            self._lines.pop(steps.session, None)
+                            break
+                        following = None if self._is_wanted_elsewhere() else steps.following(step)
+                        send.send_nowait((self.clock() + self._hop(), job, step.result, following is not None))
+        if error is not None:
+            raise error
 
 
 @attrs.define
@@ -487,6 +565,8 @@ async def simulated(
     max_streams: int | None = None,
     tokenizer: Any = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    chains: bool | None = None,
+    hop: Callable[[], float] | None = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -502,6 +582,8 @@ async def simulated(
         max_streams: how many are at work at the same time.
         tokenizer: the target's.
         prefix_cache_bytes: most that either model keeps of texts that are over.
+        chains: whether a draft step is launched before the one before it is read; None for as it is.
+        hop: seconds until trio's thread hears of a draft step, asked for each; None for at once.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -509,7 +591,10 @@ async def simulated(
     events = Events()
     target_worker = BookkeepingWorker("target", price, events)
     draft_model = draft if isinstance(draft, ScriptedModel) else None
-    draft_worker = None if draft_model is None else BookkeepingWorker("draft", draft_price or price, events)
+    draft_worker: BookkeepingWorker | None = None
+    if draft_model is not None:
+        about = ("draft", draft_price or price, events)
+        draft_worker = BookkeepingWorker(*about) if hop is None else LaggingWorker(*about, hop)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
@@ -526,8 +611,9 @@ async def simulated(
             if listener is not None:
                 events.listen(listener)
             runtime._target._parts = target_worker.parts
-            if runtime._draft is not None and draft_worker is not None:
+            if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
                 runtime._draft._parts = draft_worker.parts
+                runtime._draft.chains = chains
             yield simulation
     simulation.assert_put_away()
     # Fewer where tasks of somebody else's have ended meanwhile.

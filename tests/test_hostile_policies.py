@@ -32,6 +32,7 @@ from scripted import (
 )
 from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 
+from protocol.leash import NO_LEASH, Leash
 from protocol.lookahead import View
 from protocol.tree import Node
 
@@ -53,6 +54,7 @@ class Hostile:
         rests: whether some rounds are left to the target.
         num_from_branch: proposals that hang below what was a correction.
         num_held_back: proposals that were shorter for what was not allowed.
+        longest_run: most steps that were drafted in a row.
     """
 
     allows: Allows = lambda view, node: True
@@ -61,6 +63,7 @@ class Hostile:
     num_guesses: int = 3
     num_from_branch: int = 0
     num_held_back: int = 0
+    longest_run: int = 0
     _dice: random.Random = attrs.field(factory=lambda: random.Random(0))
     _allowed: dict[int, bool] = attrs.field(factory=dict)
 
@@ -89,6 +92,9 @@ class Hostile:
         # Before it is drawn, and once for all.
         self._allowed.setdefault(node.trail, self.allows(view, node))
         return node
+
+    def leash(self, view: View, node: Node) -> Leash:
+        return NO_LEASH
 
     def _open(self, view: View) -> list[Node]:
         return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
@@ -146,7 +152,7 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-def sampled(policy: Hostile, num_tokens: int, seed: int = 1) -> list[int]:
+def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None = None) -> list[int]:
     """A long text, under the rejection rule."""
 
     async def main() -> list[int]:
@@ -157,10 +163,14 @@ def sampled(policy: Hostile, num_tokens: int, seed: int = 1) -> list[int]:
             price=random_price(seed),
             draft_price=lambda job: 0.25 + (len(draft.lines[0].fed) * 7 % 11 if draft.lines else 0) / 8,
             make_policy=lambda settings, prices: policy,
+            hop=None if hop is None else lambda: hop,
         ) as simulation:
-            return await text_of(
+            text = await text_of(
                 simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
             )
+            assert simulation.draft_worker is not None
+            policy.longest_run = max(len(done) for done in simulation.draft_worker.runs)
+            return text
 
     return run(main)
 
@@ -207,6 +217,36 @@ def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
     # What is learnt of it by what comes after is little.
     num_tokens = 4 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
     assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), num_tokens)) < SIGNIFICANCE
+
+
+@attrs.define
+class Straying(Hostile):
+    """Goes on by itself after a step, for as many as its dice say, and while the drafter is sure enough."""
+
+    least: float = 0.0
+
+    def leash(self, view: View, node: Node) -> Leash:
+        def believe(rank: int, raw: float) -> float:
+            return 1.0 if raw > 0.28 else 0.5
+
+        return Leash(self._dice.randrange(5), 1.0, self.least, believe=believe)
+
+    def proposal(self, view: View) -> list[Node] | None:
+        # Where it went on by itself, it allows what comes.
+        for node in view.tree.chain():
+            assert node.parent is not None
+            self._allowed.setdefault(node.parent.trail, True)
+        return super().proposal(view)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hop", [None, 0.25, 2.0])
+@pytest.mark.parametrize("least", [0.0, 0.7])
+def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, hop: float | None) -> None:
+    policy = Straying(least=least)
+    assert likelihood(sampled(policy, NUM_TOKENS, hop=hop)) > SIGNIFICANCE
+    assert policy.num_from_branch > 30
+    assert policy.longest_run > 1
 
 
 class Spying(Hostile):

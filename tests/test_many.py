@@ -472,6 +472,7 @@ class Broken:
     """A tokenizer that cannot say what any token means."""
 
     eos_token_ids: frozenset[int] = frozenset()
+    has_thinking = False
 
     def decode(self, _: Sequence[int]) -> str:
         raise LookupError("no such token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ import pytest
 import trio
 
 from actors.simulated import Contention, SimulatedWorker
-from actors.worker import Job
+from actors.worker import Job, JobError, Step, Steps
 from protocol.errors import SettingsError
 from protocol.trace import Actor, Event, Span, SpanKind
 
@@ -154,6 +155,107 @@ async def test_workers_count_the_time_that_a_job_took_and_not_its_price(autojump
     await run_together((d.target, 0.0, verify), (d.draft, 0.0, job("draft", 4)))
     assert verify.seconds == d.target.busy_seconds == 3.0
     assert d.draft.busy_seconds == 2.0
+
+
+# --- several steps --------------------------------------------------------------------------------
+
+
+def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = lambda number: None) -> Steps[Any]:
+    """Steps of these widths; what is heard of each goes into a list, with the time."""
+
+    def step(number: int) -> Step[int]:
+        if number + 1 == len(widths):
+            return Step(number)
+        return Step(number, lambda: step(number + 1), widths[number + 1])
+
+    def hear(job: Job[Any], number: int, goes_on: bool) -> None:
+        heard.append((trio.current_time(), number, goes_on))
+        on_step(number)
+
+    return Steps("draft", lambda: step(0), hear, num_tokens=widths[0])
+
+
+async def test_each_step_takes_its_price_and_is_heard_of_when_it_is_done(autojump_clock):
+    d, heard = device(None), list[Any]()
+    await d.draft.run_steps(steps([8, 4, 2], heard))
+    assert d.times("draft") == [(0.0, 2.0), (2.0, 3.0), (3.0, 3.5)]
+    assert heard == [(2.0, 0, True), (3.0, 1, True), (3.5, 2, False)]
+    assert [span.num_tokens for span in d.spans] == [8, 4, 2]
+    assert d.draft.busy_seconds == 3.5
+
+
+async def test_each_step_costs_the_target_kappa_of_its_time(autojump_clock):
+    d = device(0.5)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.target.run, job("verify", 8))
+        nursery.start_soon(d.draft.run_steps, steps([4, 4, 4], []))
+    assert d.times("draft") == [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
+    assert d.times("target") == [(0.0, 9.5)]
+
+
+async def test_steps_that_are_interrupted_when_one_is_heard_of_end_with_it(autojump_clock):
+    d, heard = device(None), list[Any]()
+    interrupted = steps([4, 4, 4, 4], heard, lambda number: interrupted.interrupt() if number == 1 else None)
+    await d.draft.run_steps(interrupted)
+    assert [number for _, number, _ in heard] == [0, 1]
+    assert trio.current_time() == 2.0
+
+
+async def test_steps_that_are_interrupted_in_the_middle_of_one_end_after_it(autojump_clock):
+    d, heard = device(None), list[Any]()
+    interrupted = steps([4, 4, 4, 4], heard)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.draft.run_steps, interrupted)
+        await trio.sleep(1.5)
+        interrupted.interrupt()
+    assert heard == [(1.0, 0, True), (2.0, 1, False)]
+    assert trio.current_time() == 2.0
+
+
+async def test_a_job_that_waits_has_its_turn_after_a_step(autojump_clock):
+    d, heard = device(None), list[Any]()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.draft.run_steps, steps([4, 4, 4], heard))
+        await trio.sleep(0.5)
+        await d.draft.run(job("prefill", 8))
+    assert heard == [(1.0, 0, False)]
+    assert d.times("draft") == [(0.0, 1.0), (1.0, 3.0)]
+
+
+async def test_steps_of_a_call_that_is_cancelled_end_after_the_one_that_is_running(autojump_clock):
+    d, heard = device(None), list[Any]()
+    with trio.move_on_at(1.5) as scope:
+        await d.draft.run_steps(steps([4, 4, 4, 4], heard))
+        await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert heard == [(1.0, 0, True), (2.0, 1, False)]
+
+
+async def test_an_error_in_a_step_comes_out_after_what_came_before_it(autojump_clock):
+    d, heard = device(None), list[Any]()
+
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    def hear(job: Job[Any], result: str, goes_on: bool) -> None:
+        heard.append(result)
+
+    with pytest.raises(JobError, match="draft failed"):
+        await d.draft.run_steps(Steps("draft", lambda: Step("first", fail), hear))
+    assert heard == ["first"]
+    await d.draft.run(job("draft", 4))
+
+
+async def test_an_error_of_the_one_who_hears_of_a_step_comes_out(autojump_clock):
+    d, heard = device(None), list[Any]()
+
+    def fail(number: int) -> None:
+        raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        await d.draft.run_steps(steps([4, 4], heard, fail))
+    assert heard == [(1.0, 0, True)]
+    await d.draft.run(job("draft", 4))
 
 
 @pytest.mark.parametrize("kappa", [-0.1, 1.5, float("nan"), float("inf")])

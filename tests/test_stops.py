@@ -427,6 +427,7 @@ class Letters:
 
     def __init__(self, ends: Iterable[int] = (), *, fails_at: int | None = None) -> None:
         self.eos_token_ids = set(ends)
+        self.has_thinking = False
         self._fails_at = fails_at
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from actors.worker import Job, JobError, ThreadWorker
+from actors.worker import Job, JobError, Step, Steps, ThreadWorker
 from protocol.trace import Event, Span
 
 
@@ -239,6 +240,177 @@ async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -
         await gate.begun()
         scope.cancel()
         gate.let_go_on()
+
+
+# --- several steps --------------------------------------------------------------------------------
+
+
+def counting(do: Callable[[int], Any], most: int, number: int = 0) -> Callable[[], Step[Any]]:
+    """A step that does its number, and then says that the next one follows, up to so many."""
+
+    def step() -> Step[Any]:
+        result = do(number)
+        return Step(result, counting(do, most, number + 1) if number + 1 < most else None, num_tokens=number + 1)
+
+    return step
+
+
+def steps_of(begin: Callable[[], Step[Any]], heard: list[Any], **more: Any) -> Steps[Any]:
+    return Steps("draft", begin, lambda job, result, goes_on: heard.append((result, goes_on)), **more)
+
+
+async def test_steps_are_done_in_a_row_and_each_is_heard_of_in_trios_thread() -> None:
+    heard: list[tuple[Job[Any], threading.Thread, bool, threading.Thread]] = []
+    spans: list[Event] = []
+    async with ThreadWorker("draft", on_event=spans.append) as worker:
+        steps = Steps(
+            "draft",
+            counting(lambda number: threading.current_thread(), 4),
+            lambda job, result, goes_on: heard.append((job, result, goes_on, threading.current_thread())),
+            session=3,
+            num_tokens=7,
+            round=2,
+        )
+        await worker.run_steps(steps)
+        assert [goes_on for _, _, goes_on, _ in heard] == [True, True, True, False]
+        assert {thread.name for _, thread, _, _ in heard} == {"outrider-draft"}
+        assert {thread for _, _, _, thread in heard} == {threading.current_thread()}
+        jobs = [job for job, _, _, _ in heard]
+        assert worker.busy_seconds == pytest.approx(sum(job.seconds for job in jobs))
+    assert [attrs.evolve(span, began=0, ended=0) for span in spans if isinstance(span, Span)] == [
+        Span("draft", "draft", 3, 0, 0, num_tokens, 2) for num_tokens in (7, 1, 2, 3)
+    ]
+    assert all(before.ended <= after.began for before, after in itertools.pairwise(jobs))
+
+
+async def test_a_step_is_heard_of_while_the_next_one_runs() -> None:
+    gate, heard = Gate(), trio.Event()
+    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
+        begin = counting(lambda number: gate() if number == 1 else None, 2)
+        nursery.start_soon(worker.run_steps, Steps("draft", begin, lambda job, result, goes_on: heard.set()))
+        await heard.wait()
+        await gate.begun()
+        assert not gate.is_done
+        gate.let_go_on()
+
+
+async def test_steps_that_are_interrupted_end_after_the_one_that_is_running() -> None:
+    gate, done, heard = Gate(), list[int](), list[Any]()
+    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
+
+        def do(number: int) -> int:
+            done.append(number)
+            if number == 2:
+                gate()
+            return number
+
+        steps = steps_of(counting(do, 10), heard)
+        nursery.start_soon(worker.run_steps, steps)
+        await gate.begun()
+        steps.interrupt()
+        gate.let_go_on()
+    assert done == [0, 1, 2]
+    assert heard == [(0, True), (1, True), (2, False)]
+
+
+async def test_a_job_that_waits_has_its_turn_after_the_step_that_is_running() -> None:
+    gate, done, heard = Gate(), list[Any](), list[Any]()
+    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
+
+        def do(number: int) -> None:
+            done.append(number)
+            if number == 1:
+                gate()
+
+        nursery.start_soon(worker.run_steps, steps_of(counting(do, 10), heard))
+        await gate.begun()
+        nursery.start_soon(worker.run, job(lambda: done.append("another")))
+        await trio.testing.wait_all_tasks_blocked()
+        gate.let_go_on()
+    assert done == [0, 1, "another"]
+    assert heard == [(None, True), (None, False)]
+
+
+async def test_steps_of_a_call_that_is_cancelled_end_after_the_one_that_is_running() -> None:
+    gate, heard = Gate("result"), list[Any]()
+    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def wait() -> None:
+            with scope:
+                await worker.run_steps(steps_of(counting(lambda number: gate(), 10), heard))
+                heard.append("returned")
+                await trio.lowlevel.checkpoint()
+
+        await gate.begun()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == []
+        gate.let_go_on()
+    assert heard == [("result", False), "returned"]
+    assert scope.cancelled_caught
+
+
+async def test_steps_that_wait_are_taken_back() -> None:
+    gate, heard = Gate(), list[Any]()
+    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, job(gate))
+        await gate.begun()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(worker.run_steps, steps_of(counting(lambda number: number, 3), heard))
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        assert scope.cancelled_caught
+        gate.let_go_on()
+        await worker.run(job(lambda: None))
+    assert heard == []
+
+
+async def test_an_error_in_a_step_comes_back_after_what_came_before_it() -> None:
+    heard: list[Any] = []
+    async with ThreadWorker("draft") as worker:
+        with pytest.raises(JobError, match="draft failed: ZeroDivisionError") as raised:
+            await worker.run_steps(steps_of(counting(lambda number: 6 // (2 - number), 5), heard))
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        assert await worker.run(job(lambda: "the next job")) == "the next job"
+    assert heard == [(3, True), (6, True)]
+
+
+async def test_an_error_of_the_one_who_hears_of_a_step_ends_them_and_comes_back_as_it_is() -> None:
+    error, gate, heard = KeyError("unheard of"), Gate(), list[int]()
+
+    def hear(job: Job[Any], result: int, goes_on: bool) -> None:
+        heard.append(result)
+        gate.let_go_on()
+        raise error
+
+    async with ThreadWorker("draft") as worker:
+        with pytest.raises(KeyError) as raised:
+            await worker.run_steps(Steps("draft", counting(lambda number: gate() if number else number, 10), hear))
+        assert raised.value is error
+        assert await worker.run(job(lambda: "the next job")) == "the next job"
+    assert heard == [0]
+
+
+async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_no_other() -> None:
+    gate, done = Gate(), list[int]()
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def body() -> None:
+            with scope:
+                async with ThreadWorker("draft") as worker:
+                    await worker.run_steps(steps_of(counting(lambda number: done.append(number) or gate(), 10), []))
+
+        await gate.begun()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        gate.let_go_on()
+    assert done == [0]
+    assert worker_threads() == []
 
 
 # --- leaving --------------------------------------------------------------------------------------

@@ -1,0 +1,453 @@
+"""Draft steps in a row: how many there are to a job, what ends them, and that the books are true whenever they end."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import gemma3_text, greedy, llama, mamba, near, prompt_of
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    Undo,
+    agreeing,
+    always,
+    collect,
+    continuation,
+    hashed,
+    never,
+    priced,
+    prompt_with_distinct_continuation,
+    right_where,
+    run,
+    simulated,
+    text_of,
+    truthful,
+    within,
+)
+from test_cache_ladder import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
+from test_schedules import COSTS, by_turns, tuples
+
+import runtime
+from actors.draft import DraftActor
+from actors.draft_steps import Drafted, DraftSteps, FellBack, Refused
+from actors.session import Session
+from protocol.acceptance import likeliest
+from protocol.held import Held
+from protocol.leash import Leash
+from protocol.messages import Open
+from protocol.settings import Settings
+
+PROMPT = [5, 6, 7]
+CACHES: dict[str, dict[str, Any]] = {
+    "trim": {},
+    "none": {"undo": never},
+    "trim until they are full": {"undo": within(24)},
+    "only go back to a state": {"undo": never, "keeps_states": True},
+}
+
+
+def runs_of(simulation: Simulation) -> list[int]:
+    """How many steps each job of the drafter's had."""
+    return [len(done) for done in simulation.draft_worker.runs]
+
+
+# --- how many steps a job has ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8])
+async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another(
+    lookahead: int, chains: bool, autojump_clock: Any
+) -> None:
+    price = priced(draft=1.0, verify=1024.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=100, lookahead=lookahead) == continuation(PROMPT, 100)
+    # The first proposal; as far as it is of use to go beyond it; then in each round as far as the verdict went.
+    first, second, *others = runs_of(simulation)
+    assert (first, second) == (lookahead, lookahead + 1)
+    rounds = len(simulation.spans("target", "verify"))
+    assert others[: rounds - 3] == [lookahead + 1] * min(len(others), rounds - 3)
+    assert len(others) <= rounds
+
+
+@pytest.mark.parametrize("draft_price", [0.25, 1.0])
+async def test_by_itself_a_drafter_that_is_always_right_needs_one_job_a_round(
+    draft_price: float, autojump_clock: Any
+) -> None:
+    price = priced(draft=draft_price, verify=32.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        # Until the prices are known, it asks after each step.
+        await text_of(simulation, PROMPT, max_tokens=100)
+        before, rounds_before = len(runs_of(simulation)), len(simulation.spans("target", "verify"))
+        await text_of(simulation, [1, 2, 3], max_tokens=400)
+        runs, rounds = runs_of(simulation)[before:], len(simulation.spans("target", "verify")) - rounds_before
+    assert len(runs) == rounds
+    assert sum(runs) >= 400
+
+
+@pytest.mark.parametrize("chains", [False, True])
+async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> None:
+    prompt = prompt_with_distinct_continuation(12)
+    for length in range(1, 10):
+        stop = continuation(prompt, length)[-1:]
+        draft, price = ScriptedModel(truthful), priced(draft=0.5, verify=64.0)
+        async with simulated(ScriptedModel(truthful), draft, price=price, chains=chains) as simulation:
+            text = await text_of(simulation, prompt, stop_tokens=stop, lookahead=8, max_tokens=40)
+        assert text == continuation(prompt, length)
+        # Nothing comes after a stop token, so nothing is drafted there; the length of the text alone is no bound.
+        assert len(simulation.spans("draft", "draft")) == length
+        # What was launched before the stop was known may have been fed.
+        assert max(len(line.tokens) for line in draft.lines) <= len(prompt) + length - 1 + chains
+
+
+# --- what ends them -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("verify", [0.5, 1.25, 2.5, 3.75])
+async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_running(
+    verify: float, chains: bool, autojump_clock: Any
+) -> None:
+    # A proposal takes four steps, and five more are of use; all are wrong from the first token on.
+    price = priced(prefill=0.0, draft=1.0, verify=verify)
+    draft = ScriptedModel(agreeing(0.0))
+    async with simulated(ScriptedModel(truthful), draft, price=price, chains=chains) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=24, lookahead=4) == continuation(PROMPT, 24)
+        runs, misses = filter(None, simulation.draft_worker.runs), simulation.instants("miss")
+        struck = [(done, miss.at) for done in runs for miss in misses if done[0].began < miss.at < done[-1].ended]
+        assert len(struck) > 5
+        for done, at in struck:
+            assert done[-1].began < at
+
+
+async def test_a_verdict_that_goes_their_way_does_not_end_them(autojump_clock: Any) -> None:
+    price = priced(prefill=0.0, draft=2.0, verify=5.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=40, lookahead=3)
+        passed = [
+            (done, hit.at)
+            for done in simulation.draft_worker.runs
+            for hit in simulation.instants("hit")
+            if done[0].began < hit.at < done[-1].began
+        ]
+        assert passed
+
+
+@pytest.mark.parametrize("at", [0.5, 1.0, 2.25, 5.0, 7.5])
+@pytest.mark.parametrize("chains", [False, True])
+async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
+    at: float, chains: bool, autojump_clock: Any
+) -> None:
+    price = priced(prefill=0.0, draft=1.0, verify=64.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=100, lookahead=8)
+        await trio.sleep(at)
+        await stream.aclose()
+        await trio.sleep(10)
+        drafts = simulation.spans("draft", "draft")
+        assert all(draft.began <= at for draft in drafts)
+        (close,) = simulation.spans("draft", "close")
+        assert close.ended == drafts[-1].ended
+
+
+async def test_a_text_that_ends_ends_them(autojump_clock: Any) -> None:
+    # While the last verdict is under way the drafter is busy beyond what it will say.
+    prompt = prompt_with_distinct_continuation(12)
+    stop = continuation(prompt, 3)[-1:]
+    price = priced(prefill=0.0, draft=1.0, verify=4.5)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=price) as simulation:
+        assert await text_of(simulation, prompt, stop_tokens=stop, lookahead=8) == continuation(prompt, 3)
+        ended = simulation.instants("finish")[0].at
+        assert all(draft.began <= ended for draft in simulation.spans("draft", "draft"))
+
+
+async def test_two_sessions_draft_by_turns(autojump_clock: Any) -> None:
+    price = priced(prefill=0.0, draft=1.0, verify=256.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        streams = [simulation.runtime.stream([n, n], max_tokens=200, lookahead=6) for n in (1, 2)]
+        await trio.sleep(100)
+        order = [draft.session for draft in simulation.spans("draft", "draft")]
+        # Six each, and then seven more, of which the target's one pass makes no end.
+        assert order == [order[0], order[1]] * 13
+        assert set(order) == {0, 1}
+        assert set(runs_of(simulation)[:-1]) == {1}
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_steps(autojump_clock: Any) -> None:
+    price = priced(prefill=0.25, draft=1.0, verify=256.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        first = simulation.runtime.stream([1], max_tokens=200, lookahead=8)
+        await trio.sleep(2.5)
+        assert len(simulation.spans("draft", "draft")) == 2
+        second = simulation.runtime.stream([1, 2, 3], max_tokens=200, lookahead=8)
+        await trio.sleep(2)
+        # Its line is opened after the step that is running; then each has its turn.
+        assert simulation.spans("draft", "open", session=1)[0].began == 3.0
+        assert simulation.spans("draft", "prefill", session=1)[0].began == 4.0
+        for stream in (first, second):
+            await stream.aclose()
+
+
+# --- the books ------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Interrupted:
+    """A generation in which draft steps are interrupted in the middle, and heard of late."""
+
+    right: tuple[bool, ...]
+    lookahead: int | str
+    max_tokens: int
+    stop_at: int | None
+    num_sessions: int
+    costs: tuple[float, ...]
+    draft_costs: tuple[float, ...]
+    hops: tuple[float, ...] | None
+    chains: bool
+    target_undo: Undo
+    draft_cache: str
+    draft_fails_at: int | None
+    schedule: int
+
+
+INTERRUPTED = st.builds(
+    Interrupted,
+    right=tuples(st.booleans(), 8) | st.just((True,)),
+    lookahead=st.sampled_from([1, 2, 3, 5, 8, "auto", "auto"]),
+    max_tokens=st.integers(1, 40),
+    stop_at=st.none() | st.integers(0, 20),
+    num_sessions=st.sampled_from([1, 1, 2]),
+    costs=tuples(st.sampled_from(COSTS), 6),
+    draft_costs=tuples(st.sampled_from([0.0, 0.25, 1.0, 3.0]), 6),
+    hops=st.none() | tuples(st.sampled_from([0.0, 0.125, 0.75, 4.0, 30.0]), 6),
+    chains=st.booleans(),
+    target_undo=st.sampled_from([always, never, within(12)]),
+    draft_cache=st.sampled_from(sorted(CACHES)),
+    draft_fails_at=st.none() | st.none() | st.integers(1, 30),
+    schedule=st.integers(0, 2**32),
+)
+
+
+async def play(scenario: Interrupted) -> None:
+    """The text is the true one, and books and lines agree: the workers compare them, and leaving looks at the lines."""
+    hops = None if scenario.hops is None else itertools.cycle(scenario.hops).__next__
+    draft = ScriptedModel(
+        right_where(scenario.right),
+        fails=None if scenario.draft_fails_at is None else {"feed": {scenario.draft_fails_at}},
+        **CACHES[scenario.draft_cache],
+    )
+    async with simulated(
+        ScriptedModel(truthful, undo=scenario.target_undo),
+        draft,
+        price=by_turns(scenario.costs),
+        draft_price=by_turns(scenario.draft_costs),
+        schedule=scenario.schedule,
+        chains=scenario.chains,
+        hop=hops,
+    ) as simulation:
+
+        async def one(prompt: list[int]) -> None:
+            stop = [] if scenario.stop_at is None else continuation(prompt, scenario.stop_at + 1)[-1:]
+            stream = simulation.runtime.stream(
+                prompt, max_tokens=scenario.max_tokens, stop_tokens=stop, lookahead=scenario.lookahead
+            )
+            assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
+            assert stream.statistics().draft_failures <= (scenario.draft_fails_at is not None)
+
+        async with trio.open_nursery() as nursery:
+            for n in range(scenario.num_sessions):
+                nursery.start_soon(one, [n, 1, 2])
+
+
+@given(INTERRUPTED)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_books_are_true_whatever_ends_the_steps_and_whenever_they_are_heard_of(scenario: Interrupted) -> None:
+    run(play, scenario)
+
+
+@pytest.mark.slow
+@given(INTERRUPTED)
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_the_books_are_true_in_many_more_schedules(scenario: Interrupted) -> None:
+    run(play, scenario)
+
+
+@pytest.mark.parametrize("caches", CACHES)
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_verdict_at_any_time_finds_the_books_true(caches: str, chains: bool) -> None:
+    # The times of a verify are such that verdicts fall into each step, and between two.
+    for verify, hop in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
+
+        async def main(verify: float = verify, hop: float | None = hop) -> None:
+            async with simulated(
+                ScriptedModel(truthful),
+                ScriptedModel(agreeing(0.75), **CACHES[caches]),
+                price=priced(draft=1.0, verify=verify),
+                chains=chains,
+                hop=None if hop is None else lambda: hop,
+            ) as simulation:
+                assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
+                assert simulation.draft_worker.num_comparisons > 10
+
+        run(main)
+
+
+@pytest.mark.parametrize("hop", [None, 0.5])
+@pytest.mark.parametrize("settings", [{"temperature": 0.8, "acceptance": "match", "seed": 4}, {}])
+@pytest.mark.parametrize("lookahead", [1, 6, "auto"])
+def test_launching_steps_early_changes_neither_text_nor_proposals(
+    lookahead: Any, settings: dict[str, Any], hop: float | None
+) -> None:
+    target = hashed("target", 6.0)
+
+    async def main(chains: bool) -> tuple[list[int], list[Any]]:
+        async with simulated(
+            ScriptedModel(target),
+            ScriptedModel(hashed("draft", 3.0, near=target)),
+            price=priced(draft=1.0, verify=6.5),
+            chains=chains,
+            hop=None if hop is None else lambda: hop,
+        ) as simulation:
+            text = await text_of(simulation, PROMPT, max_tokens=60, lookahead=lookahead, **settings)
+            return text, [(each.round, each.tokens) for each in simulation.instants("proposal")]
+
+    (text, proposed), (chained_text, chained) = run(main, False), run(main, True)
+    assert chained_text == text
+    if hop is None and lookahead != "auto":
+        assert chained == proposed
+
+
+# --- on real caches -------------------------------------------------------------------------------
+
+
+class OnThread:
+    """Draft steps on a real cache, and books of what it should hold, as the drafter keeps them."""
+
+    def __init__(self, name: str, *, chains: bool, num_prefilled: int, settled: int, **settings: Any) -> None:
+        self.subject = subject(name)
+        self.num_prefilled = num_prefilled
+        self.line = self.subject.open_line("auto")
+        self.held = Held()
+        self.opened = Open(0, tuple(TEXT), Settings(**settings), 7, frozenset())
+        self.committed = TEXT[:settled]
+        self.session = Session(self.opened, trio.open_memory_channel(0)[0])
+        self.steps = DraftSteps(self.line, settled, self.session, VOCAB_SIZE, 3, lambda: 0.0, chains)
+        plan = self.held.plan(TEXT[:num_prefilled], num_logits=0)
+        self.line.feed(plan.feed, 0)
+        self.held.follow(plan)
+
+    def draft(self, beyond: Sequence[int], leash: int, most: int) -> list[Drafted]:
+        """What steps bring that are interrupted after so many; asked for again where the cache falls back."""
+        while True:
+            plan = self.held.plan(self.committed, beyond)
+            tail = self.session.shaping.tail(self.committed, beyond)
+            step, found = self.steps.begin(plan, 0, tail, Leash(leash)), list[Drafted]()
+            if not isinstance(step.result, FellBack):
+                break
+            self.held.rewind(step.result.length)
+            self.line.check(len(self.held))
+        while isinstance(step.result, Drafted):
+            found.append(step.result)
+            self.held.follow(step.result.fed)
+            self.line.check(len(self.held))
+            if step.then is None or len(found) == most:
+                break
+            step = step.then()
+        assert not isinstance(step.result, FellBack)
+        if isinstance(step.result, Refused):
+            self.held.rewind(step.result.length)
+        self.line.check(len(self.held))
+        return found
+
+
+def choices(found: Sequence[Drafted]) -> list[int]:
+    return [drafted.guesses[0].token for drafted in found]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "acceptance": "match"}])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[str, Any]) -> None:
+    for settled in (4, 7, 12, 20):
+        one, other = (OnThread(name, chains=c, num_prefilled=3, settled=settled, **settings) for c in (False, True))
+        found, chained = one.draft((), 6, 99), other.draft((), 6, 99)
+        assert len(found) == len(chained) > 0
+        assert one.held.tokens == other.held.tokens
+        for drafted, same in zip(found, chained, strict=True):
+            assert drafted.can_look_ahead == same.can_look_ahead
+            assert [guess.token for guess in drafted.guesses] == [guess.token for guess in same.guesses]
+            raw = [guess.raw for guess in drafted.guesses]
+            assert raw == pytest.approx([guess.raw for guess in same.guesses], abs=ATOL)
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_steps_that_are_interrupted_leave_the_cache_as_the_books_say(name: str, chains: bool) -> None:
+    dice = random.Random(5)
+    for most in range(1, 6):
+        thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
+        for _ in range(4):
+            found = thread.draft((), 5, most)
+            # The text goes on along what was drafted, for a while, and then another way.
+            along = choices(found)[: dice.randrange(len(found) + 1)]
+            thread.committed = [*thread.committed, *along, dice.randrange(VOCAB_SIZE)]
+            thread.steps = attrs.evolve(thread.steps, settled=len(thread.committed))
+        again = thread.draft((), 0, 1)
+        expected = thread.subject.row(thread.num_prefilled, tuple(thread.committed))
+        tokens, shares = likeliest(expected[None, :VOCAB_SIZE], 3)
+        assert [guess.token for guess in again[0].guesses] == tokens[0].tolist()
+        assert [guess.raw for guess in again[0].guesses] == pytest.approx(shares[0].tolist(), abs=10 * ATOL)
+
+
+def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_is_read() -> None:
+    thread = OnThread("KVCache", chains=True, num_prefilled=3, settled=5, temperature=1.0, acceptance="rejection")
+    for most in range(1, 5):
+        found = thread.draft((), 5, most)
+        # The last choice is not in the cache.
+        assert len(thread.held) == 5 + len(found) - 1
+
+
+# --- on threads -----------------------------------------------------------------------------------
+
+FAMILIES = {"KVCache": llama, "RotatingKVCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_on_threads_the_text_is_the_greedy_one(name: str, chains: bool) -> None:
+    target, prompt = FAMILIES[name](), prompt_of(9)
+    expected = greedy(target, prompt, 40)
+    async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
+        assert isinstance(rt._draft, DraftActor)
+        rt._draft.chains = chains
+        for lookahead in (1, 3, 6, "auto"):
+            completion = await rt.generate(prompt, max_tokens=40, lookahead=lookahead)
+            assert [token.id for token in completion.tokens] == expected
+            assert completion.statistics.draft_failures == 0
+            assert lookahead == "auto" or completion.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("chains", [False, True])
+async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(chains: bool) -> None:
+    target, prompt = llama(), prompt_of(9)
+    expected = greedy(target, prompt, 30)
+    async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
+        assert isinstance(rt._draft, DraftActor)
+        rt._draft.chains = chains
+        for num_taken in range(8):
+            async with rt.stream(prompt, max_tokens=100, lookahead=8) as stream:
+                taken = [(await anext(stream)).id for _ in range(num_taken)]
+            assert taken == expected[:num_taken]
+        completion = await rt.generate(prompt, max_tokens=30, lookahead=4)
+        assert [token.id for token in completion.tokens] == expected
+        assert completion.statistics.draft_failures == 0

@@ -1,0 +1,231 @@
+"""A leash says beforehand what the policy would say: never more, and, where that can be told, not less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from test_lookahead import POSITION, ROOT, at, chain_of, tree_of, view_of
+
+from protocol.calibration import Calibration
+from protocol.leash import NO_LEASH, Leash, Worth
+from protocol.lookahead import Auto, Chain, Policy, View
+from protocol.prices import Prices
+from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
+
+deterministic = settings(deadline=None, derandomize=True, max_examples=400)
+
+STEP, VERIFY = 1.0, 8.0
+
+
+def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.05, rate: float = 0.3) -> Prices:
+    """Prices of a drafter's step and a target's pass, well known."""
+    prices = Prices()
+    for width in (1, 2, 3, 1, 4) * 10:
+        prices.draft_alone.observe(width, step)
+        for overlap in (0.0, step, 3 * step):
+            prices.verify.observe(width, overlap, VERIFY * (1 + slope * (width - 1)) + contention * overlap)
+        prices.round_over(round(rate * 100), 100.0)
+    return prices
+
+
+def auto(prices: Prices, mean: float = 0.8, surprises: tuple[tuple[int, float, bool], ...] = ()) -> Auto:
+    calibration = Calibration(mean=mean)
+    for rank, raw, was_right in surprises:
+        calibration.observe(Guess(0, raw, rank=rank, raw=raw), was_right)
+    calibration.mean = mean
+    return Auto(prices, calibration)
+
+
+def guesses_of(policy: Policy, raws: tuple[float, ...]) -> tuple[Guess, ...]:
+    """The drafter's choice and runners-up with these confidences of its own."""
+    believe = policy.calibration if isinstance(policy, Auto) else lambda rank, raw: raw
+    return tuple(Guess(i, believe(i, raw), rank=i, raw=raw) for i, raw in enumerate(raws))
+
+
+def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -> bool:
+    """Whether the policy, asked after a step, would have the drafter go on after its choice."""
+    view = view_of(tree, **changes)
+    return (view.due is not None or policy.proposal(view) is None) and policy.expansion(view) is choice
+
+
+# --- what it is made of ---------------------------------------------------------------------------
+
+
+def test_no_leash_has_the_drafter_ask_after_each_step():
+    assert NO_LEASH.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
+    assert not NO_LEASH.foresees_another(0.0)
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_leash_is_as_long_as_it_says(steps):
+    leash: Leash | None = Leash(steps)
+    for _ in range(steps):
+        assert leash.foresees_another(0.0)
+        leash = leash.after((Guess(1, 0.0, raw=0.0),), 0.0)
+    assert leash.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
+
+
+def believed(**changes: Any) -> Leash:
+    return attrs.evolve(Leash(5, believe=lambda rank, raw: raw, mean=0.5), **changes)
+
+
+def after(leash: Leash, *raws: float, now: float = 0.0) -> Leash | None:
+    return leash.after(tuple(Guess(i, 0.0, rank=i, raw=raw) for i, raw in enumerate(raws)), now)
+
+
+def test_reach_falls_along_it_until_it_is_too_little():
+    leash = believed(least=0.4)
+    leash = after(leash, 0.9)
+    assert leash.reach == pytest.approx(0.9)
+    leash = after(leash, 0.6)
+    assert leash.reach == pytest.approx(0.54)
+    assert after(leash, 0.7) is None
+    assert after(leash, 0.8) is not None
+
+
+def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
+    worth = Worth(step=1.0, saved=1.0, delay=0.0, due=100.0)
+    assert after(believed(worth=worth, rival=0.6), 0.5) is None
+    assert after(believed(worth=worth, rival=0.4), 0.5) is not None
+    # Among that are the runners-up of the steps on the way.
+    assert after(believed(worth=worth), 0.5, 0.5) is None
+    on_the_way = after(believed(worth=worth), 0.6, 0.35)
+    assert after(on_the_way, 0.5) is None
+    assert after(on_the_way, 0.6) is not None
+    # Not while the target waits: then the chain alone counts.
+    assert after(believed(rival=0.6), 0.5, 0.5) is not None
+
+
+def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
+    leash = believed(worth=Worth(step=1.0, saved=1.0, delay=0.0, due=10.0))
+    assert after(leash, 0.3, now=9.0) is not None
+    assert after(leash, 0.3, now=9.9) is None
+    assert after(leash, 0.7, now=9.9) is not None
+
+
+def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
+    assert believed(least=0.4).foresees_another(0.0)
+    assert not believed(least=0.5).foresees_another(0.0)
+
+
+# --- what policies give ---------------------------------------------------------------------------
+
+
+@given(
+    most=st.integers(0, 6),
+    ready=st.integers(0, 9),
+    limit=st.integers(0, 9),
+    depth=st.integers(0, 20),
+    due=st.none() | st.just(5.0),
+)
+@deterministic
+def test_of_a_fixed_lookahead_everything_is_known_beforehand(most, ready, limit, depth, due):
+    policy, tree = Chain(most), chain_of(ready)
+    changes = {"limit": limit, "depth": depth, "due": due}
+    node = policy.expansion(view_of(tree, **changes))
+    if node is None or (due is None and policy.proposal(view_of(tree, **changes)) is not None):
+        return
+    leash: Leash | None = policy.leash(view_of(tree, **changes), node)
+    for token in range(ready, 50):
+        choice = tree.expand(node, Guess(token, 0.5, raw=0.5))
+        leash = leash.after((choice.guess,), 0.0)
+        assert (leash is not None) == goes_on(policy, tree, choice, **changes)
+        if leash is None:
+            return
+        node = choice
+    raise AssertionError("it never ended")
+
+
+CONFIDENCES = st.floats(0.01, 0.99) | st.floats(0.8, 0.999)
+STEPS = st.lists(
+    st.tuples(CONFIDENCES, st.floats(0.0, 1.0), st.floats(0.0, 1.0)).map(
+        lambda drawn: (drawn[0], drawn[1] * (1 - drawn[0]), drawn[2] * drawn[1] * (1 - drawn[0]) / 2)
+    ),
+    min_size=1,
+    max_size=8,
+)
+POLICIES = st.builds(
+    auto,
+    st.builds(
+        prices_of,
+        st.sampled_from([0.1, 0.5, 1.0, 3.0]),
+        contention=st.sampled_from([0.0, 0.3, 1.0]),
+        slope=st.sampled_from([0.0, 0.06, 0.5]),
+        rate=st.sampled_from([0.05, 0.2, 0.5]),
+    ),
+    st.sampled_from([0.3, 0.6, 0.9]),
+    st.lists(st.tuples(st.integers(0, 2), CONFIDENCES, st.booleans()), max_size=20).map(tuple),
+)
+
+
+@given(
+    policy=POLICIES,
+    tree=st.lists(st.lists(st.floats(0.1, 1.0), max_size=4), max_size=2),
+    steps=STEPS,
+    limit=st.integers(0, 12),
+    depth=st.integers(1, 20),
+    due=st.none() | st.floats(0.0, 10.0),
+)
+@settings(deterministic, max_examples=800)
+def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, tree, steps, limit, depth, due):
+    # A chain, and one beside it that branches off at the root.
+    paths = [tuple((100 * i + k, share) for k, share in enumerate(path)) for i, path in enumerate(tree)]
+    grown, now = tree_of(*paths), 0.0
+    changes: dict[str, Any] = {"limit": limit, "depth": depth, "due": due}
+    node = policy.expansion(view_of(grown, **changes))
+    if node is None or (due is None and policy.proposal(view_of(grown, **changes)) is not None):
+        return
+    leash: Leash | None = policy.leash(view_of(grown, **changes), node)
+    num_steps = 0
+    for raws in steps:
+        now += policy.prices.draft(1, beside=due is not None)
+        guesses = tuple(attrs.evolve(g, token=1000 + g.token) for g in guesses_of(policy, raws))
+        choice = grown.expand(node, *guesses)
+        leash = leash.after(guesses, now)
+        # Of two that are as likely, either will do.
+        ties = sum(other.reach == choice.reach for other in grown.frontier()) > 1
+        if not ties:
+            assert (leash is not None) == goes_on(policy, grown, choice, now=now, **changes)
+        if leash is None:
+            break
+        node, num_steps = choice, num_steps + 1
+    event(f"steps that followed: {num_steps}")
+
+
+def test_before_the_prices_are_known_the_drafter_asks():
+    tree = LookaheadTree(ROOT, POSITION)
+    assert Auto(Prices(), Calibration()).leash(view_of(tree), tree.root) is NO_LEASH
+
+
+@pytest.mark.parametrize("due", [None, 5.0])
+def test_where_something_was_looked_up_the_drafter_asks(due):
+    # What comes after it may be that, and not the drafter's choice.
+    tree = LookaheadTree(ROOT, POSITION)
+    tree.look_up([Guess(1, 0.9, rank=LOOKED_UP, raw=0.9)])
+    policy = auto(prices_of())
+    assert policy.leash(view_of(tree, due=due), tree.root) is NO_LEASH
+    assert policy.leash(view_of(tree, due=due), at(tree, 1)).steps > 0
+
+
+def test_a_leash_does_not_change_with_what_is_learnt_after_it_was_given():
+    tree = LookaheadTree(ROOT, POSITION)
+    policy = auto(prices_of())
+    leash = policy.leash(view_of(tree), tree.root)
+    before = leash.believe(0, 0.7)
+    for _ in range(20):
+        policy.calibration.observe(Guess(1, 0.7, raw=0.7), False)
+    assert leash.believe(0, 0.7) == before != policy.calibration(0, 0.7)
+
+
+@pytest.mark.parametrize("due", [None, 9.0])
+def test_a_leash_holds_nothing_that_the_other_thread_changes(due):
+    tree = LookaheadTree(ROOT, POSITION)
+    policy = auto(prices_of())
+    leash = policy.leash(view_of(tree, due=due), tree.root)
+    held = [getattr(leash, field.name) for field in attrs.fields(Leash)]
+    assert not any(isinstance(value, (Node, LookaheadTree, View, Prices, Auto)) for value in held)
+    assert not any(value is policy.calibration for value in held)
