@@ -71,6 +71,8 @@ class TrioThread(Generic[T]):
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
         self._is_stopping = False
+        self._is_entered = False
+        self._left = trio.Event()
         self._started: asyncio.Future[None] = self.loop.create_future()
         self._ended: asyncio.Future[None] = self.loop.create_future()
         self._outcome: outcome.Outcome[None] = outcome.Value(None)
@@ -138,7 +140,7 @@ class TrioThread(Generic[T]):
         self._is_stopping = True
         if self._token is not None:
             try:
-                self._token.run_sync_soon(self._scope.cancel)
+                self._token.run_sync_soon(self._begin_to_leave)
             except trio.RunFinishedError:
                 return
 
@@ -160,20 +162,30 @@ class TrioThread(Generic[T]):
         self.tell(self._settle)
 
     async def _main(self) -> None:
-        with self._scope:
-            self._token = trio.lowlevel.current_trio_token()
-            if self._is_stopping:
-                return
-            async with _BackgroundNursery() as self.nursery:
-                self.nursery.start_soon(self._stop_with_the_loop)
+        self._token = trio.lowlevel.current_trio_token()
+        # The nursery is outside: what goes on in it hears first of how the context manager was left.
+        async with _BackgroundNursery() as self.nursery:
+            self.nursery.start_soon(self._stop_with_the_loop)
+            with self._scope:
+                if self._is_stopping:
+                    self._scope.cancel()
                 async with self._make() as self._value:
                     self.answer(self._started, None)
-                    await trio.sleep_forever()
+                    self._is_entered = True
+                    await self._left.wait()
+
+    def _begin_to_leave(self) -> None:
+        # Not by cancelling, where there is something to leave: that would strike all that is at work in it at the same
+        # time as who looks after its end.
+        if self._is_entered:
+            self._left.set()
+        else:
+            self._scope.cancel()
 
     async def _stop_with_the_loop(self) -> None:
         while not self.loop.is_closed() and self._owner.is_alive():  # noqa: ASYNC110 (of neither is there an event)
             await trio.sleep(LOOK_EVERY)
-        self._scope.cancel()
+        self._begin_to_leave()
 
     # --- back in asyncio --------------------------------------------------------------------------
 
