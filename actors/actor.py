@@ -226,9 +226,15 @@ class ModelActor(Actor[S]):
                     part.held.tokens,
                     tuple(part.books.committed),
                     beside_another=beside_another,
+                    num_prompt=len(opened.prompt),
                 )
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, part.id))
+
+    async def settled(self) -> KeptLines:
+        """What is kept for others, once sessions that nobody wants any more have put away theirs."""
+        await self.unwanted_to_be_over()
+        return self._kept
 
     async def unwanted_to_be_over(self, before: S | None = None) -> None:
         """Wait until what sessions had that nobody wants any more is kept, if they asked for that.

@@ -17,6 +17,10 @@ from protocol.errors import RewindError
 # A search looks at each line; and past some number, what is oldest is not asked for again.
 MOST_LINES = 64
 
+# Tokens at the end of a prompt which ask for an answer, such as tags around an empty thought, and which a text that
+# goes on from it may be without.
+ASKING = 4
+
 
 @attrs.frozen
 class Begun:
@@ -27,13 +31,35 @@ class Begun:
 
 
 @attrs.frozen(eq=False)
-class _Kept:
-    """A line, what it has processed, and whether it leaves room for another model."""
+class Nearest:
+    """A line, what it has processed, and how much of that a text begins with to which it could go back."""
 
     line: Line
     tokens: tuple[int, ...]
+    reach: int
+
+
+@attrs.frozen(eq=False)
+class _Kept:
+    """A line, what it has processed, and whether it leaves room for another model.
+
+    The first `num_prompt` tokens are what somebody asked to be read; what came of them may be left out of a text that
+    goes on from there, as thoughts are.
+    """
+
+    line: Line
+    tokens: tuple[int, ...]
+    num_prompt: int
     beside_another: bool
     num_bytes: int
+
+    def may_serve(self, common: int, reach: int) -> bool:
+        """Whether a text may have it that has so much in common with it, of which it can hold so much.
+
+        A text that goes on from this one may. Another may where it gains more than whoever goes on from this one loses:
+        two conversations that have no more in common than their beginning would take it from each other in each turn.
+        """
+        return common >= self.num_prompt - ASKING or reach >= len(self.tokens) - reach
 
 
 class KeptLines:
@@ -59,7 +85,7 @@ class KeptLines:
         return sum(kept.num_bytes for kept in self._lines)
 
     def begin(self, prompt: tuple[int, ...], *, beside_another: bool) -> Begun:
-        """A line for a prompt: the one that can be brought to hold most of its beginning, or a new one.
+        """A line for a prompt: of those that may serve, the one that can hold most of its beginning; or a new one.
 
         Args:
             prompt: its last token is not among what the line holds, since its logits are wanted.
@@ -69,9 +95,10 @@ class KeptLines:
         best, num_cached = None, 0
         for kept in self._lines:
             if kept.beside_another == beside_another:
-                reach = kept.line.reach(common_length(kept.tokens, prompt[:num_read]), num_read)
+                common = common_length(kept.tokens, prompt[:num_read])
+                reach = kept.line.reach(common, num_read)
                 # Of two that reach as far, the one that was put away last.
-                if reach > 0 and reach >= num_cached:
+                if reach > 0 and reach >= num_cached and kept.may_serve(common, reach):
                     best, num_cached = kept, reach
         if best is None:
             return Begun(self._model.open_line(beside_another=beside_another), 0)
@@ -83,7 +110,27 @@ class KeptLines:
             raise
         return Begun(best.line, num_cached)
 
-    def put_away(self, line: Line, held: tuple[int, ...], committed: Sequence[int], *, beside_another: bool) -> None:
+    def nearest(self, text: tuple[int, ...]) -> Nearest | None:
+        """The line that has most of a text's beginning; it stays where it is.
+
+        Where several have the same, the one that was put away last. None where all are for other texts.
+        """
+        best: Nearest | None = None
+        for kept in self._lines:
+            reach = kept.line.reach(common_length(kept.tokens, text), len(text))
+            if reach > 0 and (best is None or reach >= best.reach):
+                best = Nearest(kept.line, kept.tokens, reach)
+        return best
+
+    def put_away(
+        self,
+        line: Line,
+        held: tuple[int, ...],
+        committed: Sequence[int],
+        *,
+        beside_another: bool,
+        num_prompt: int | None = None,
+    ) -> None:
         """Keep a line that nobody is at work on any more, or let go of it where it is of no use.
 
         Args:
@@ -91,6 +138,7 @@ class KeptLines:
             held: what it has processed.
             committed: the session's text. What the line holds beyond it is dropped, if it can be.
             beside_another: as it was opened.
+            num_prompt: tokens of the text that were the session's prompt; None for all.
 
         Raises: RewindError: the line does not hold what it should; it is closed then.
         """
@@ -103,7 +151,7 @@ class KeptLines:
         except RewindError:
             line.close()
             raise
-        kept = _Kept(line, held, beside_another, line.num_bytes)
+        kept = _Kept(line, held, len(held) if num_prompt is None else num_prompt, beside_another, line.num_bytes)
         if kept.num_bytes > self._max_bytes or line.reach(len(held), len(held)) == 0:
             line.close()
             return

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from actors.line_state import LineState, PinState
 from actors.mlx_cache import (
     Restore,
     can_always_trim,
@@ -35,6 +37,7 @@ from actors.mlx_cache import (
     trim,
     window,
 )
+from actors.mlx_cache_state import MisfitError, can_take_state, put_pin, put_state, take_pin, take_state
 from actors.mlx_memory import release_buffers
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
@@ -109,6 +112,15 @@ class MLXModel:
     def context_length(self) -> int | None:
         """See `Model.context_length`."""
         return _context_length(getattr(self._model, "args", None))
+
+    @property
+    def cache_options(self) -> dict[str, int | None]:
+        """By name, the options that decide what is in its caches."""
+        options = self._options
+        named: dict[str, int | None] = {"max_kv_size": options.max_kv_size, "kv_bits": options.kv_bits}
+        if options.kv_bits is not None:
+            named |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
+        return named
 
     def open_line(self, *, beside_another: bool) -> MLXLine:
         """See `Model.open_line`."""
@@ -265,6 +277,60 @@ class MLXLine:
                     raise RewindError(
                         f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {have}"
                     )
+
+    def take_state(self, tokens: tuple[int, ...]) -> LineState | None:
+        """What it holds, for a file; None where some cache is of a class of which nothing is known.
+
+        Args:
+            tokens: that it has processed.
+
+        Raises: RewindError: it holds another number of tokens.
+        """
+        self.check(len(tokens))
+        if not tokens or not all(can_take_state(layer) for layer in self.cache):
+            return None
+        return LineState(tokens, tuple(take_state(layer) for layer in self.cache), tuple(self._take_pins()))
+
+    def _take_pins(self) -> Iterator[PinState]:
+        now = self._checkpoint()
+        for length, checkpoint in sorted({c.length: c for c in (*self._checkpoints, *self._pins)}.items()):
+            self._put_back(checkpoint)
+            yield PinState(length, tuple(take_pin(layer) for layer in self.cache))
+        self._put_back(now)
+
+    def put_state(self, state: LineState) -> None:
+        """Have an empty line hold what another one of the same model held.
+
+        Raises: MisfitError, RewindError: the state is none of this model's; the line is empty still.
+        """
+        if any(len(layers) != len(self.cache) for layers in (state.layers, *(pin.layers for pin in state.pins))):
+            raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
+        bounds = [0, *(pin.length for pin in state.pins), len(state.tokens) + 1]
+        if any(length >= after for length, after in pairwise(bounds)):
+            raise MisfitError(f"its pins are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
+        is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
+        like = [*zip(*(self._grown_cache(n, quantized=is_quantized) for n in (1, 8)), strict=True)]
+        empty = self.cache
+        try:
+            self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
+            self.check(len(state.tokens))
+            for pin in state.pins:
+                layers = zip(pin.layers, self.cache, like, strict=True)
+                restores = [put_pin(taken, pin.length, layer, *pair) for taken, layer, pair in layers]
+                self._pins.append(Checkpoint(pin.length, restores))
+        except (MisfitError, RewindError):
+            self.cache, self._pins = empty, []
+            raise
+        self._length = len(state.tokens)
+        self._is_quantized = is_quantized
+
+    def _grown_cache(self, num_tokens: int, *, quantized: bool) -> list[Any]:
+        """What the caches are like with some tokens in them; of shapes alone, since nothing of it is computed."""
+        cache = self._options.make_cache(self._model)
+        self._model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
+        if quantized:
+            attrs.evolve(self._options, quantized_kv_start=0).quantize(cache, num_tokens)
+        return cache
 
     def close(self) -> None:
         """See `Line.close`."""

@@ -10,9 +10,9 @@ from actors.worker import Job, Worker
 from protocol.held import Held
 from protocol.messages import Open
 
-# Tokens at the end of a prompt that another text may do without which goes on from this one: what asks for an
-# answer, such as a tag that begins a thought, is left out where a template repeats the answer.
-ASKING = 16
+# Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
+# begins a thought, is left out where a template repeats the answer.
+BEFORE_THE_END = 16
 
 
 async def prefill(worker: Worker, line: Line, held: Held, opened: Open) -> None:
@@ -22,7 +22,7 @@ async def prefill(worker: Worker, line: Line, held: Held, opened: Open) -> None:
     have their turn.
     """
     most = len(opened.prompt) - 1
-    pins = {most - ASKING, most} if opened.settings.reuse_prefix and line.needs_pins else set()
+    pins = {most - BEFORE_THE_END, most} if opened.settings.reuse_prefix and line.needs_pins else set()
     for end in _ends(len(held), most, opened.settings.prefill_step_size, pins):
         plan = held.plan(opened.prompt[:end], num_logits=0)
         call = partial(_read, line, plan.feed, end in pins)

@@ -101,7 +101,7 @@ class TargetActor(ModelActor[TargetPart]):
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
         self.drafter = drafter
-        self._beside_another = beside_another
+        self.beside_another = beside_another
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -109,7 +109,7 @@ class TargetActor(ModelActor[TargetPart]):
     async def _take_part(self, part: TargetPart) -> None:
         opened, session = part.session.opened, part.session
         try:
-            async with self._line(part, beside_another=opened.drafted and self._beside_another) as line:
+            async with self._line(part, beside_another=opened.drafted and self.beside_another) as line:
                 session.counts.cached_tokens = len(part.held)
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:

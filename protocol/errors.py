@@ -29,6 +29,10 @@ class VocabularyMismatchError(ModelError):
     """Target and draft do not mean the same tokens by the same ids."""
 
 
+class SessionFileError(OutriderError):
+    """A saved session cannot be written, cannot be read, or belongs to other models; nothing was changed."""
+
+
 class NoRuntimeError(OutriderError):
     """`runtime.stream` was called where no `runtime.open` is in force."""
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from protocol.books import Commit
 
 Actor = Literal["target", "draft"]
-SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close"]
+SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close", "save"]
 InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "withdraw", "finish", "cancel"]
 
 

@@ -11,11 +11,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -112,7 +112,9 @@ async def _talk(
                 opening = open_runtime(target, draft, trace=display.on_event)
             async with opening as runtime:
                 signals.is_loading = False
-                talk = Chat(runtime, runtime.conversation(**asked), lines, output, signals, shows_statistics)
+                conversation = runtime.conversation(**asked)
+                settings = {name: given for name, given in asked.items() if name not in ("system", "thinking")}
+                talk = Chat(runtime, conversation, lines, output, signals, shows_statistics, settings)
                 display.clear()
                 await talk.take_turns()
         except OutriderError as error:
@@ -263,6 +265,7 @@ class Chat:
     Attributes:
         runtime: where it takes place.
         conversation: what was said; a command may put another one in its place.
+        settings: that were given, and hold for whatever conversation it is.
         is_over: whether the last turn was taken.
     """
 
@@ -274,9 +277,11 @@ class Chat:
         output: Output,
         signals: Signals,
         shows_statistics: bool,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.runtime = runtime
         self.conversation = conversation
+        self.settings = settings
         self.is_over = False
         self._lines = lines
         self._output = output
@@ -392,6 +397,20 @@ async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
 
 
+def _file(argument: str) -> str:
+    return os.path.expanduser(argument)
+
+
+async def _save(chat: Chat, argument: str) -> None:
+    size = await chat.conversation.save(_file(argument))
+    say(f"saved to {argument}, {size / 1e3:,.0f} kB")
+
+
+async def _load(chat: Chat, argument: str) -> None:
+    chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
+    say(f"going on from {argument}, after {len(chat.conversation.messages)} messages")
+
+
 async def _exit(chat: Chat, _: str) -> None:
     chat.is_over = True
 
@@ -410,5 +429,7 @@ async def _help(_: Chat, __: str) -> None:
 COMMANDS: dict[str, Command] = {
     "/help": Command(_help, "shows this"),
     "/reset": Command(_reset, "forgets what was said"),
+    "/save": Command(_save, "saves what was said to a file", "FILE"),
+    "/load": Command(_load, "goes on from a saved file, with the settings given here in place of those", "FILE"),
     "/exit": Command(_exit, "leaves"),
 }

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, SettingsError
-from protocol.settings import settings_from
+from protocol.settings import Settings, settings_from
+from runtime.saved_session import FilePath
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import Prompt, apply_chat_template
 from runtime.thinking import Answer
 
 Message = dict[str, str]
+
+
+@attrs.frozen
+class Account:
+    """All that there is to say of a conversation, for a file.
+
+    Attributes:
+        messages: see `Conversation.messages`.
+        prompt: how the next turn's begins.
+        thinking: see `Runtime.conversation`.
+        settings: of every turn.
+    """
+
+    messages: list[Message]
+    prompt: Prompt
+    thinking: bool | None
+    settings: Settings
 
 
 @attrs.frozen
@@ -41,18 +59,22 @@ class Conversation:
     def __init__(
         self,
         open_stream: Callable[..., TokenStream],
+        write: Callable[[FilePath, Account], Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
         system: str | None,
         thinking: bool | None,
         settings: dict[str, Any],
+        past: Sequence[Message] = (),
     ) -> None:
         """See `Runtime.conversation`.
 
         Args:
             open_stream: `Runtime.stream`.
+            write: saves the conversation to a file.
             tokenizer: the target's.
             system, thinking, settings: as there.
+            past: what was said after the system's message.
         """
         if tokenizer is None:
             raise PromptError(
@@ -63,11 +85,12 @@ class Conversation:
         if thinking is not None and not isinstance(thinking, bool):
             raise SettingsError(f"thinking must be True, False, or None for the model's own choice, got {thinking!r}")
         self._open_stream = open_stream
+        self._write = write
         self._tokenizer = tokenizer
         self._settings = _checked(settings)
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._past: list[Message] = []
+        self._past: list[Message] = [dict(message) for message in past]
         self._turn: _Turn | None = None
         self._check_template()
 
@@ -110,6 +133,34 @@ class Conversation:
         """
         return await complete(self.stream(text, **overrides))
 
+    async def save(self, path: FilePath) -> int:
+        """Save the conversation to a file, for `Runtime.load`.
+
+        In the file are the messages, the settings, and what target and draft model still have cached of the text, so
+        that whoever goes on need not read it again; also what each model and the tokenizer's vocabulary can be told by.
+        Where randomness is seeded, the seed is among the settings, and there is no other random state. What is not in
+        it: `logits_processors`, which are functions and have to be given again.
+
+        The file is written beside its place and moved there as a whole, so there is the old one or the new one at any
+        time. It is in safetensors format, and holds what was said as plain text; a new one can be read by its owner
+        alone.
+
+        Args:
+            path: of the file; its directory must exist. What is there already is replaced.
+
+        Returns: the file's size in bytes.
+
+        Raises:
+            ConversationBusyError: a turn is neither over nor closed.
+            SettingsError: the path is none.
+            SessionFileError: the file cannot be written; the system's error is the cause. What was there still is.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
+
+        Cancellation: leaves what was there, or, at the very last, the whole new file.
+        """
+        self._check_idle("save the conversation")
+        return await self._write(path, self._account())
+
     def reset(self) -> None:
         """Forget everything but the system's message.
 
@@ -138,6 +189,13 @@ class Conversation:
             # An empty thought leaves its line breaks behind.
             reply = {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
         return [{"role": "user", "content": self._turn.said}, reply]
+
+    def _account(self) -> Account:
+        so_far = [*self._past, *self._last_exchange()]
+        # Templates end a prompt by asking for an answer, which the next prompt does elsewhere.
+        asked = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
+        prompt = self._prompt([*so_far, *asked])
+        return Account(self.messages, prompt, self._thinking, settings_from(self._settings))
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         messages = [*self._system, *messages]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -42,7 +42,8 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
-from runtime.conversation import Conversation
+from runtime import saved_session
+from runtime.conversation import Account, Conversation, Message
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
@@ -55,6 +56,8 @@ from runtime.opening import (
     load_onto,
 )
 from runtime.places import Places
+from runtime.saved_session import FilePath
+from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
 from runtime.thinking import Answer
@@ -127,6 +130,7 @@ class Runtime:
         self._trio_token = trio.lowlevel.current_trio_token()
         self._ids = itertools.count()
         self._sessions: dict[int, Session] = {}
+        self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
         self._closed: OutriderError | None = None
         self._clock = target.worker.clock
@@ -207,8 +211,43 @@ class Runtime:
             SettingsError: a setting is unknown or out of its range, or the chat template has no switch for thinking.
             PromptError: there is no tokenizer, or its chat template does not take a system's message.
         """
-        conversation = Conversation(self.stream, self._tokenizer, system=system, thinking=thinking, settings=settings)
-        check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
+        return self._conversation(system, thinking, settings)
+
+    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+        """A conversation from a file of `Conversation.save`, to go on with where it was left.
+
+        It goes on with the same text as it would have without the file, under the same conditions: the target must be
+        the model that it was saved with, by its fingerprint (see `actors.fingerprint` for what that can tell), and so
+        must the tokenizer's vocabulary and `open`'s options for caches. What is cached in the file is kept with what
+        is cached of other texts, within `prefix_cache_bytes`; what finds no room there is read again.
+
+        Nothing in a file is ever executed, and nothing of it is used before a checksum over all of it holds.
+
+        Args:
+            path: of the file.
+            any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
+                the text that comes is the same under the match rule. A runtime without a draft model leaves out what
+                the file has of one, and where the file has none, the draft model reads the text anew.
+            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`,
+                they must be given again, or [] to go on without.
+
+        Raises: and then nothing has changed:
+            SessionFileError: the file cannot be read (the system's error is the cause), is no saved session, is of a
+                newer version, is damaged, or was saved with another model, vocabulary or cache.
+            SettingsError: a setting is unknown or out of its range, or `logits_processors` are to be given again.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
+
+        Cancellation: waits for the job that is running; there is no conversation then.
+        """
+        with self._while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft)
+            keywords = saved_session.settings_of(session, path, settings)
+            begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
+            past = session.messages[len(begins) :]
+            conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
+            await models.fill(path, session, self._drafted(settings_from(keywords)))
         return conversation
 
     def statistics(self) -> Statistics:
@@ -246,6 +285,39 @@ class Runtime:
         """Streams that wait for others to make room, because `max_streams` are at work."""
         return self._places.num_waiting
 
+    # --- conversations ----------------------------------------------------------------------------
+
+    def _conversation(
+        self, system: str | None, thinking: bool | None, settings: dict[str, Any], past: Sequence[Message] = ()
+    ) -> Conversation:
+        conversation = Conversation(
+            self.stream, self._save, self._tokenizer, system=system, thinking=thinking, settings=settings, past=past
+        )
+        check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
+        return conversation
+
+    async def _save(self, path: FilePath, account: Account) -> int:
+        with self._while_open():
+            return await self._models().save(path, account)
+
+    def _models(self) -> Models:
+        draft = self._draft if isinstance(self._draft, DraftActor) else None
+        return Models(self._target, draft, self._tokenizer)
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """For what asks the models for something, as long as they are there."""
+        self._check_open()
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.remove(scope)
+        if scope.cancelled_caught:
+            assert self._closed is not None
+            raise _again(self._closed)
+
     # --- sessions ---------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -281,8 +353,11 @@ class Runtime:
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
             stop_tokens=frozenset(ends),
             context_length=model.context_length,
-            drafted=self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings),
+            drafted=self._drafted(settings),
         )
+
+    def _drafted(self, settings: Settings) -> bool:
+        return self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def _begin(self, opened: Open) -> TokenStream:
         self._check_open()
@@ -354,6 +429,8 @@ class Runtime:
             return
         error.__cause__ = cause
         self._closed = error
+        for scope in self._scopes:
+            scope.cancel()
         for id, session in list(self._sessions.items()):
             session.end(_again(error))
             self._end_session(id)

@@ -486,8 +486,4 @@ async def test_the_demo_pairs_drafter_drafts_while_the_target_verifies() -> None
     verifies = [span for span in spans if span.kind == "verify"]
     drafts = [span for span in spans if span.kind == "draft"]
     assert verifies
-    assert [
-        draft
-        for draft in drafts
-        if any(verify.began <= draft.began < verify.ended for verify in verifies)
-    ]
+    assert [draft for draft in drafts if any(verify.began <= draft.began < verify.ended for verify in verifies)]

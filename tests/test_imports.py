@@ -140,8 +140,8 @@ def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == bridge
 
 
-def test_one_module_talks_to_mlx_lms_models_and_one_to_its_caches():
-    assert importers("mlx_lm.models") == {"actors/mlx_model.py", "actors/mlx_cache.py"}
+def test_one_module_talks_to_mlx_lms_models_and_two_to_its_caches():
+    assert importers("mlx_lm.models") == {"actors/mlx_model.py", "actors/mlx_cache.py", "actors/mlx_cache_state.py"}
 
 
 @every_module

@@ -162,6 +162,29 @@ async def test_a_line_that_leaves_room_for_a_drafter_is_not_one_that_does_not(au
         assert (await turn(simulation, PROMPT, 4, lookahead=1)).cached_tokens == len(PROMPT) - 1
 
 
+@every_cache
+async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_lines(
+    cache: dict[str, Any], autojump_clock: Any
+) -> None:
+    async with simulated(*pair(cache)) as simulation:
+        texts = [[5, 6, 7, first, *range(10, 40)] for first in (1, 2)]
+        for turns in range(4):
+            for text in texts:
+                statistics = await turn(simulation, text, 6, lookahead=3)
+                if turns and ("keeps_states" in cache or cache["undo"] is always):
+                    assert statistics.cached_tokens >= len(text) - 14
+                text += [*continuation(text, 6), 1, 2]
+        assert len(simulation.target.lines) == 2 or cache["undo"] is not always
+
+
+async def test_a_text_that_shares_most_of_another_takes_its_line(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        await turn(simulation, [*range(1, 41), 50, 51, 52, 53, 54, 55], 6)
+        assert (await turn(simulation, [*range(1, 41), 60], 6)).cached_tokens == 40
+        # And one that shares little does not.
+        assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 0
+
+
 async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
@@ -327,7 +350,6 @@ def test_of_no_bytes_nothing_is_kept() -> None:
 def test_there_is_a_bound_to_how_many_lines_a_search_looks_at() -> None:
     shelf = Shelf(max_bytes=10**9)
     lines = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MOST_LINES + 20)]
-    # What begins with one token in common is taken, not kept beside it.
     assert len(shelf.kept) <= MOST_LINES
     assert not lines[-1].is_closed
 

@@ -1,0 +1,65 @@
+"""An array as a file has it: bytes, and how to read them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import attrs
+import mlx.core as mx
+
+# Names as safetensors has them.
+_MLX_DTYPES: Final = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "U16": mx.uint16,
+    "U32": mx.uint32,
+    "U64": mx.uint64,
+    "I8": mx.int8,
+    "I16": mx.int16,
+    "I32": mx.int32,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+    "C64": mx.complex64,
+}
+_NAMES: Final = {dtype: name for name, dtype in _MLX_DTYPES.items()}
+
+DTYPES: Final = {name: dtype.size for name, dtype in _MLX_DTYPES.items()}
+"""Bytes an element, by name."""
+
+
+@attrs.frozen
+class Tensor:
+    """An array's bytes, which any thread may read.
+
+    Attributes:
+        dtype: one of `DTYPES`.
+        shape: its dimensions, any number of them.
+        data: its elements in row-major order, little-endian: `prod(shape)` times `DTYPES[dtype]` bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, array: mx.array) -> Tensor:
+        """An array's bytes as they are now, on the thread that may evaluate it; what is written later does not show.
+
+        They are copied only where they do not lie in a row, or when the array is next written.
+        """
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(cast(Any, flat)))
+
+    def array(self) -> mx.array:
+        """The array, evaluated."""
+        dtype = _MLX_DTYPES[self.dtype]
+        array = (
+            mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
+            if len(self.data)
+            else mx.zeros(self.shape, dtype)
+        )
+        mx.eval(array)
+        return array

@@ -1,0 +1,133 @@
+"""How a conversation gets out of a runtime into a file, and out of a file into a runtime."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import attrs
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors import saved_line
+from actors.draft import DraftActor
+from actors.fingerprint import vocabulary_digest
+from actors.mlx_model import MLXModel
+from actors.saved_line import FilledLine, SavedModel
+from actors.target import TargetActor
+from protocol.errors import SessionFileError
+from runtime import saved_session
+from runtime.conversation import Account
+from runtime.saved_session import FilePath, SavedSession, settings_for_json
+from runtime.text import encode_prompt
+
+logger = logging.getLogger("outrider")
+
+
+@attrs.frozen
+class Models:
+    """What a session is saved from and loaded into.
+
+    Attributes:
+        target: the actor.
+        draft: likewise, where the drafter is a model.
+        tokenizer: the target's.
+    """
+
+    target: TargetActor
+    draft: DraftActor | None
+    tokenizer: TokenizerWrapper | None
+
+    async def save(self, path: FilePath, account: Account) -> int:
+        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
+        saved_session.check_path(path)
+        # Without a template, nothing may have been said yet.
+        tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
+        target = await saved_line.save(self.target, tokens)
+        draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
+        session = SavedSession(
+            messages=tuple(account.messages),
+            tokens=tokens,
+            thinking=account.thinking,
+            settings=settings_for_json(account.settings),
+            num_processors=len(account.settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=target,
+            draft=draft,
+        )
+        return await saved_session.write(path, session)
+
+    async def read(self, path: FilePath, *, any_draft: bool) -> SavedSession:
+        """A conversation from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+        session = await saved_session.read(path)
+        saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
+        _check_tokens(path, session.tokens, self.target.model.vocab_size)
+        present = await saved_line.identify(self.target)
+        remedy = "open that one as the target, or begin the conversation anew"
+        saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
+        saved_session.check_cache_options(path, session.cache_options, self._cache_options)
+        if session.draft is None:
+            return session
+        if self.draft is None:
+            logger.info("what a draft model had cached for session %r is left out: there is none", os.fspath(path))
+            return attrs.evolve(session, draft=None)
+        present = await saved_line.identify(self.draft)
+        if any_draft and session.draft.fingerprint.difference(present) is not None:
+            logger.info("what another draft model had cached for session %r is left out", os.fspath(path))
+            return attrs.evolve(session, draft=None)
+        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
+        saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
+        return session
+
+    async def fill(self, path: FilePath, session: SavedSession, drafted: bool) -> None:
+        """Have the models keep what a session had cached, once all of it is seen to fit.
+
+        Args:
+            path: the file's.
+            session: that was read from it.
+            drafted: whether there will be drafts for it.
+
+        Raises: SessionFileError: the file has cached something that does not fit the models.
+        """
+        wanted: list[tuple[TargetActor | DraftActor, SavedModel | None, bool]] = [
+            (self.target, session.target, drafted and self.target.beside_another)
+        ]
+        if self.draft is not None:
+            wanted.append((self.draft, session.draft, True))
+        filled: list[tuple[TargetActor | DraftActor, FilledLine]] = []
+        try:
+            for actor, saved, beside_another in wanted:
+                if saved is not None and saved.line is not None:
+                    line = await saved_line.fill(actor, saved.line, beside_another=beside_another)
+                    filled.append((actor, line))
+        except SessionFileError as error:
+            raise SessionFileError(
+                f"session file {os.fspath(path)!r} does not fit: {error}; use another copy of it, or save again"
+            ) from error
+        # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
+        for actor, line in filled:
+            await saved_line.keep(actor, line)
+
+    @property
+    def _cache_options(self) -> dict[str, int | None]:
+        model = self.target.model
+        return model.cache_options if isinstance(model, MLXModel) else {}
+
+    async def _vocabulary(self) -> str | None:
+        if self.tokenizer is None:
+            return None
+        # A few tenths of a second for a large one.
+        return await trio.to_thread.run_sync(_vocabulary_digest, self.tokenizer)
+
+
+def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
+    return vocabulary_digest(tokenizer.get_vocab())
+
+
+def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:
+    if (largest := max(tokens, default=0)) >= vocab_size:
+        raise SessionFileError(
+            f"session file {os.fspath(path)!r} has token {largest}, outside the target's vocabulary of {vocab_size} "
+            "ids; open the target that it was saved with"
+        )

@@ -1,0 +1,338 @@
+"""The file of a saved session: a safetensors file that is written as a whole, or not at all, and read with suspicion.
+
+What a session says of itself is JSON among the file's metadata, what it holds are the tensors. The last tensor is a
+SHA-256 of all that comes before it, header included. Nothing in such a file is ever executed, and nothing that it says
+of sizes is believed before it is compared with the size of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import attrs
+
+from actors.tensor import DTYPES, Tensor
+from protocol.errors import SessionFileError
+
+VERSION = 1
+
+Path_ = str | os.PathLike[str]
+CheckCancelled = Callable[[], None]
+
+_VERSION_KEY, _CONTENT_KEY, _CHECKSUM = "outrider_session", "content", "checksum"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_LENGTH_BYTES = 8
+# What the safetensors format itself allows.
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS, _MAX_DIMENSION = 16, 2**31 - 1
+# Between two of these a cancellation is looked for.
+_CHUNK_BYTES = 1 << 22
+
+
+@attrs.frozen
+class Contents:
+    """What a file holds.
+
+    Attributes:
+        content: whatever JSON can say.
+        tensors: by name; "checksum" is taken.
+    """
+
+    content: Any
+    tensors: Mapping[str, Tensor]
+
+
+def _never() -> None:
+    """The cancellation of what cannot be cancelled."""
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
+    """Write a file in place of what is there, all of it or nothing.
+
+    It is written beside its place, forced to the disk, and moved there in one step. So whatever happens, the path has
+    the old file or the new one, and nothing else is left behind; only a process that is killed leaves a hidden file
+    `.outrider-….tmp` there. A symbolic link is followed. The file has the permissions of the one that it replaces; a
+    new one is its owner's alone, since a session holds what was said.
+
+    Args:
+        path: where to; its directory must exist.
+        contents: what to write.
+        check_cancelled: called every few megabytes; what it raises ends the writing.
+
+    Returns: the size of the file, in bytes.
+
+    Raises: SessionFileError: the system does not let it be written (no space, no permission, no such directory); its
+        `OSError` is the cause.
+    """
+    try:
+        place = Path(os.path.realpath(path))
+        mode = _mode_of(place)
+        descriptor, name = tempfile.mkstemp(prefix=".outrider-", suffix=".tmp", dir=place.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                size = _write_to(file, contents, check_cancelled)
+                os.fchmod(file.fileno(), mode)
+                file.flush()
+                os.fsync(file.fileno())
+            check_cancelled()
+            os.replace(name, place)
+        finally:
+            # It has gone to its place, unless something went wrong.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        _force_to_disk(place.parent)
+        return size
+    except (OSError, ValueError) as error:  # ValueError: a null character in a path
+        raise SessionFileError(f"cannot write {_named(path)}: {_reason(error)}; choose another place for it") from error
+
+
+def _mode_of(place: Path) -> int:
+    """The permissions for a file at a place. Raises: OSError: something is there that is not to be replaced."""
+    try:
+        status = place.stat()
+    except FileNotFoundError:
+        return 0o600
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    if not os.access(place, os.W_OK):
+        # Moving another into its place would be allowed, and not what was meant by making it so.
+        raise PermissionError(errno.EACCES, "it is read-only")
+    return stat.S_IMODE(status.st_mode)
+
+
+def _write_to(file: IO[bytes], contents: Contents, check_cancelled: CheckCancelled) -> int:
+    digest = hashlib.sha256()
+    header = _header(contents)
+    beginning = memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+    size = 0
+    for view in [beginning, *(tensor.data for tensor in contents.tensors.values())]:
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            check_cancelled()
+            chunk = view[begin : begin + _CHUNK_BYTES]
+            digest.update(chunk)
+            file.write(chunk)
+        size += len(view)
+    file.write(digest.digest())
+    return size + _DIGEST_BYTES
+
+
+def _header(contents: Contents) -> bytes:
+    content = json.dumps(contents.content, allow_nan=False, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": {_VERSION_KEY: str(VERSION), _CONTENT_KEY: content}}
+    begin = 0
+    entries = [(name, tensor.dtype, tensor.shape, len(tensor.data)) for name, tensor in contents.tensors.items()]
+    for name, dtype, shape, size in [*entries, (_CHECKSUM, "U8", (_DIGEST_BYTES,), _DIGEST_BYTES)]:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
+        begin += size
+    written = json.dumps(header, separators=(",", ":")).encode()
+    # As the format asks, so that the tensors begin at a multiple of eight bytes.
+    return written + b" " * (-len(written) % 8)
+
+
+def _force_to_disk(directory: Path) -> None:
+    """Have a directory remember what was moved into it, where the file system can do that."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(path: Path_, check_cancelled: CheckCancelled = _never) -> Contents:
+    """Read a file, and see that it is as it was written.
+
+    Nothing of it is kept in memory but its header before the checksum over all of it holds.
+
+    Args:
+        path: of the file.
+        check_cancelled: called every few megabytes; what it raises ends the reading.
+
+    Raises: SessionFileError: the system does not let it be read (its `OSError` is the cause); it is no saved session;
+        it was written by a newer version; it is damaged or cut short.
+    """
+    try:
+        with open(path, "rb", opener=_open_ordinary) as file:
+            size = os.fstat(file.fileno()).st_size
+            return _Reader(path, file, size, check_cancelled).read()
+    except (OSError, ValueError) as error:
+        raise SessionFileError(f"cannot read {_named(path)}: {_reason(error)}; give a file of Conversation.save") from (
+            error
+        )
+
+
+def _open_ordinary(path: str, flags: int) -> int:
+    # Not to wait for somebody to write, where it is a pipe.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file")
+    return descriptor
+
+
+@attrs.define
+class _Entry:
+    """Where a tensor is: bytes `begin` to `end` of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@attrs.define
+class _Reader:
+    """One reading of a file of `size` bytes."""
+
+    path: Path_
+    file: IO[bytes]
+    size: int
+    check_cancelled: CheckCancelled
+
+    def read(self) -> Contents:
+        header_bytes = self._header_bytes()
+        header = self._parsed(header_bytes, "its header")
+        if not isinstance(header, dict):
+            self._foreign("its header is no table")
+        content = self._content(header.pop("__metadata__", None))
+        data_begin = _LENGTH_BYTES + len(header_bytes)
+        entries = self._entries(header, self.size - data_begin)
+        self._compare_checksum()
+        parsed = self._parsed(content, "what it says of itself")
+        return Contents(parsed, {entry.name: self._tensor(entry, data_begin) for entry in entries})
+
+    def _header_bytes(self) -> bytes:
+        most = self.size - _LENGTH_BYTES - _DIGEST_BYTES
+        if most < 2:
+            self._foreign(f"it has {self.size} bytes")
+        length = int.from_bytes(self.file.read(_LENGTH_BYTES), "little")
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            self._foreign("it does not begin like one")
+        first = self.file.read(1)
+        if first != b"{":
+            self._foreign("it does not begin like one")
+        if length > most:
+            self._damaged(f"its header should have {length} bytes, and after it {_DIGEST_BYTES}; it has {self.size}")
+        return first + self.file.read(length - 1)
+
+    def _content(self, metadata: Any) -> str:
+        if not isinstance(metadata, dict) or not isinstance(version := metadata.get(_VERSION_KEY), str):
+            self._foreign("it is a safetensors file of something else")
+        # Told before anything else is looked at, which a newer version may have put otherwise.
+        if not version.isascii() or not version.isdecimal() or len(version) > 9 or int(version) < 1:
+            self._damaged(f"its version is {version[:20]!r}")
+        if int(version) > VERSION:
+            raise SessionFileError(
+                f"{_named(self.path)} is of version {version}, and this Outrider reads up to {VERSION}; "
+                "update Outrider, or save the session again with this one"
+            )
+        if not isinstance(content := metadata.get(_CONTENT_KEY), str):
+            self._damaged("it says nothing of itself")
+        return content
+
+    def _entries(self, header: dict[str, Any], num_bytes: int) -> list[_Entry]:
+        """Where the tensors are. They must fill the file without gaps, the checksum at its end."""
+        entries = [self._entry(name, described) for name, described in header.items()]
+        end = 0
+        for entry in entries:
+            if entry.begin != end:
+                self._damaged(f"tensor {entry.name[:40]!r} does not begin where the one before it ends")
+            end = entry.end
+        last = entries[-1] if entries else None
+        if last is None or (last.name, last.dtype, last.shape) != (_CHECKSUM, "U8", (_DIGEST_BYTES,)):
+            self._damaged("it has no checksum at its end")
+        if end != num_bytes:
+            self._damaged(f"its tensors should have {end} bytes, and it has {num_bytes} for them")
+        return entries[:-1]
+
+    def _entry(self, name: str, described: Any) -> _Entry:
+        match described:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+                fits = dtype in DTYPES and len(shape) <= _MAX_DIMENSIONS
+                fits = fits and all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape)
+                if fits and 0 <= begin <= end and end - begin == math.prod(shape) * DTYPES[dtype]:
+                    return _Entry(name, dtype, tuple(shape), begin, end)
+        self._damaged(f"tensor {name[:40]!r} is not described as it should be")
+
+    def _compare_checksum(self) -> None:
+        digest = hashlib.sha256()
+        self.file.seek(0)
+        left = self.size - _DIGEST_BYTES
+        while left > 0:
+            self.check_cancelled()
+            chunk = self.file.read(min(left, _CHUNK_BYTES))
+            if not chunk:
+                self._damaged("it was cut short while it was read")
+            digest.update(chunk)
+            left -= len(chunk)
+        if self.file.read(_DIGEST_BYTES) != digest.digest():
+            self._damaged("its checksum does not match: something in it was altered")
+
+    def _tensor(self, entry: _Entry, data_begin: int) -> Tensor:
+        data = memoryview(bytearray(entry.end - entry.begin))
+        self.file.seek(data_begin + entry.begin)
+        done = 0
+        while done < len(data):
+            self.check_cancelled()
+            num_read = self.file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
+            if not num_read:
+                self._damaged("it was cut short while it was read")
+            done += num_read
+        return Tensor(entry.dtype, entry.shape, data)
+
+    def _parsed(self, written: bytes | str, what: str) -> Any:
+        try:
+            return json.loads(written, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+        except (ValueError, RecursionError):  # UnicodeDecodeError among them
+            self._damaged(f"{what} cannot be read as JSON")
+
+    def _foreign(self, why: str) -> NoReturn:
+        raise SessionFileError(
+            f"{_named(self.path)} is no saved session: {why}; give a file that Conversation.save has written"
+        )
+
+    def _damaged(self, why: str) -> NoReturn:
+        raise SessionFileError(f"{_named(self.path)} is damaged: {why}; use another copy of it, or save again")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name that is there twice")
+    return table
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+# --- for messages ---------------------------------------------------------------------------------
+
+
+def _named(path: Path_) -> str:
+    return f"session file {os.fspath(path)!r}"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,428 @@
+"""A cache's state, taken out and put into another: it reads on as if nothing had happened, and nothing else fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import ARCHITECTURES, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from models import gemma3_text, llama, mamba
+from test_cache_ladder import SUBJECTS, TEXT, WINDOW, Subject, subject
+
+from actors.line_state import LineRecord, LineState, recall, record
+from actors.mlx_cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
+from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.model import Rung
+from protocol.errors import RewindError
+
+VOCAB_SIZE = 64
+LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
+LENGTHS = [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 3]
+CLASS_OF = {
+    "KVCache": KVCache,
+    "QuantizedKVCache": QuantizedKVCache,
+    "ConcatenateKVCache": ConcatenateKVCache,
+    "RotatingKVCache": RotatingKVCache,
+    "RotatingKVCache that keeps its first": RotatingKVCache,
+    "ChunkedKVCache": ChunkedKVCache,
+    "ArraysCache, mamba": ArraysCache,
+    "CacheList of KVCache": CacheList,
+    "CacheList of ArraysCache": CacheList,
+}
+
+
+def through_a_file(state: LineState) -> LineState:
+    """What comes back of a state that was written and read."""
+    recorded = record(state, "target")
+    return recall(LineRecord(json.loads(json.dumps(recorded.description)), recorded.tensors))
+
+
+def copied(line: MLXLine, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXLine:
+    """Another line that holds what one holds, by way of a file."""
+    state = line.take_state(tuple(tokens))
+    assert state is not None
+    other = of.open_line(rewind)
+    other.put_state(through_a_file(state))
+    return other
+
+
+def read_on(line: MLXLine, tokens: list[int]) -> mx.array:
+    rows = [line.feed((token,), 1) for token in tokens]
+    return mx.concatenate(rows)
+
+
+# --- there and back, by class ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASS_OF)
+def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> None:
+    line = subject(name).open_line("auto")
+    line.feed(tuple(TEXT[:5]), 0)
+    assert any(type(layer) is CLASS_OF[name] for layer in line.cache)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, length: int) -> None:
+    of = subject(name)
+    line, held = of.open_line("auto"), TEXT[:length]
+    if at_once:
+        line.feed(tuple(held), 1)
+    else:
+        read_on(line, held)
+    other = copied(line, held, of)
+    other.check(length)
+    assert [type(layer) for layer in other.cache] == [type(layer) for layer in line.cache]
+    # Long enough to go round a window, and for buffers to grow; then several at once, as a verify does.
+    after = TEXT[length : length + 2 * WINDOW + 1]
+    assert mx.array_equal(read_on(line, after), read_on(other, after))
+    assert mx.array_equal(line.feed(tuple(TEXT[90:93]), 3), other.feed(tuple(TEXT[90:93]), 3))
+    line.check(length + len(after) + 3)
+    other.check(length + len(after) + 3)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str) -> None:
+    of = subject(name)
+    line, held = of.open_line("auto"), TEXT[: WINDOW + 3]
+    line.feed(tuple(held), 1)
+    state = line.take_state(tuple(held))
+    assert state is not None
+    expected = record(state, "x")
+    read_on(line, TEXT[40:60])
+    again = record(state, "x")
+    assert again.description == expected.description
+    for key, tensor in expected.tensors.items():
+        assert bytes(again.tensors[key].data) == bytes(tensor.data)
+
+
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if "Array" not in name and "Rotating" not in name])
+def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
+    of = subject(name)
+    line = of.open_line("auto")
+    line.feed(tuple(TEXT[: WINDOW - 2]), 1)
+    line.rewind(3)
+    other = copied(line, TEXT[:3], of)
+    for layer in other.cache:
+        for part in layer.caches if isinstance(layer, CacheList) else [layer]:
+            arrays = [*part.keys, *part.values] if isinstance(part, QuantizedKVCache) else [part.keys, part.values]
+            assert {array.shape[2] for array in arrays} == {3}
+    assert mx.array_equal(read_on(line, TEXT[50:60]), read_on(other, TEXT[50:60]))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> None:
+    of = subject(name)
+    line, held = of.open_line("auto"), TEXT[: 2 * WINDOW]
+    line.feed(tuple(held), 1)
+    other = copied(line, held, of)
+    for one in (line, other):
+        num_fed = 1 if one.prepare(3, 2 * WINDOW) is Rung.SINGLE else 3
+        one.feed(tuple(TEXT[70 : 70 + num_fed]), num_fed)
+        length = one.rewind(2 * WINDOW + 1)
+        if length < 2 * WINDOW + 1:
+            one.feed((TEXT[70],), 1)
+        one.check(2 * WINDOW + 1)
+    assert mx.array_equal(read_on(line, TEXT[80:90]), read_on(other, TEXT[80:90]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_caches_of_every_architecture_come_back_or_are_said_to_be_unknown(name: str, length: int) -> None:
+    of = Subject(build(name))
+    line, held = of.open_line("auto"), [token % VOCAB_SIZE for token in TEXT[:length]]
+    line.feed(tuple(held), 1)
+    if name == "deepseek_v41":
+        assert line.take_state(tuple(held)) is None
+        return
+    other = copied(line, held, of)
+    assert mx.array_equal(read_on(line, TEXT[60:80]), read_on(other, TEXT[60:80]))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("build_one", [llama, mamba])
+def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., nn.Module], dtype: mx.Dtype) -> None:
+    model = build_one(seed=5)
+    model.set_dtype(dtype)
+    of = Subject(model)
+    line, held = of.open_line("auto"), TEXT[:20]
+    line.feed(tuple(held), 1)
+    other = copied(line, held, of)
+    # So small a model with weights so wide may overflow in half precision.
+    assert mx.array_equal(read_on(line, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
+
+
+# --- ways back ------------------------------------------------------------------------------------
+
+PINS = [4, WINDOW + 2, 2 * WINDOW + 1]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_the_ways_back_come_back_too(name: str) -> None:
+    of = subject(name)
+    line, length = of.open_line("checkpoint"), 0
+    for end in PINS:
+        read_on(line, TEXT[length:end])
+        line.pin()
+        length = end
+    held = TEXT[: 3 * WINDOW + 2]
+    read_on(line, held[length:])
+    lines = [copied(line, held, of, rewind="checkpoint") for _ in range(2)] + [line]
+    reaches = []
+    for back_to in reversed(PINS):
+        reaches.append({one.reach(back_to, back_to) for one in lines})
+        if reaches[-1] == {0}:
+            continue
+        for one in lines:
+            one.resume(back_to)
+        # What is read on from here must not show further back.
+        rows = [read_on(one, TEXT[100:103]) for one in lines]
+        assert all(mx.array_equal(row, rows[-1]) for row in rows)
+    # Where a window keeps its first tokens, nothing is reused that went beyond it; nor what is quantised.
+    never = PINS[1:] if "keeps its first" in name else PINS if "Quantized" in name else []
+    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(PINS)]
+
+
+def test_pins_that_cannot_be_are_refused() -> None:
+    of = subject("ArraysCache and RotatingKVCache")
+    line, held = of.open_line("auto"), TEXT[:20]
+    line.feed(tuple(held[:5]), 1)
+    line.pin()
+    line.feed(tuple(held[5:]), 1)
+    state = line.take_state(tuple(held))
+    assert state is not None
+    (pin,) = state.pins
+    for pins in (
+        (pin, pin),
+        (attrs.evolve(pin, length=6),),
+        (attrs.evolve(pin, length=0),),
+        (attrs.evolve(pin, length=21),),
+        (attrs.evolve(pin, layers=pin.layers[:-1]),),
+        (attrs.evolve(pin, layers=pin.layers[::-1]),),
+        (attrs.evolve(pin, layers=state.layers),),
+    ):
+        other = of.open_line("auto")
+        with pytest.raises((MisfitError, RewindError)):
+            other.put_state(attrs.evolve(state, pins=pins))
+        assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_line("auto"), TEXT[:5]))
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
+    class Mine(KVCache):
+        pass
+
+    line = subject("KVCache").open_line("auto")
+    line.cache = [Mine() for _ in line.cache]
+    line.feed((1, 2, 3), 1)
+    assert not can_take_state(line.cache[0])
+    assert not can_take_state(CacheList(KVCache(), Mine()))
+    assert line.take_state((1, 2, 3)) is None
+
+
+def test_a_line_that_is_not_in_line_with_the_books_is_not_taken() -> None:
+    line = subject("KVCache").open_line("auto")
+    line.feed((1, 2, 3), 1)
+    with pytest.raises(RewindError, match="should hold 2 tokens, it holds 3"):
+        line.take_state((1, 2))
+
+
+# Recurrent state does not say how much it has seen.
+@pytest.mark.parametrize("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
+def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None:
+    of = subject(name)
+    line = of.open_line("auto")
+    line.feed(tuple(TEXT[:5]), 1)
+    state = line.take_state(tuple(TEXT[:5]))
+    other = of.open_line("auto")
+    before = list(other.cache)
+    with pytest.raises(RewindError, match="should hold 4 tokens, it holds 5"):
+        other.put_state(attrs.evolve(state, tokens=tuple(TEXT[:4])))
+    assert all(one is another for one, another in zip(other.cache, before, strict=True))
+    # It is as good as new.
+    assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_line("auto"), TEXT[:5]))
+
+
+FITS_NOT = {
+    "another class": ("KVCache", "mamba"),
+    "more layers": ("KVCache", "four layers"),
+    "more heads": ("KVCache", "heads"),
+    "another window": ("RotatingKVCache", "window"),
+    "another chunk": ("ChunkedKVCache", "chunk"),
+}
+
+
+@pytest.mark.parametrize(("name", "other"), FITS_NOT.values(), ids=FITS_NOT.keys())
+def test_a_state_of_another_model_is_refused(name: str, other: str) -> None:
+    others = {
+        "mamba": lambda: Subject(mamba()),
+        "four layers": lambda: Subject(llama(num_hidden_layers=4)),
+        "heads": lambda: Subject(llama(num_key_value_heads=2)),
+        "window": lambda: Subject(gemma3_text(window=WINDOW + 1)),
+        "chunk": lambda: Subject(build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16})),
+    }
+    line = subject(name).open_line("auto")
+    line.feed(tuple(TEXT[:5]), 1)
+    state = line.take_state(tuple(TEXT[:5]))
+    assert state is not None
+    with pytest.raises(MisfitError):
+        others[other]().open_line("auto").put_state(state)
+
+
+def test_a_state_of_other_options_is_refused() -> None:
+    bounded, quantized = subject("RotatingKVCache that keeps its first"), subject("QuantizedKVCache")
+    plain, wider = Subject(bounded.model), Subject(bounded.model, CacheOptions(max_kv_size=WINDOW + 1))
+    otherwise = Subject(quantized.model, CacheOptions(kv_bits=4, kv_group_size=32, quantized_kv_start=0))
+    unquantized = Subject(quantized.model)
+    for one, other in (
+        (plain, bounded),
+        (bounded, plain),
+        (bounded, wider),
+        (quantized, otherwise),
+        (quantized, unquantized),
+    ):
+        line = one.open_line("auto")
+        line.feed(tuple(TEXT[:5]), 1)
+        state = line.take_state(tuple(TEXT[:5]))
+        assert state is not None
+        with pytest.raises(MisfitError):
+            other.open_line("auto").put_state(state)
+
+
+numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
+
+
+@pytest.mark.parametrize("name", CLASS_OF)
+def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> None:
+    """Whatever numbers a file gives: no step of the model that accepted them may fail."""
+    of = subject(name)
+    line, held = of.open_line("auto"), TEXT[: WINDOW + 3]
+    line.feed(tuple(held[:-1]), 1)
+    line.feed(tuple(held[-1:]), 1)
+    state = line.take_state(tuple(held))
+    assert state is not None
+    recorded = record(state, "target")
+
+    @settings(derandomize=True, deadline=None, max_examples=60)
+    @given(data=st.data(), length=st.integers(1, 16))
+    def play(data: st.DataObject, length: int) -> None:
+        def altered(part: Any) -> Any:
+            if isinstance(part, list):
+                return [altered(one) for one in part]
+            if isinstance(part, dict):
+                return {key: value if key == "tensor" else altered(value) for key, value in part.items()}
+            if part is None or type(part) is int:
+                return data.draw(numbers) if data.draw(st.booleans()) else part
+            return part
+
+        description = json.loads(json.dumps(recorded.description))
+        layers = [altered(layer) for layer in description["layers"]]
+        tokens = LineRecord({**description, "layers": layers}, recorded.tensors)
+        other = of.open_line("auto")
+        try:
+            read = recall(tokens)
+            other.put_state(attrs.evolve(read, tokens=read.tokens[:length]))
+        except (MisfitError, RewindError):
+            return
+        mx.eval(read_on(other, TEXT[60:64]), other.feed(tuple(TEXT[64:67]), 3))
+
+    play()
+
+
+json_trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=9) | st.floats() | st.booleans(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["kind", "state", "parts", "tensor", "length", "layers"]), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    description=json_trees
+    | st.fixed_dictionaries(
+        {
+            "tokens": st.just({"tensor": "t.0"}) | json_trees,
+            "layers": st.lists(json_trees),
+            "pins": st.lists(json_trees),
+        }
+    )
+)
+def test_whatever_a_description_says_it_is_recalled_or_refused(description: Any) -> None:
+    tokens = record(LineState((1, 2, 3), ()), "t").tensors
+    try:
+        state = recall(LineRecord(description, tokens))
+    except MisfitError:
+        return
+    assert state.tokens == (1, 2, 3)
+
+
+def test_a_description_nested_without_end_is_refused() -> None:
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+    parts: Any = {"kind": "CacheList", "parts": []}
+    for _ in range(5000):
+        parts = {"kind": "CacheList", "parts": [parts]}
+    recorded = record(LineState((1,), ()), "t")
+    for layer in ({"kind": "KVCache", "state": nested}, parts):
+        with pytest.raises(MisfitError):
+            recall(LineRecord({**recorded.description, "layers": [layer]}, recorded.tensors))
+
+
+def test_a_pin_of_full_attention_is_a_number() -> None:
+    of = subject("ArraysCache, lfm2")
+    line, held = of.open_line("auto"), TEXT[:20]
+    line.feed(tuple(held[:5]), 1)
+    line.pin()
+    line.feed(tuple(held[5:]), 1)
+    state = line.take_state(tuple(held))
+    assert state is not None
+    (pin,) = state.pins
+    i = next(i for i, layer in enumerate(pin.layers) if layer.kind == "KVCache")
+    assert pin.layers[i].state == (None, None, 5)
+    array = mx.zeros((1, 2, 3, 4))
+    for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
+        layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
+        with pytest.raises(MisfitError, match="another length in a pin"):
+            of.open_line("auto").put_state(attrs.evolve(state, pins=(attrs.evolve(pin, layers=layers),)))
+
+
+def test_only_known_classes_are_made_whatever_a_file_names() -> None:
+    taken = take_state(KVCache.from_state((mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 2, 4)), 2)))
+    like = KVCache.from_state((mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)), 1))
+    assert type(put_state(taken, like, like)) is KVCache
+    for name in ("BatchKVCache", "mx", "__import__", "os.system", "CacheList"):
+        with pytest.raises(MisfitError):
+            put_state(LayerState(name, taken.state), like, like)
+
+
+def test_the_model_itself_is_not_touched_by_a_state() -> None:
+    model = MLXModel(llama(), CacheOptions())
+    line = model.open_line(beside_another=False)
+    with pytest.raises(MisfitError, match="0 layers where the model has 2"):
+        line.put_state(LineState((1, 2), ()))
+    line.feed((1, 2), 1)
+    line.check(2)

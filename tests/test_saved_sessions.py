@@ -1,0 +1,737 @@
+"""Saved conversations: what was said goes on as if it had never been in a file, or there is a clear error."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+import trio
+import trio.testing
+from architectures import ARCHITECTURES, build
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import gemma3_text, llama, near
+from test_chat import piped
+from test_cli import save_model
+from test_conversation import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
+
+import runtime
+from actors import saved_line
+from runtime import saved_session, session_file
+from runtime.session_file import Contents
+
+VOCAB_SIZE = 4101
+LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
+# Never ends by itself, and never says what only a template may say.
+QUIET = dict.fromkeys((0, *range(4096, VOCAB_SIZE)), -math.inf)
+SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
+GREEDY: dict[str, Any] = {"max_tokens": 20, "logit_bias": QUIET, "lookahead": 3}
+SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "seed": 11}
+
+
+@attrs.frozen
+class Pair:
+    """Two models, made anew for each runtime, as they would be in another process."""
+
+    make: Callable[..., nn.Module]
+    options: dict[str, Any] = attrs.Factory(dict)
+    reuses: bool = True  # whether what is cached of a turn can be read on from in the next
+
+    def open(self, template: str | None = TEMPLATE, *, drafted: bool = True, **options: Any) -> Any:
+        target = self.make()
+        draft = (near(target, noise=0.05), None) if drafted else None
+        return runtime.open((target, tokenizer(template)), draft, **self.options | options)
+
+
+PAIRS = {
+    "llama": Pair(lambda: llama(vocab_size=VOCAB_SIZE)),
+    "sliding window": Pair(lambda: gemma3_text(window=16, vocab_size=VOCAB_SIZE)),
+    "hybrid": Pair(lambda: build("lfm2", vocab_size=VOCAB_SIZE)),
+    "hybrid with a window": Pair(lambda: build("recurrent_gemma", vocab_size=VOCAB_SIZE)),
+    "lists of caches": Pair(lambda: build("falcon_h1", vocab_size=VOCAB_SIZE)),
+    "chunks": Pair(lambda: build("llama4", text_config=LLAMA4 | {"vocab_size": VOCAB_SIZE})),
+    "quantised": Pair(
+        lambda: build("qwen3", head_dim=32, vocab_size=VOCAB_SIZE),
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 10},
+        reuses=False,
+    ),
+    "bounded": Pair(lambda: build("qwen3", vocab_size=VOCAB_SIZE), {"max_kv_size": 24}, reuses=False),
+}
+LLAMA = PAIRS["llama"]
+LAST_LOOK = 16
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:
+    async with pair.open() as rt:
+        conversation = rt.conversation(**GREEDY | settings)
+        for text in said:
+            await conversation.generate(text)
+        await conversation.save(path)
+
+
+@pytest.fixture
+async def path(tmp_path: Path) -> Path:
+    """A session of one turn."""
+    await saved(tmp_path / "session")
+    return tmp_path / "session"
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", PAIRS)
+async def test_a_conversation_goes_on_as_it_would_have(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    pair, path = PAIRS[name], tmp_path / "session"
+    async with pair.open() as rt:
+        conversation = rt.conversation("You are kind.", **settings)
+        await conversation.generate(SAID[0])
+        await conversation.save(path)
+        messages = conversation.messages
+        expected = [await conversation.generate(text) for text in SAID[1:]]
+    async with pair.open() as rt:
+        loaded = await rt.load(path)
+        assert loaded.messages == messages
+        found = [await loaded.generate(text) for text in SAID[1:]]
+        assert loaded.messages == conversation.messages
+    assert [ids(completion) for completion in found] == [ids(completion) for completion in expected]
+    for one, other in zip(found, expected, strict=True):
+        # Nothing is read again that would not have been.
+        assert one.statistics.cached_tokens == other.statistics.cached_tokens
+        assert (one.statistics.cached_tokens > 0) == pair.reuses
+
+
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: str) -> None:
+    pair, path, read = PAIRS[name], tmp_path / "session", []
+
+    def note(event: runtime.Event) -> None:
+        if isinstance(event, runtime.Span) and event.actor == "draft" and event.kind == "prefill":
+            read.append(event.num_tokens)
+
+    async with pair.open(trace=note) as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        await conversation.save(path)
+        read.clear()
+        await conversation.generate(SAID[1])
+        expected = sum(read)
+        await rt.generate(conversation.messages[:-1], **GREEDY)
+        anew = sum(read) - expected
+    read.clear()
+    async with pair.open(trace=note) as rt:
+        await (await rt.load(path)).generate(SAID[1])
+    assert sum(read) == expected < anew
+
+
+async def test_a_base_model_goes_on_too(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open(None) as rt:
+        conversation = rt.conversation("Once upon a time", **GREEDY)
+        await conversation.generate(" there was a cat.")
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[1])
+    async with LLAMA.open(None) as rt:
+        loaded = await rt.load(path)
+        found = await loaded.generate(SAID[1])
+    assert ids(found) == ids(expected)
+    assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["base", "chat"])
+@pytest.mark.parametrize("system", [None, "You are kind."])
+async def test_a_conversation_in_which_nothing_was_said_can_be_saved(
+    tmp_path: Path, template: str | None, system: str | None
+) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open(template) as rt:
+        conversation = rt.conversation(system, **GREEDY)
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[0])
+        loaded = await rt.load(path)
+        assert ids(await loaded.generate(SAID[0])) == ids(expected)
+
+
+async def test_a_conversation_can_be_saved_after_every_turn_and_loaded_twice(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**SEEDED)
+        sizes = []
+        for text in SAID:
+            await conversation.generate(text)
+            sizes.append(await conversation.save(path))
+        assert sizes == sorted(sizes)
+        assert path.stat().st_size == sizes[-1]
+        first, second = await rt.load(path), await rt.load(path)
+        assert first.messages == second.messages == conversation.messages
+        expected = ids(await conversation.generate("More!"))
+        assert ids(await first.generate("More!")) == expected
+        assert ids(await second.generate("More!")) == expected
+        assert first is not second
+    assert os.listdir(tmp_path) == ["session"]
+
+
+async def test_an_answer_that_was_broken_off_is_saved_as_far_as_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        async with conversation.stream(SAID[0], max_tokens=200) as stream:
+            async for token in stream:
+                if token.index == 5:
+                    break
+        # At once, while the models may still be at work.
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[1])
+    async with LLAMA.open() as rt:
+        loaded = await rt.load(path)
+        assert ids(await loaded.generate(SAID[1])) == ids(expected)
+
+
+async def test_thoughts_and_the_choice_to_think_are_saved(tmp_path: Path) -> None:
+    path, of = tmp_path / "session", tokenizer(THINKING_TEMPLATE, thinks=True)
+    model = llama(vocab_size=4103)
+    async with runtime.open((model, of)) as rt:
+        speaks = says(of, "<think>A cat, then.</think>Meow.")
+        conversation = rt.conversation(thinking=True, logits_processors=[speaks], max_tokens=40)
+        await conversation.generate("What says a cat?")
+        assert conversation.messages[-1]["reasoning_content"]
+        await conversation.save(path)
+        loaded = await rt.load(path, logits_processors=[speaks])
+        assert loaded.messages == conversation.messages
+        plain = await saved_session.read(path)
+        assert plain.thinking is True
+
+
+async def test_messages_come_back_whatever_is_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation('Quotes ", \\, \n\t and \x00, 日本語, 🐈‍⬛', **GREEDY)
+        await conversation.generate("{{ messages }} <|user|> \u2028")
+        await conversation.save(path)
+        assert (await rt.load(path)).messages == conversation.messages
+
+
+async def test_a_model_on_disk_is_known_again(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    for _ in range(2):
+        async with runtime.open(str(runtime.DEMO_TARGET), str(runtime.DEMO_DRAFT)) as rt:
+            if not path.exists():
+                conversation = rt.conversation(max_tokens=8)
+                await conversation.generate("A cat")
+                await conversation.save(path)
+                expected = await conversation.generate(" and a dog")
+            else:
+                found = await (await rt.load(path)).generate(" and a dog")
+    assert found.text == expected.text
+    assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+async def test_settings_are_the_conversations_unless_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    await saved(path, temperature=0.9, seed=5, max_tokens=7)
+    async with LLAMA.open() as rt:
+        assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 7
+        assert len((await (await rt.load(path, max_tokens=3)).generate(SAID[1])).tokens) == 3
+        with pytest.raises(runtime.SettingsError, match="did you mean 'max_tokens'"):
+            await rt.load(path, max_token=3)
+        with pytest.raises(runtime.SettingsError, match="seed must be"):
+            await rt.load(path, seed=-1)
+
+
+async def test_functions_are_to_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+
+    @runtime.stateless
+    def only_cats(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(logits.shape[-1]) == 77, logits, -mx.inf)
+
+    await saved(path, logits_processors=[only_cats])
+    async with LLAMA.open() as rt:
+        with pytest.raises(runtime.SettingsError, match="had 1 logits_processors"):
+            await rt.load(path)
+        assert set(ids(await (await rt.load(path, logits_processors=[only_cats])).generate("And?"))) == {77}
+        assert set(ids(await (await rt.load(path, logits_processors=[])).generate("And?"))) != {77}
+
+
+# --- what must match ------------------------------------------------------------------------------
+
+
+async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
+    """The error of a load that changes nothing."""
+    before = (len(rt._target._kept), len(rt._draft._kept) if rt._draft is not None else 0)
+    with pytest.raises(runtime.SessionFileError) as refused:
+        await rt.load(path, **settings)
+    assert str(path) in str(refused.value)
+    assert (len(rt._target._kept), len(rt._draft._kept) if rt._draft is not None else 0) == before
+    assert rt.num_streams == 0
+    return str(refused.value)
+
+
+async def test_another_target_is_refused_and_named(path: Path) -> None:
+    others = {
+        "its weights are others": llama(1, vocab_size=VOCAB_SIZE),
+        "its architecture is lfm2, not llama": build("lfm2", vocab_size=VOCAB_SIZE),
+        "parameters, not": llama(num_hidden_layers=3, vocab_size=VOCAB_SIZE),
+        "its configuration is another": llama(rope_theta=20_000.0, vocab_size=VOCAB_SIZE),
+    }
+    for why, model in others.items():
+        async with runtime.open((model, tokenizer())) as rt:
+            message = await refusal(rt, path)
+            assert "another target model" in message
+            assert why in message
+            # And the runtime is as good as before.
+            assert len((await rt.generate("Hello", max_tokens=3, ignore_eos=True)).tokens) == 3
+
+
+async def test_another_draft_is_refused_and_named_unless_any_will_do(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(vocab_size=VOCAB_SIZE)
+    async with LLAMA.open() as rt:
+        expected = ids(await (await rt.load(path)).generate(SAID[1]))
+    async with runtime.open((model, tokenizer()), (llama(7, vocab_size=VOCAB_SIZE), None)) as rt:
+        message = await refusal(rt, path)
+        assert "another draft model: its weights are others" in message
+        assert "any_draft=True" in message
+        with caplog.at_level(logging.INFO, "outrider"):
+            loaded = await rt.load(path, any_draft=True)
+        assert "left out" in caplog.text
+        assert ids(await loaded.generate(SAID[1])) == expected
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+async def test_without_a_draft_model_its_cache_is_left_out(
+    path: Path, draft: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with LLAMA.open() as rt:
+        expected = await (await rt.load(path)).generate(SAID[1])
+    async with runtime.open((llama(vocab_size=VOCAB_SIZE), tokenizer()), draft) as rt:
+        with caplog.at_level(logging.INFO, "outrider"):
+            loaded = await rt.load(path)
+        assert "left out: there is none" in caplog.text
+        found = await loaded.generate(SAID[1])
+        assert ids(found) == ids(expected)
+        assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+
+
+async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open(drafted=False) as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[1])
+    async with LLAMA.open() as rt:
+        found = await (await rt.load(path)).generate(SAID[1])
+    assert ids(found) == ids(expected)
+    assert found.statistics.cached_tokens == expected.statistics.cached_tokens
+    assert found.statistics.accepted > 0
+
+
+async def test_another_vocabulary_is_refused(path: Path) -> None:
+    other = mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
+    more = other._tokenizer.__class__.from_pretrained(str(runtime.DEMO_TARGET))
+    more.add_tokens([*ROLES, "<|more|>"], special_tokens=True)
+    more.chat_template = TEMPLATE
+    async with runtime.open((llama(vocab_size=VOCAB_SIZE), TokenizerWrapper(more))) as rt:
+        assert "tokenizer of another vocabulary" in await refusal(rt, path)
+    async with runtime.open((llama(vocab_size=VOCAB_SIZE), None)) as rt:
+        assert "with a tokenizer, and this runtime has none" in await refusal(rt, path)
+
+
+async def test_caches_that_are_made_otherwise_are_refused(tmp_path: Path) -> None:
+    quantised, path = PAIRS["quantised"], tmp_path / "session"
+    await saved(path, quantised)
+    for name, value, saved_with in (("kv_bits", None, 8), ("kv_bits", 4, 8), ("quantized_kv_start", 0, 10)):
+        async with quantised.open(**{name: value}) as rt:
+            assert f"was saved with {name}={saved_with}, and this runtime has {value}" in await refusal(rt, path)
+    async with quantised.open() as rt:
+        await rt.load(path)
+
+
+async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
+    for rewind in ("trim", "checkpoint", "none"):
+        async with LLAMA.open(rewind=rewind) as rt:
+            assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 20
+
+
+# --- what a file may hold -------------------------------------------------------------------------
+
+
+async def test_a_damaged_file_changes_nothing(path: Path) -> None:
+    whole = path.read_bytes()
+    async with LLAMA.open() as rt:
+        for i in range(0, len(whole), len(whole) // 23):
+            path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :])
+            await refusal(rt, path)
+            path.write_bytes(whole[:i])
+            await refusal(rt, path)
+        path.write_bytes(b"")
+        await refusal(rt, path)
+        for other in (path.parent, path.parent / "nowhere", Path(runtime.DEMO_TARGET) / "model.safetensors"):
+            await refusal(rt, other)
+        path.write_bytes(whole)
+        await rt.load(path)
+
+
+def rewritten(path: Path, change: Callable[[Any], None]) -> None:
+    """Another session in a sound file, as somebody might write it who means ill."""
+    contents = session_file.read(path)
+    change(contents.content)
+    session_file.write(path, Contents(contents.content, contents.tensors))
+
+
+HOSTILE: dict[str, Callable[[Any], None]] = {
+    "a length beyond its arrays": lambda content: content["target"]["line"]["layers"][0]["state"].__setitem__(2, 10**6),
+    "a negative length": lambda content: content["draft"]["line"]["layers"][0]["state"].__setitem__(2, -1),
+    "a layer less": lambda content: content["draft"]["line"]["layers"].pop(),
+    "another class": lambda content: content["target"]["line"]["layers"][0].update(kind="RotatingKVCache"),
+    "a class of no cache": lambda content: content["target"]["line"]["layers"][0].update(kind="os"),
+    "a tensor that is not there": lambda content: content["target"]["line"].update(tokens={"tensor": "x"}),
+    "a tensor of something else": lambda content: content["target"]["line"].update(tokens={"tensor": "target.1"}),
+    "a pin that is none": lambda content: content["target"]["line"].update(pins=[{"length": 3, "layers": []}]),
+    "a message of a stranger": lambda content: content["messages"].append({"role": "x", "content": ""}),
+    "a message without words": lambda content: content["messages"].append({"role": "user", "content": None}),
+    "a setting that is none": lambda content: content["settings"].update(evil=1),
+    "no target": lambda content: content.update(target=None),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_a_hostile_file_changes_nothing(path: Path, change: Callable[[Any], None]) -> None:
+    rewritten(path, change)
+    async with LLAMA.open() as rt:
+        await refusal(rt, path)
+        assert len((await rt.generate("Hello", max_tokens=3, logit_bias=QUIET)).tokens) == 3
+
+
+async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
+    contents = session_file.read(path)
+    tokens = contents.tensors["tokens"]
+    tokens.data[0:4] = (VOCAB_SIZE).to_bytes(4, "little")
+    session_file.write(path, contents)
+    async with LLAMA.open() as rt:
+        assert f"token {VOCAB_SIZE}, outside the target's vocabulary" in await refusal(rt, path)
+
+
+# --- what is in a file, and what is not -----------------------------------------------------------
+
+
+async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) -> None:
+    async with LLAMA.open() as rt:
+        secret = rt.conversation("You are kind.", **GREEDY)
+        await secret.generate("My number is 12345.")
+        other = rt.conversation("You are kind.", **GREEDY)
+        await other.save(tmp_path / "before")
+        told = await secret.generate("Forget it.")
+        del told
+        await other.generate("Hello!")
+        await other.save(tmp_path / "after")
+    words = tokenizer().encode("My number is 12345.", add_special_tokens=False)
+    for name in ("before", "after"):
+        session = await saved_session.read(tmp_path / name)
+        for model in (session.target, session.draft):
+            assert model is not None
+            assert model.line is not None
+            description = model.line.description
+            tokens = model.line.tensors[description["tokens"]["tensor"]].array().tolist()
+            assert tokens == list(session.tokens[: len(tokens)])
+            assert str(words)[1:-1] not in str(tokens)
+            for layer in description["layers"]:
+                keys, values, offset = layer["state"]
+                assert offset == len(tokens)
+                assert model.line.tensors[keys["tensor"]].shape[2] == len(tokens)
+                assert model.line.tensors[values["tensor"]].shape[2] == len(tokens)
+
+
+async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open(prefix_cache_bytes=0) as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        small = await conversation.save(path)
+        expected = ids(await conversation.generate(SAID[1]))
+        found = await (await rt.load(path)).generate(SAID[1])
+        assert ids(found) == expected
+        assert found.statistics.cached_tokens == 0
+    await saved(path)
+    assert path.stat().st_size > small
+    async with LLAMA.open(prefix_cache_bytes=0) as rt:
+        found = await (await rt.load(path)).generate(SAID[1])
+        assert ids(found) == expected
+        assert found.statistics.cached_tokens == 0
+
+
+# --- moments --------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_is_not_saved_while_an_answer_is_under_way(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        stream = conversation.stream(SAID[0])
+        await stream.__anext__()
+        with pytest.raises(runtime.ConversationBusyError, match="while an answer is under way"):
+            await conversation.save(path)
+        await stream.aclose()
+        await conversation.save(path)
+
+
+async def test_other_streams_go_on_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with LLAMA.open() as rt, trio.open_nursery() as nursery:
+        expected = ids(await rt.generate("Once", **GREEDY | {"max_tokens": 100}))
+        found: list[int] = []
+
+        async def generate() -> None:
+            found.extend(ids(await rt.generate("Once", **GREEDY | {"max_tokens": 100})))
+
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        nursery.start_soon(generate)
+        for _ in range(3):
+            await conversation.save(path)
+            await rt.load(path)
+    assert found == expected
+
+
+async def test_files_are_written_and_read_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits here for what only another task can do."""
+    path, entered, go_on = tmp_path / "session", trio.Event(), trio.Event()
+    for name in ("write", "read"):
+        real = getattr(session_file, name)
+
+        def slow(*args: Any, real: Any = real) -> Any:
+            trio.from_thread.run_sync(entered.set)
+            trio.from_thread.run(go_on.wait)
+            return real(*args)
+
+        monkeypatch.setattr(session_file, name, slow)
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        for call in (conversation.save, rt.load):
+            entered, go_on = trio.Event(), trio.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call, path)
+                await entered.wait()
+                assert len((await rt.generate("Hello", **GREEDY | {"max_tokens": 2})).tokens) == 2
+                go_on.set()
+
+
+# Each model's part, the vocabulary, the thread that writes, a look before the header and before each tensor, and one
+# before the file is moved to its place.
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
+async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
+    path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+    async with LLAMA.open() as rt:
+        conversation = await rt.load(path)
+        await conversation.generate(SAID[1])
+        with trio.CancelScope() as scope:
+            cancel_at(scope, step, monkeypatch)
+            await conversation.save(path)
+        monkeypatch.undo()
+        assert os.listdir(path.parent) == ["session"]
+        assert scope.cancelled_caught == (step <= LAST_LOOK)
+        if scope.cancelled_caught:
+            assert path.read_bytes() == before
+        else:
+            assert (await rt.load(path)).messages == conversation.messages
+        # The conversation and the models are as good as before.
+        await conversation.save(path)
+        assert (await rt.load(path)).messages == conversation.messages
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 10, 13, 14, 15, 16, 17, 18, 19, 20])
+async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LLAMA.open() as rt:
+        loaded = None
+        with trio.CancelScope() as scope:
+            cancel_at(scope, step, monkeypatch)
+            loaded = await rt.load(path)
+        monkeypatch.undo()
+        assert (loaded is None) == scope.cancelled_caught
+        again = await rt.load(path)
+        assert (await again.generate(SAID[1])).statistics.cached_tokens > 0
+
+
+def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel at the so many-th moment at which something else is asked to do its part."""
+    count = -1
+
+    def count_up() -> None:
+        nonlocal count
+        count += 1
+        if count == step:
+            scope.cancel()
+
+    run, run_sync, check = saved_line._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
+
+    async def noted_run(*args: Any) -> Any:
+        count_up()
+        return await run(*args)
+
+    async def noted_run_sync(*args: Any) -> Any:
+        count_up()
+        return await run_sync(*args)
+
+    def noted_check() -> None:
+        trio.from_thread.run_sync(count_up)
+        check()
+
+    monkeypatch.setattr(saved_line, "_run", noted_run)
+    monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
+    monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
+
+
+async def test_after_the_runtime_nothing_is_saved_or_loaded(path: Path) -> None:
+    before = path.read_bytes()
+    async with LLAMA.open() as rt:
+        conversation = await rt.load(path)
+    with pytest.raises(runtime.RuntimeClosedError):
+        await rt.load(path)
+    with pytest.raises(runtime.RuntimeClosedError):
+        await conversation.save(path)
+    assert path.read_bytes() == before
+
+
+async def test_a_runtime_that_closes_ends_what_is_under_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, entered, go_on = session_file.read, trio.Event(), trio.Event()
+
+    async def wait() -> None:
+        entered.set()
+        with trio.CancelScope(shield=True):
+            await go_on.wait()
+
+    def slow(*args: Any) -> Any:
+        trio.from_thread.run(wait)
+        return read(*args)
+
+    monkeypatch.setattr(session_file, "read", slow)
+    ended = []
+
+    async def load() -> None:
+        with pytest.raises(runtime.RuntimeClosedError):
+            await rt.load(path)
+        ended.append(True)
+
+    async with trio.open_nursery() as nursery:
+        async with LLAMA.open() as rt:
+            nursery.start_soon(load)
+            await entered.wait()
+        go_on.set()
+    assert ended == [True]
+
+
+# --- in the chat ----------------------------------------------------------------------------------
+
+
+def a_chat_with(model: str) -> list[str]:
+    return ["--target", model, "--max-tokens", "6"]
+
+
+async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -> None:
+    model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "with spaces.session"
+    status, out, err = await piped(*a_chat_with(model), lines=f"w1 w2\n/save {path}\nw3\n")
+    assert (status, err) == (0, f"outrider: saved to {path}, {path.stat().st_size / 1e3:,.0f} kB\n")
+    _, expected = out.splitlines()
+    status, out, err = await piped(*a_chat_with(model), lines=f"/load {path}\nw3\n")
+    assert (status, out, err) == (0, f"{expected}\n", f"outrider: going on from {path}, after 2 messages\n")
+    # What is asked for here takes the place of what was saved; so does another drafter.
+    status, out, _ = await piped(
+        *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
+    )
+    assert status == 0
+    assert 0 < len(out) < len(expected)
+    assert expected.startswith(out.strip())
+
+
+async def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "session"
+    path.write_text("hello")
+    for line, complaint in (
+        (f"/load {path}", "is no saved session"),
+        (f"/load {tmp_path}/nowhere", "No such file"),
+        (f"/save {tmp_path}", "cannot write"),
+        ("/save", 'it is "/save FILE"'),
+    ):
+        status, out, err = await piped(*a_chat_with(model), lines=f"{line}\nw1\n")
+        assert status != 0
+        assert out == ""
+        assert complaint in err
+        assert err.count("\n") == 1
+    assert path.read_text() == "hello"
+
+
+# --- the system says no ---------------------------------------------------------------------------
+
+
+async def test_what_the_system_refuses_is_told_with_the_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+    async with LLAMA.open() as rt:
+        conversation = await rt.load(path)
+        for place in (path.parent, path.parent / "nowhere" / "session"):
+            with pytest.raises(runtime.SessionFileError, match="cannot write") as refused:
+                await conversation.save(place)
+            assert isinstance(refused.value.__cause__, OSError)
+            assert str(place) in str(refused.value)
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session_file.os, "fsync", full)
+            with pytest.raises(runtime.SessionFileError, match="No space left"):
+                await conversation.save(path)
+        assert path.read_bytes() == before
+        assert os.listdir(path.parent) == ["session"]
+        await conversation.save(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("where", [None, 3, "", b"session"])
+async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
+    async with LLAMA.open() as rt:
+        with pytest.raises(runtime.SettingsError, match="give the path of a file"):
+            await rt.load(where)
+        with pytest.raises(runtime.SettingsError, match="give the path of a file"):
+            await rt.conversation(**GREEDY).save(where)
+
+
+async def test_a_target_that_fails_at_a_save_is_not_the_end_of_the_old_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+    async with LLAMA.open() as rt:
+        conversation = await rt.load(path)
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(saved_line, "fingerprint", fail)
+        with pytest.raises(runtime.OutriderError, match="no room"):
+            await conversation.save(path)
+        monkeypatch.undo()
+        assert path.read_bytes() == before
+        await conversation.save(path)

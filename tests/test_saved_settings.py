@@ -1,0 +1,197 @@
+"""What a saved session says: settings come back as they were, and whatever else a file says is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.fingerprint import Fingerprint
+from actors.line_state import LineRecord
+from actors.saved_line import SavedModel
+from actors.tensor import Tensor
+from protocol.errors import SessionFileError, SettingsError
+from protocol.settings import MAX_SEED, Settings, settings_from
+from runtime import saved_session
+from runtime.saved_session import SavedSession, settings_for_json, settings_of
+from runtime.session_file import Contents, write
+
+PRINT = Fingerprint("llama", 1000, "aa", "bb", "cc")
+OTHER = Fingerprint("llama", 1000, "aa", "bb", "dd")
+
+
+def a_session(**changes: Any) -> SavedSession:
+    values: dict[str, Any] = {
+        "messages": ({"role": "user", "content": "hello"},),
+        "thinking": None,
+        "tokens": (5, 0, 4_000_000_000),
+        "settings": settings_for_json(Settings()),
+        "num_processors": 0,
+        "cache_options": {"kv_bits": None, "max_kv_size": None},
+        "vocabulary": "abc",
+        "target": SavedModel(PRINT, None),
+        "draft": None,
+    }
+    return SavedSession(**values | changes)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+some_settings = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.none() | st.integers(1, 10**12),
+        "temperature": st.floats(0, 1e300) | st.integers(0, 3),
+        "top_p": st.floats(0, 1),
+        "seed": st.none() | st.integers(0, MAX_SEED),
+        "stop": st.lists(st.text(min_size=1, max_size=9), max_size=3) | st.text(min_size=1, max_size=9),
+        "stop_tokens": st.lists(st.integers(0, 2**31), max_size=3),
+        "ignore_eos": st.booleans(),
+        "logit_bias": st.dictionaries(st.integers(0, 2**31), finite | st.just(-math.inf) | st.integers(-9, 9)),
+        "presence_penalty": st.none() | finite,
+        "acceptance": st.sampled_from(["auto", "match", "rejection"]),
+        "lookahead": st.just("auto") | st.integers(0, 64),
+        "reuse_prefix": st.booleans(),
+    },
+)
+
+
+@settings(derandomize=True, deadline=None)
+@given(keywords=some_settings)
+def test_settings_come_back_as_they_were(keywords: dict[str, Any]) -> None:
+    before = settings_from(keywords)
+    described = json.loads(json.dumps(settings_for_json(before), allow_nan=False))
+    assert settings_from(settings_of(a_session(settings=described), "x", {})) == before
+
+
+def test_every_setting_but_functions_is_in_the_file() -> None:
+    names = {field.name for field in attrs.fields(Settings)}
+    assert set(settings_for_json(Settings())) == names - {"logits_processors"}
+
+
+def test_what_is_given_anew_takes_the_place_of_what_was_saved() -> None:
+    session = a_session(settings=settings_for_json(Settings(temperature=0.7, seed=3, max_tokens=9)))
+    found = settings_from(settings_of(session, "x", {"seed": 4, "max_tokens": None}))
+    assert found == Settings(temperature=0.7, seed=4, max_tokens=None)
+
+
+def test_functions_must_be_given_again() -> None:
+    def function(tokens: Any, logits: Any) -> Any:
+        return logits
+
+    session = a_session(num_processors=2)
+    with pytest.raises(
+        SettingsError, match=r"had 2 logits_processors.*give logits_processors=\[\.\.\.\] again, or \[\]"
+    ):
+        settings_of(session, "x", {})
+    assert settings_from(settings_of(session, "x", {"logits_processors": []})) == Settings()
+    assert settings_of(session, "x", {"logits_processors": [function]})["logits_processors"] == [function]
+
+
+def test_settings_that_are_given_wrong_are_the_callers_mistake() -> None:
+    for given_, message in (({"temperature": -1}, "temperature"), ({"temprature": 1}, "did you mean 'temperature'")):
+        with pytest.raises(SettingsError, match=message):
+            settings_of(a_session(), "x", given_)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"temperature": -1},
+        {"of_the_future": 1},
+        {"logit_bias": 3},
+        {"logit_bias": [[1]]},
+        {"logit_bias": [[[1], 2]]},
+        {"logit_bias": [["a", 2]]},
+        {"logits_processors": ["os.system"]},
+        {"seed": True},
+    ],
+)
+def test_settings_that_a_file_has_wrong_are_the_files(described: dict[str, Any]) -> None:
+    with pytest.raises(SessionFileError, match="settings that this Outrider does not take"):
+        settings_of(a_session(settings=described), "x", {})
+
+
+async def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
+    session = a_session(draft=SavedModel(OTHER, None))
+    size = await saved_session.write(tmp_path / "session", session)
+    assert size == (tmp_path / "session").stat().st_size
+    assert await saved_session.read(tmp_path / "session") == session
+
+
+async def test_what_is_cached_comes_back_as_it_was(tmp_path: Path) -> None:
+    raw = memoryview(bytes(range(8)))
+    line = LineRecord({"tokens": {"tensor": "target.0"}}, {"target.0": Tensor("U32", (2,), raw)})
+    await saved_session.write(tmp_path / "session", a_session(target=SavedModel(PRINT, line)))
+    found = (await saved_session.read(tmp_path / "session")).target.line
+    assert found is not None
+    assert found.description == line.description
+    assert bytes(found.tensors["target.0"].data) == bytes(raw)
+
+
+def test_another_model_is_named_with_what_differs() -> None:
+    saved_session.check_model("x", "target", PRINT, PRINT, "open that")
+    with pytest.raises(SessionFileError, match=r"'x' was saved with another draft model: its weights are others; open"):
+        saved_session.check_model("x", "draft", PRINT, OTHER, "open that")
+
+
+def test_another_vocabulary_is_told() -> None:
+    saved_session.check_vocabulary("x", None, None)
+    saved_session.check_vocabulary("x", "a", "a")
+    for saved, present, message in (("a", "b", "another vocab"), ("a", None, "has none"), (None, "a", "no tokenizer")):
+        with pytest.raises(SessionFileError, match=message):
+            saved_session.check_vocabulary("x", saved, present)
+
+
+def test_other_cache_options_are_named_with_their_values() -> None:
+    saved_session.check_cache_options("x", {"kv_bits": 8, "a": None}, {"kv_bits": 8})
+    with pytest.raises(SessionFileError, match=r"was saved with kv_bits=8, and this runtime has None; open it with"):
+        saved_session.check_cache_options("x", {"kv_bits": 8}, {"kv_bits": None})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**33) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ["messages", "thinking", "settings", "num_processors", "cache_options", "vocabulary", "target", "draft"]
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    changes=st.dictionaries(st.sampled_from(NAMES), json_values), missing=st.sets(st.sampled_from(NAMES), max_size=1)
+)
+async def test_whatever_a_file_says_it_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], missing: set[str]
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "session"
+    sound = {
+        "messages": [],
+        "thinking": True,
+        "settings": {},
+        "num_processors": 0,
+        "cache_options": {},
+        "vocabulary": None,
+        "target": {"fingerprint": attrs.asdict(PRINT), "line": None},
+        "draft": None,
+    }
+    content = {name: value for name, value in (sound | changes).items() if name not in missing}
+    write(path, Contents(content, {"tokens": Tensor("U32", (0,), memoryview(b""))}))
+    try:
+        session = await saved_session.read(path)
+        settings_of(session, path, {"logits_processors": []})
+        saved_session.check_cache_options(path, session.cache_options, {})
+    except SessionFileError:
+        return
+    assert not missing
+
+
+@pytest.mark.parametrize("path", [None, 3, "", b"bytes", ["a"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(SettingsError, match="give the path of a file"):
+        saved_session.check_path(path)

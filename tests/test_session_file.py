@@ -1,0 +1,418 @@
+"""The file of a saved session: whole or not there, and believed only where it is as it was written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from actors.tensor import DTYPES, Tensor
+from protocol.errors import SessionFileError
+from runtime import session_file
+from runtime.session_file import VERSION, Contents, read, write
+
+CONTENT = {"messages": [{"role": "user", "content": "Ünïcode \ud800 and \x00"}], "number": 2**64 - 1, "none": None}
+
+
+def some_tensors() -> dict[str, Tensor]:
+    return {
+        "one": Tensor.of(mx.arange(12).reshape(3, 4).astype(mx.bfloat16)),
+        "empty": Tensor.of(mx.zeros((2, 0, 3))),
+        "single": Tensor.of(mx.array(7, mx.uint32)),
+    }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "session"
+
+
+@pytest.fixture
+def written(path: Path) -> Path:
+    write(path, Contents(CONTENT, some_tensors()))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SessionFileError) as refused:
+        read(path)
+    assert str(path) in str(refused.value)
+    return str(refused.value)
+
+
+def forged(header: Any, data: bytes = b"") -> bytes:
+    """A file whose checksum holds, whatever its header says."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    body = len(encoded).to_bytes(8, "little") + encoded + data
+    return body + hashlib.sha256(body).digest()
+
+
+def header_for(num_bytes: int = 0, content: str = "{}", version: str = "1", **tensors: Any) -> dict[str, Any]:
+    return {
+        "__metadata__": {"outrider_session": version, "content": content},
+        **tensors,
+        "checksum": {"dtype": "U8", "shape": [32], "data_offsets": [num_bytes, num_bytes + 32]},
+    }
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(written: Path) -> None:
+    contents = read(written)
+    assert contents.content == CONTENT
+    assert list(contents.tensors) == ["one", "empty", "single"]
+    for name, tensor in some_tensors().items():
+        assert contents.tensors[name].shape == tensor.shape
+        assert contents.tensors[name].dtype == tensor.dtype
+        assert bytes(contents.tensors[name].data) == bytes(tensor.data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_array_of_any_number_format_comes_back_bit_by_bit(path: Path, dtype: str) -> None:
+    raw = bytes(range(48)) if dtype != "BOOL" else bytes(i % 2 for i in range(48))
+    tensor = Tensor(dtype, (2, 24 // DTYPES[dtype]), memoryview(raw))
+    array = tensor.array()
+    again = Tensor.of(array)
+    assert (again.dtype, again.shape, bytes(again.data)) == (dtype, tensor.shape, raw)
+
+
+def test_a_tensor_keeps_what_an_array_held_when_it_was_taken() -> None:
+    array = mx.zeros((1, 1, 8, 4))
+    taken = Tensor.of(array)
+    array[..., 0:2, :] = mx.ones((1, 1, 2, 4))
+    mx.eval(array)
+    assert not any(taken.data)
+
+
+def test_the_file_is_a_safetensors_file_to_others(written: Path) -> None:
+    tensors, metadata = mx.load(str(written), format="safetensors", return_metadata=True)
+    assert set(tensors) == {"one", "empty", "single", "checksum"}
+    assert mx.array_equal(tensors["one"], mx.arange(12).reshape(3, 4).astype(mx.bfloat16))
+    assert metadata["outrider_session"] == str(VERSION)
+
+
+# --- whole, or not at all -------------------------------------------------------------------------
+
+
+def calls_until(number: int, error: BaseException) -> Callable[[], None]:
+    """A function that raises at its so many-th call."""
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise error
+
+    return call
+
+
+class Stop(BaseException):
+    """As a cancellation is: no `Exception`."""
+
+
+def big() -> Contents:
+    return Contents({}, {"big": Tensor("U8", (9 << 20,), memoryview(bytes(9 << 20)))})
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_write_that_is_cancelled_changes_nothing(path: Path, number: int, exists: bool) -> None:
+    if exists:
+        path.write_bytes(b"what was there")
+    with pytest.raises(Stop):
+        write(path, big(), calls_until(number, Stop()))
+    assert os.listdir(path.parent) == (["session"] if exists else [])
+    assert not exists or path.read_bytes() == b"what was there"
+
+
+def test_a_read_can_be_cancelled(path: Path) -> None:
+    write(path, big())
+    for number in (1, 3, 5):
+        with pytest.raises(Stop):
+            read(path, calls_until(number, Stop()))
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace", "fchmod"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS])
+def test_a_system_that_refuses_leaves_what_was_there(
+    written: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
+) -> None:
+    before = written.read_bytes()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(session_file.os, function, refuse)
+    with pytest.raises(SessionFileError, match=os.strerror(number)) as refused:
+        write(written, Contents({}, {}))
+    assert isinstance(refused.value.__cause__, OSError)
+    assert str(written) in str(refused.value)
+    assert os.listdir(written.parent) == ["session"]
+    assert written.read_bytes() == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_full_disk_is_told_as_such(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(b"what was there")
+    real = session_file.tempfile.mkstemp
+
+    def on_a_full_disk(**where: Any) -> tuple[int, str]:
+        descriptor, name = real(**where)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, descriptor)
+        os.close(full)
+        return descriptor, name
+
+    monkeypatch.setattr(session_file.tempfile, "mkstemp", on_a_full_disk)
+    with pytest.raises(SessionFileError, match="No space left on device"):
+        write(path, big())
+    assert path.read_bytes() == b"what was there"
+    assert os.listdir(path.parent) == ["session"]
+
+
+def test_the_directory_is_told_of_a_new_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        order.append("directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def note_replace(*names: Any) -> None:
+        order.append("replace")
+        replace(*names)
+
+    monkeypatch.setattr(session_file.os, "fsync", note_fsync)
+    monkeypatch.setattr(session_file.os, "replace", note_replace)
+    write(path, Contents({}, {}))
+    assert order == ["file", "replace", "directory"]
+
+
+def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_permissions(path: Path) -> None:
+    write(path, Contents({}, {}))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    write(path, Contents({}, {}))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_file_that_is_read_only_stays(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = written.read_bytes()
+    # Whoever runs this may be root, to whom everything is writable.
+    monkeypatch.setattr(session_file.os, "access", lambda place, mode: not (Path(place) == written and mode == os.W_OK))
+    with pytest.raises(SessionFileError, match="it is read-only"):
+        write(written, Contents({}, {}))
+    assert written.read_bytes() == before
+    assert os.listdir(written.parent) == ["session"]
+
+
+def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    write(link, Contents({"here": 1}, {}))
+    assert link.is_symlink()
+    assert read(path).content == {"here": 1}
+
+
+def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere" / "session", f"{tmp_path}/with\0null", tmp_path / ("x" * 300)):
+        with pytest.raises(SessionFileError, match="cannot write"):
+            write(place, Contents({}, {}))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SessionFileError, match="no ordinary file"):
+        write(tmp_path / "pipe", Contents({}, {}))
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+# --- other files ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "nowhere")
+    assert "no ordinary file" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "no ordinary file" in refusal(tmp_path / "pipe")
+
+
+def test_no_descriptor_stays_open(tmp_path: Path, written: Path) -> None:
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("this system does not list them")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        refusal(tmp_path)
+        refusal(tmp_path / "nowhere")
+        read(written)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 7, b"hello world, this is a text file of somebody's\n" * 9, b"\0" * 400])
+def test_another_kind_of_file_is_no_saved_session(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    assert "is no saved session" in refusal(path)
+
+
+def test_another_safetensors_file_is_no_saved_session(path: Path) -> None:
+    mx.save_safetensors(str(path), {"weight": mx.zeros((40, 40))})
+    path.with_suffix(".safetensors").rename(path)
+    assert "a safetensors file of something else" in refusal(path)
+
+
+def test_a_file_of_a_newer_version_is_told_as_such(path: Path) -> None:
+    path.write_bytes(forged(header_for(version=str(VERSION + 1))))
+    assert f"version {VERSION + 1}, and this Outrider reads up to {VERSION}; update Outrider" in refusal(path)
+
+
+def test_a_file_cut_anywhere_is_refused(written: Path) -> None:
+    whole = written.read_bytes()
+    for length in range(len(whole)):
+        written.write_bytes(whole[:length])
+        refusal(written)
+
+
+def test_a_file_with_more_at_its_end_is_refused(written: Path) -> None:
+    written.write_bytes(written.read_bytes() + b"\0")
+    assert "damaged" in refusal(written)
+
+
+def test_a_byte_changed_anywhere_is_noticed(written: Path) -> None:
+    whole = written.read_bytes()
+    for i in range(len(whole)):
+        for change in (0x01, 0x80, 0xFF):
+            written.write_bytes(whole[:i] + bytes([whole[i] ^ change]) + whole[i + 1 :])
+            refusal(written)
+
+
+HOSTILE = {
+    "no table": [1, 2],
+    "no checksum": {"__metadata__": {"outrider_session": "1", "content": "{}"}},
+    "huge shape": header_for(8, a={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}),
+    "huge shape that multiplies to nothing": header_for(
+        0, a={"dtype": "F32", "shape": [2**40, 0], "data_offsets": [0, 0]}
+    ),
+    "huge offsets": header_for(8, a={"dtype": "U8", "shape": [2**31 - 1], "data_offsets": [0, 2**31 - 1]}),
+    "negative offsets": header_for(8, a={"dtype": "U8", "shape": [8], "data_offsets": [-8, 0]}),
+    "overlapping": header_for(
+        8,
+        a={"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+        b={"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+    ),
+    "a gap": header_for(16, a={"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}),
+    "an unknown number format": header_for(8, a={"dtype": "object", "shape": [8], "data_offsets": [0, 8]}),
+    "a shape of truths": header_for(8, a={"dtype": "U8", "shape": [True, 8], "data_offsets": [0, 8]}),
+    "a tensor that is none": header_for(8, a=3),
+    "many dimensions": header_for(8, a={"dtype": "U8", "shape": [1] * 1000, "data_offsets": [0, 1]}),
+    "deep nesting": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "deep content": header_for(content="[" * 100_000 + "]" * 100_000),
+    "a long number": b'{"a":' + b"9" * 5000 + b"}",
+    "no number": header_for(content="NaN"),
+    "a name twice": b'{"__metadata__":{"outrider_session":"1","content":"{}"},"__metadata__":{}}',
+    "no text": b'{"\xff\xfe":1}      ',
+    "a version of letters": header_for(version="one"),
+    "version nought": header_for(version="0"),
+    "content that is none": {**header_for(), "__metadata__": {"outrider_session": "1", "content": 3}},
+}
+
+
+@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_header_is_refused_and_takes_no_memory(path: Path, header: Any) -> None:
+    path.write_bytes(forged(header, b"\0" * 16))
+    tracemalloc.start()
+    try:
+        refusal(path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_longer_than_the_file_is_not_waited_for(path: Path) -> None:
+    for length in (2**63, 2**64 - 1, 10**8, 10**8 + 1, 1000):
+        path.write_bytes(length.to_bytes(8, "little") + b"{" + b" " * 100)
+        refusal(path)
+
+
+def test_a_file_that_is_mostly_a_hole_takes_no_memory(path: Path) -> None:
+    hole = 64 << 20
+    header = json.dumps(header_for(hole, a={"dtype": "U8", "shape": [hole], "data_offsets": [0, hole]})).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + hole + 32)
+    tracemalloc.start()
+    try:
+        assert "checksum does not match" in refusal(path)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*DTYPES, "F8", ""]) | json_values,
+        "shape": st.lists(st.integers(-1, 2**33) | json_values, max_size=3) | json_values,
+        "data_offsets": st.lists(st.integers(-1, 200) | json_values, max_size=3) | json_values,
+    }
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    tensors=st.dictionaries(st.text(max_size=6), entries | json_values, max_size=3),
+    metadata=st.fixed_dictionaries(
+        {"outrider_session": st.just("1") | json_values, "content": st.text() | json_values}
+    ),
+    data=st.binary(max_size=80),
+)
+@example(tensors={}, metadata={"outrider_session": "1", "content": "{}"}, data=b"")
+def test_whatever_a_header_says_it_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any], metadata: dict[str, Any], data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "session"
+    checksum = header_for(len(data))["checksum"]
+    path.write_bytes(forged({"__metadata__": metadata, **tensors, "checksum": checksum}, data))
+    try:
+        contents = read(path)
+    except SessionFileError:
+        return
+    assert sum(len(tensor.data) for tensor in contents.tensors.values()) == len(data)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(data=st.binary(max_size=300))
+def test_whatever_a_file_holds_it_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "session"
+    path.write_bytes(data)
+    refusal(path)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(where=st.integers(0, 10_000), bytes_=st.binary(min_size=1, max_size=12), cut=st.integers(0, 10_000))
+def test_a_file_altered_in_any_way_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, where: int, bytes_: bytes, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "session"
+    write(path, Contents(CONTENT, some_tensors()))
+    whole = path.read_bytes()
+    where %= len(whole)
+    altered = whole[:where] + bytes_ + whole[where + cut % 13 :]
+    path.write_bytes(altered)
+    if altered == whole:
+        assert read(path).content == CONTENT
+    else:
+        refusal(path)
