@@ -107,6 +107,7 @@ class Actor(ABC, Generic[S]):
         assert self._nursery is not None, "serve() is not running"
         part = self._join(session)
         self._parts[part.id] = part
+        session.join()
         self._note(part, "open", num_tokens=len(session.opened.prompt), tokens=session.opened.prompt)
         self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
 
@@ -126,6 +127,7 @@ class Actor(ABC, Generic[S]):
         finally:
             del self._parts[part.id]
             part.is_over.set()
+            part.session.leave()
 
     @property
     @abstractmethod

@@ -38,6 +38,7 @@ from actors.mlx_cache import (
     window,
 )
 from actors.mlx_cache_state import MisfitError, can_take_state, put_pin, put_state, take_pin, take_state
+from actors.mlx_memory import release_buffers
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError
 
@@ -225,7 +226,7 @@ class MLXLine:
         if num_logits == 0:
             self._forward(tokens)
             mx.eval([layer.state for layer in self.cache])
-            mx.clear_cache()
+            release_buffers()
             return None
         parts = [self._forward(part) for part in self._options.passes(self.cache, self._length, tokens)]
         logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -428,7 +429,7 @@ class MLXLine:
             self._pins.clear()
         # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
         if before // 256 != self._length // 256:
-            mx.clear_cache()
+            release_buffers()
 
 
 @attrs.frozen

@@ -29,6 +29,8 @@ class Session:
         shaping: of both models' logits.
         unsent: what was committed and waits for room among the commits.
         error: why nothing more comes, where that is not the end of the text.
+        on_left: called when the last of the actors has nothing more to do with it, and whatever they had of it is put
+            away; must not raise.
         find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
             ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
         is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
@@ -40,6 +42,8 @@ class Session:
     counts: Counts = attrs.field(factory=Counts)
     unsent: Commit | None = None
     error: OutriderError | None = None
+    on_left: Callable[[], None] | None = None
+    _num_parts: int = attrs.field(default=0, init=False)
     is_unwanted: bool = False
     shaping: Shaping = attrs.field(
         init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
@@ -51,3 +55,13 @@ class Session:
         if self.error is None:
             self.error = error
         self.commits.close()
+
+    def join(self) -> None:
+        """Say that an actor takes part from now on."""
+        self._num_parts += 1
+
+    def leave(self) -> None:
+        """Say that one does no longer."""
+        self._num_parts -= 1
+        if self._num_parts == 0 and self.on_left is not None:
+            self.on_left()

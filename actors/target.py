@@ -69,7 +69,13 @@ class TargetPart(Part):
 
 
 class TargetActor(ModelActor[TargetPart]):
-    """Verifies what is proposed, one forward pass a round."""
+    """Verifies what is proposed, one forward pass a round.
+
+    Each session has at most one job in the worker's queue, a chunk of its prompt or a round, and jobs are done in the
+    order in which they were handed in: so a job waits for at most one of each other session. What waits there when the
+    model comes free is also what a forward pass over several sessions at once would be made of; for now it takes the
+    first.
+    """
 
     name = "target"
 

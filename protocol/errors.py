@@ -37,6 +37,10 @@ class NoRuntimeError(OutriderError):
     """`runtime.stream` was called where no `runtime.open` is in force."""
 
 
+class WrongEventLoopError(OutriderError, RuntimeError):
+    """Something was used under another event loop than the one it is for: trio for asyncio, or another asyncio loop."""
+
+
 class StreamBusyError(OutriderError):
     """A second task asked a stream for a token while a first was waiting for one."""
 

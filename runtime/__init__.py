@@ -23,6 +23,7 @@ from protocol.errors import (
     SettingsError,
     StreamBusyError,
     VocabularyMismatchError,
+    WrongEventLoopError,
 )
 from protocol.processors import Checkpointed, LogitsProcessor, stateless
 from protocol.settings import Settings
@@ -32,6 +33,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
+    from runtime import aio
     from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
     from runtime.grammar import Grammar
@@ -71,6 +73,8 @@ __all__ = [
     "TokenStream",
     "TopLogprob",
     "VocabularyMismatchError",
+    "WrongEventLoopError",
+    "aio",
     "generate_sync",
     "open",
     "serve",
@@ -82,6 +86,7 @@ __all__ = [
 # `outrider --help` and a command line with a mistake in it need not wait for; and a BLAS can only be put in
 # front of MLX's own before mlx is imported. No module of this package
 # may have the name of one of these: the import system would put it in the function's place.
+_MODULES = ("aio",)
 _HOMES = {
     "Runtime": "runtime.engine",
     "open": "runtime.engine",
@@ -102,9 +107,11 @@ blas.obey_environment()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     blas.check()
+    if name in _MODULES:
+        return import_module(f"runtime.{name}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 

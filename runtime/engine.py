@@ -34,6 +34,7 @@ from protocol.errors import (
     RuntimeBrokenError,
     RuntimeClosedError,
     SettingsError,
+    WrongEventLoopError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -54,6 +55,7 @@ from runtime.opening import (
     check_source,
     load_onto,
 )
+from runtime.places import Places
 from runtime.saved_session import FilePath
 from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
@@ -116,9 +118,11 @@ class Runtime:
         events: Events,
         prices: Prices,
         nursery: trio.Nursery,
+        max_streams: int | None,
     ) -> None:
         self._prices = prices
         self._nursery = nursery
+        self._places = Places(max_streams, self._begin_session)
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
@@ -142,7 +146,8 @@ class Runtime:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
             **settings: see `Settings`.
 
-        Returns: a stream that generates from now on; see `TokenStream` for how to end it.
+        Returns: a stream that generates from now on, or, where `max_streams` others are at work, as soon as those
+            that came before have made room. See `TokenStream` for how to end it, also while it waits.
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
@@ -152,7 +157,7 @@ class Runtime:
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         self._check_open()
-        return self._begin(self._opened(prompt, settings_from(settings)))
+        return self._begin(self._opened(prompt, self._checked(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -181,7 +186,7 @@ class Runtime:
         """
         self._check_open()
         check_max_concurrent(max_concurrent)
-        checked = settings_from(settings)
+        checked = self._checked(settings)
         return Completions(
             check_each(prompts, lambda prompt: self._opened(prompt, checked)),
             lambda opened: complete(self._begin(opened)),
@@ -252,7 +257,7 @@ class Runtime:
         """
         counts = Counts()
         counts.add(self._past)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):  # which another thread may be asking for
             counts.add(session.counts)
         counts.target_seconds = self._target.worker.busy_seconds
         counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
@@ -272,8 +277,13 @@ class Runtime:
 
     @property
     def num_streams(self) -> int:
-        """Streams that are under way."""
-        return len(self._sessions)
+        """Streams that are under way: begun, and neither read to their end nor closed."""
+        return len(self._sessions) - self._places.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait for others to make room, because `max_streams` are at work."""
+        return self._places.num_waiting
 
     # --- conversations ----------------------------------------------------------------------------
 
@@ -315,20 +325,24 @@ class Runtime:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
 
-    def _opened(self, prompt: Prompt, settings: Settings) -> Open:
-        model = self._target.model
-        if settings.stop and self._tokenizer is None:
+    def _checked(self, settings: dict[str, Any]) -> Settings:
+        checked = settings_from(settings)
+        check_vocabulary_size(checked, self._target.model.vocab_size)
+        if checked.stop and self._tokenizer is None:
             raise SettingsError(
-                f"stop {list(settings.stop)} needs text, and the target was opened without a tokenizer; "
+                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
                 "name ids in stop_tokens instead"
             )
+        return checked
+
+    def _opened(self, prompt: Prompt, settings: Settings) -> Open:
+        model = self._target.model
         ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
         if model.context_length is not None and len(ids) >= model.context_length:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        check_vocabulary_size(settings, model.vocab_size)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
@@ -354,9 +368,7 @@ class Runtime:
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened)
         self._sessions[opened.session] = session
-        self._target.open_session(session)
-        if self._draft is not None and opened.drafted:
-            self._draft.open_session(session)
+        self._places.enter(session)
         return TokenStream(
             session,
             receive,
@@ -367,6 +379,11 @@ class Runtime:
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
+
+    def _begin_session(self, session: Session) -> None:
+        self._target.open_session(session)
+        if self._draft is not None and session.opened.drafted:
+            self._draft.open_session(session)
 
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
@@ -386,6 +403,7 @@ class Runtime:
         if (session := self._sessions.pop(id, None)) is None:
             return
         self._past.add(session.counts)
+        self._places.give_up(id)
         self._target.close_session(Close(id))
         if self._draft is not None:
             self._draft.close_session(Close(id))
@@ -484,6 +502,7 @@ async def running(
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
+    max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
@@ -496,6 +515,7 @@ async def running(
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
+        max_streams: see `open`.
         prefix_cache_bytes: see `open`.
 
     Cancellation: as `open`.
@@ -535,7 +555,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
         before = _current.get()
         _current.set(runtime)
         try:
@@ -558,6 +578,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
 ) -> AsyncIterator[Runtime]:
@@ -578,6 +599,8 @@ async def open(
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
+            further ones wait in the order of their calls. None for no bound.
         prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
             streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
@@ -596,6 +619,10 @@ async def open(
     most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
     load.
     """
+    if not trio.lowlevel.in_trio_task():
+        raise WrongEventLoopError(
+            "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
+        )
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     devices: dict[Actor, mx.Device | None] = {
         "target": check_device("target", target_device),
@@ -604,6 +631,8 @@ async def open(
     if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    if max_streams is not None:
+        check_integer("max_streams", max_streams, 1)
     check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     events = Events()
     listener = check_trace(trace)
@@ -643,6 +672,7 @@ async def open(
             tokenizer=ours.tokenizer,
             events=events,
             prices=prices,
+            max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime

@@ -133,6 +133,7 @@ class TokenStream:
         self._next_in_commit = 0
         self._is_waiting = False
         self._is_closed = False
+        self._is_handed_over = False
         self._num_given = 0
         self._began = clock()
         self._first_at: float | None = None
@@ -226,21 +227,36 @@ class TokenStream:
             # A checkpoint a token, also where several came at once.
             await trio.lowlevel.checkpoint()
             return self._commit
+        commit = await self._receive()
+        if commit is None:
+            raise self._session.error or RuntimeClosedError(_CLOSED)
+        self._begin_commit(commit)
+        return commit
+
+    # Waiting for a commit is trio's. What follows from one, down to the text and to what is counted, may happen in
+    # another thread, if it happens in one only: `runtime.aio` takes the two apart here.
+
+    def _hand_over(self) -> None:
+        """From here on `_begin_commit`, `_give`, `_close` and `statistics` are another thread's to call."""
+        self._is_handed_over = True
+
+    def _begin_commit(self, commit: Commit) -> None:
+        self._commit, self._next_in_commit = commit, 0
+
+    async def _receive(self) -> Commit | None:
+        """The next commit to arrive; None where nothing more comes."""
         try:
-            self._commit = await self._commits.receive()
+            return await self._commits.receive()
         except trio.EndOfChannel:
             # Nothing more comes, but what was committed already is the consumer's.
-            self._commit, self._session.unsent = self._session.unsent, None
-            if self._commit is None:
-                self._close()
+            commit, self._session.unsent = self._session.unsent, None
             if self._session.error is None:
                 self._session.error = RuntimeClosedError("the runtime was closed before the text was over")
+            if commit is None:
+                self._close()
+            return commit
         except trio.ClosedResourceError:
-            pass  # closed by another task, while this one was waiting
-        if self._commit is None:
-            raise self._session.error or RuntimeClosedError(_CLOSED)
-        self._next_in_commit = 0
-        return self._commit
+            return None  # closed by another task, while this one was waiting
 
     def _give(self, commit: Commit) -> Token:
         index = self._next_in_commit
@@ -278,7 +294,8 @@ class TokenStream:
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._commits.close()
+            if not self._is_handed_over:
+                self._commits.close()
             self._hang_up()
 
 

@@ -562,6 +562,7 @@ async def simulated(
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
+    max_streams: int | None = None,
     tokenizer: Any = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     chains: bool | None = None,
@@ -578,6 +579,7 @@ async def simulated(
         listener: called with each event.
         schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
         make_policy: decides how far a session is drafted ahead.
+        max_streams: how many are at work at the same time.
         tokenizer: the target's.
         prefix_cache_bytes: most that either model keeps of texts that are over.
         chains: whether a draft step is launched before the one before it is read; None for as it is.
@@ -601,6 +603,7 @@ async def simulated(
             tokenizer=tokenizer,
             events=events,
             make_policy=make_policy,
+            max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)

@@ -82,3 +82,16 @@ def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
     match = re.fullmatch(r"(\d+) tokens, (\d+) of them drafted", counts)
     assert match
     assert 0 < int(match[2]) < int(match[1])
+
+
+def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout():
+    said = run("asyncio_stream.py")
+    shown = [line.partition(" | ") for line in said if " | " in line]
+    assert {label.strip() for label, _, _ in shown} == {"stack", "sort"}
+    turns, timeout, *many = said[len(shown) :]
+    free = re.fullmatch(r"meanwhile, the loop was free for other work (\d+) times", turns)
+    assert free is not None
+    # Once for each line at the very least.
+    assert int(free[1]) > len(shown)
+    assert re.fullmatch(r"timeout: after half a second and \d+ tokens", timeout)
+    assert sorted(many) == ["prompt 0: 8 tokens", "prompt 1: 8 tokens"]

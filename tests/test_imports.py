@@ -129,9 +129,15 @@ def test_every_random_number_has_a_key(path):
     assert list(draws_without_a_key(parsed(path))) == []
 
 
-def test_one_module_makes_threads_and_two_mind_that_there_are_several():
+def test_two_modules_make_threads_and_two_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    assert threads == {"actors/worker.py", "actors/shaping.py", "runtime/grammar.py"}
+    makers = {"actors/worker.py", "runtime/trio_thread.py"}
+    assert threads == makers | {"actors/shaping.py", "runtime/grammar.py"}
+
+
+def test_only_the_bridge_knows_asyncio():
+    bridge = {"runtime/aio.py", "runtime/aio_many.py", "runtime/relay.py", "runtime/trio_thread.py"}
+    assert importers("asyncio") == bridge
 
 
 def test_one_module_talks_to_mlx_lms_models_and_two_to_its_caches():

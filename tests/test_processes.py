@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PATIENCE_SECONDS = 300
 
 CHILD = '''
+import asyncio
 import sys
 import threading
 
@@ -168,6 +169,47 @@ async def a_target_that_fails():
         await rt.generate(PROMPT, **LONG)
 
 
+def in_asyncio(main, *pair):
+    # Asyncio's debug mode complains of what holds up its loop; importing may.
+    runtime.aio.open
+    asyncio.run(main(*pair))
+
+
+async def asyncio_to_the_end(*pair):
+    async with runtime.aio.open(*pair) as rt:
+        say(len([token async for token in rt.stream(PROMPT, max_tokens=24)]))
+
+
+async def asyncio_half_read(*pair):
+    async with runtime.aio.open(*pair) as rt:
+        stream = rt.stream(PROMPT, **LONG)
+        await anext(stream)
+    # It outlives its runtime, and its event loop.
+    globals()["stream"] = stream
+
+
+async def asyncio_interrupted(*pair):
+    async with runtime.aio.open(*pair) as rt:
+        try:
+            await rt.generate(PROMPT, **LONG)
+        except asyncio.CancelledError:
+            say("interrupted")
+            raise
+
+
+def asyncio_never_left():
+    """The loop is closed, and the process ends, with the runtime open."""
+    loop, opening = asyncio.new_event_loop(), runtime.aio.open(*pair())
+
+    async def begin():
+        rt = await opening.__aenter__()
+        globals()["streams"] = [rt.stream(PROMPT, **LONG) for _ in range(3)]
+        await anext(streams[0])
+
+    loop.run_until_complete(begin())
+    loop.close()
+
+
 def sync_twice():
     for _ in range(2):
         target, draft = pair()
@@ -187,6 +229,10 @@ WAYS = {
     "interrupted in the target's forward pass": lambda: trio.run(be_interrupted, "target", IN_DECODE),
     "interrupted in the drafter's forward pass": lambda: trio.run(be_interrupted, "draft", IN_DECODE),
     "interrupted while leaving": lambda: trio.run(be_interrupted_while_leaving),
+    "asyncio_to_the_end": lambda: in_asyncio(asyncio_to_the_end, *pair()),
+    "asyncio_half_read": lambda: in_asyncio(asyncio_half_read, *pair()),
+    "asyncio_interrupted": lambda: in_asyncio(asyncio_interrupted, *pair("target", IN_DECODE)),
+    "asyncio_never_left": asyncio_never_left,
     "sync_twice": sync_twice,
     "sync_interrupted": sync_interrupted,
 }
@@ -267,14 +313,16 @@ def child(way: str, directory: Path) -> Iterator[Child]:
         process.kill()
 
 
+ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
+
+
 def is_one_traceback_of(error: str, errors: str) -> bool:
     """Whether a child said nothing on stderr but one uncaught exception, by itself and not in a group."""
     lines = errors.splitlines()
-    odd = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
     return (
         lines[0] == "Traceback (most recent call last):"
         and lines[-1] == error
-        and not any(word in errors for word in odd)
+        and not any(word in errors for word in ODD)
     )
 
 
@@ -288,7 +336,15 @@ def test_processes_in_a_row_that_end_well_say_nothing_odd(way: str, time: int, t
 
 @pytest.mark.parametrize(
     ("way", "said"),
-    [("time_out", []), ("leave_a_stream_half_read", []), ("sync_twice", ["24", "24"]), ("the_demo_pair", ["8"])],
+    [
+        ("time_out", []),
+        ("leave_a_stream_half_read", []),
+        ("sync_twice", ["24", "24"]),
+        ("the_demo_pair", ["8"]),
+        ("asyncio_to_the_end", ["24"]),
+        ("asyncio_half_read", []),
+        ("asyncio_never_left", []),
+    ],
 )
 def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
     with child(way, tmp_path) as process:
@@ -396,3 +452,17 @@ def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
     assert ended.said == []
     assert ended.status == interrupted_status()
     assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:
+    with child("asyncio_interrupted", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        # The task is told at once; leaving waits for the forward pass.
+        assert process.hears() == "interrupted"
+        process.go_on()
+        ended = process.end()
+    assert ended.said == []
+    assert ended.status == interrupted_status()
+    assert ended.errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert not any(word in ended.errors for word in ODD), ended.errors

@@ -1,0 +1,80 @@
+"""How long an asyncio loop has to wait while models prefill and decode beside it: the pauses of a 1 ms ticker.
+
+Three things are measured in turn, for so many seconds each: the loop with nothing beside it, with several streams
+that decode, and with long prompts that come one after the other while others decode. Loading is not measured, since
+importing and building models holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import runtime
+
+PROMPTS = ["def quicksort(items):", "class Stack:", "def read_lines(path):", "import os"]
+LONG_PROMPT = "def quicksort(items):\n    return sorted(items)\n\n\n" * 60
+ENDLESS = {"max_tokens": None, "ignore_eos": True}
+
+
+async def ticks(seconds: float) -> list[float]:
+    """How late each tick of 1 ms came, in milliseconds."""
+    late, end = [], time.perf_counter() + seconds
+    while (now := time.perf_counter()) < end:
+        await asyncio.sleep(0.001)
+        late.append((time.perf_counter() - now - 0.001) * 1000)
+    return sorted(late)
+
+
+async def decode(rt: runtime.aio.Runtime, prompt: str) -> None:
+    while True:
+        async for _ in rt.stream(prompt, **ENDLESS):
+            pass
+
+
+async def prefill(rt: runtime.aio.Runtime) -> None:
+    while True:
+        async for _ in rt.stream(LONG_PROMPT, max_tokens=1):
+            pass
+
+
+@asynccontextmanager
+async def beside(*coroutines) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def main(seconds: float) -> None:
+    print(f"{'':>28}  ticks   median      99 %  longest   [ms late]")
+    async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        await rt.generate(PROMPTS[0], max_tokens=32)
+        for what, coroutines in {
+            "nothing beside it": [],
+            "4 streams decode": [decode(rt, prompt) for prompt in PROMPTS],
+            "2 decode, long prompts come": [*(decode(rt, prompt) for prompt in PROMPTS[:2]), prefill(rt)],
+        }.items():
+            async with beside(*coroutines):
+                late = await ticks(seconds)
+            middle, high = late[len(late) // 2], late[len(late) * 99 // 100]
+            print(f"{what:>28} {len(late):6} {middle:8.2f}  {high:8.2f} {late[-1]:8.2f}")
+
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("--seconds", type=float, default=5.0, help="for each of the three (default: %(default)s)")
+parser.add_argument("--uvloop", action="store_true", help="on uvloop")
+arguments = parser.parse_args()
+if arguments.uvloop:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(arguments.seconds))
+else:
+    asyncio.run(main(arguments.seconds))

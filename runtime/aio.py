@@ -1,0 +1,464 @@
+"""Outrider for asyncio: the same runtime, for programs on asyncio, uvloop, or anyio on top of either.
+
+async with runtime.aio.open("path-or-hub-id/target", draft="path-or-hub-id/draft") as rt:
+    async for token in rt.stream("def quicksort(items):", max_tokens=200):
+        print(token.text, end="", flush=True)
+
+Trio, and everything that works on it, runs in a thread of its own. Nothing here blocks the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, cast
+
+import mlx.core as mx
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.mlx_model import peak_memory
+from protocol.books import Commit, FinishReason
+from protocol.errors import ConversationBusyError, RuntimeClosedError, StreamBusyError, WrongEventLoopError
+from protocol.settings import NGRAM
+from protocol.statistics import Counts, Statistics
+from runtime import conversation, engine, streaming
+from runtime.aio_many import Completions, CompletionSource
+from runtime.many import check_max_concurrent
+from runtime.opening import Source, check_source
+from runtime.relay import Relay, S
+from runtime.streaming import Completion, Token, complete
+from runtime.text import Prompt
+from runtime.thinking import Answer
+from runtime.trio_thread import TrioThread, asyncio_loop
+
+_NOTHING = Answer(None, ())
+_CLOSED = "this stream was closed; begin another with stream()"
+_RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
+
+
+def open(target: Source, draft: Source | None = None, **options: Any) -> Opening:
+    """`runtime.open` for asyncio: load the models, and keep them at work until the block is left.
+
+    Args: as for `runtime.open`. A model that is given as `(model, tokenizer)` is evaluated first, where it was not yet,
+        in the caller's thread, since it can be in no other. A trace function is called in another thread.
+
+    Yields: a `Runtime`, to be used in this asyncio loop, in any of its tasks.
+
+    Raises: as `runtime.open`, before the block is entered, and:
+        WrongEventLoopError: there is no asyncio loop here, or trio is what runs.
+
+    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at most one a
+        model), and joins the threads, also while being cancelled. While loading, it waits for the load. The loop is not
+        blocked meanwhile. Where the loop is closed with this still open, the threads end by themselves.
+    """
+    return Opening(target, draft, options)
+
+
+class Opening:
+    """An async context manager; see `open`."""
+
+    def __init__(self, target: Source, draft: Source | None, options: dict[str, Any]) -> None:
+        self._target = target
+        self._draft = draft
+        self._options = options
+
+    async def __aenter__(self) -> Runtime:
+        make = partial(engine.open, self._target, self._draft, **self._options)
+        self._thread = TrioThread(make, "outrider-trio")
+        for role, source in (("target", self._target), ("draft", self._draft)):
+            checked = None if source is None or source == NGRAM else check_source(role, source)
+            if isinstance(checked, tuple):
+                mx.eval(checked[0])  # a lazy array can only be evaluated in the thread that made it
+        return Runtime(self._thread, await self._thread.start())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is GeneratorExit:
+            # A task that nobody runs any more cannot wait.
+            self._thread.stop()
+        else:
+            await self._thread.end()
+
+
+class Runtime:
+    """Two models at work, for one asyncio loop; made by `runtime.aio.open`."""
+
+    def __init__(self, thread: TrioThread[engine.Runtime], runtime: engine.Runtime) -> None:
+        self._thread = thread
+        self._runtime = runtime
+
+    def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
+        """Begin a generation.
+
+        Args, Returns: as `runtime.Runtime.stream`.
+
+        Raises: before any model work; as there, but that the prompt is looked at off the loop, since tokenising a long
+            one takes time: a `PromptError` comes out of `async with`, `opened` or the first `__anext__`. And:
+            WrongEventLoopError: this is not the loop that the runtime was opened in.
+        """
+        self._check_loop()
+        self._runtime._check_open()
+        self._runtime._checked(settings)
+        return self._begin(partial(self._runtime.stream, _own(prompt), **settings))
+
+    async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
+        """Generate a whole text.
+
+        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+
+        Cancellation: ends the generation; what was generated until then is lost.
+        """
+        return await complete(cast(Any, self.stream(prompt, **settings)))
+
+    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+        """Generate a whole text for each of many prompts.
+
+        Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
+
+        Raises: as `stream`; a `PromptError` comes when the completions are waited for.
+        """
+        self._check_loop()
+        self._runtime._check_open()
+        check_max_concurrent(max_concurrent)
+        self._runtime._checked(settings)
+        is_one = isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__")
+        owned = prompts if is_one else [_own(prompt) for prompt in prompts]
+        make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
+        return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
+
+    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+        """Begin a conversation; nothing is generated until something is said.
+
+        Args, Returns: as `runtime.Runtime.conversation`, for asyncio.
+
+        Raises: as `stream`; what the chat template does not take comes out of the first turn.
+        """
+        self._check_loop()
+        self._runtime._check_open()
+        self._runtime._checked(settings)
+        make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
+        return Conversation(self, make)
+
+    def statistics(self) -> Statistics:
+        """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
+        figures may be in it and some not.
+        """
+        return self._runtime.statistics()
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """The target's tokenizer, as mlx-lm wraps it."""
+        return self._runtime.tokenizer
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are under way; one that was begun or ended just now may not be counted, or still be."""
+        return self._runtime.num_streams
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait for others to make room, because `max_streams` are at work; with the same reserve."""
+        return self._runtime.num_waiting
+
+    def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
+        """Relay what a stream gives that is opened in trio's thread."""
+        return TokenStream(self._relay(lambda: _Commits(open_stream())), self._check_loop, self._nothing_yet)
+
+    def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
+        try:
+            return Relay(self._thread, make_source)
+        except trio.RunFinishedError:
+            raise RuntimeClosedError(_RUNTIME_CLOSED) from None
+
+    def _nothing_yet(self) -> Statistics:
+        return Counts().snapshot(
+            elapsed=0.0,
+            generation_seconds=0.0,
+            time_to_first_token=None,
+            peak_memory=peak_memory(),
+            estimates=self._runtime._prices.estimates(),
+        )
+
+    def _check_loop(self) -> None:
+        if asyncio_loop() is not self._thread.loop:
+            raise WrongEventLoopError(
+                "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"
+            )
+
+
+class _Commits:
+    """What is committed of a stream, as a source for a relay."""
+
+    def __init__(self, stream: streaming.TokenStream) -> None:
+        stream._hand_over()
+        self.stream = stream
+
+    async def take(self) -> Sequence[Commit]:
+        """See `Source.take`."""
+        commit = await self.stream._receive()
+        return () if commit is None else (commit, *self._there())
+
+    def rest(self) -> Sequence[Commit]:
+        """See `Source.rest`."""
+        there, session = self._there(), self.stream._session
+        if session.unsent is not None:
+            there.append(session.unsent)
+            session.unsent = None
+        return there
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self.stream._commits.close()
+        self.stream._close()
+
+    def _there(self) -> list[Commit]:
+        there = []
+        while True:
+            try:
+                there.append(self.stream._commits.receive_nowait())
+            except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+                return there
+
+
+class TokenStream:
+    """The tokens of one generation: an async iterator, and an async context manager.
+
+    As `runtime.TokenStream`, for asyncio. The generation is under way from the moment the stream exists, as far ahead
+    as its buffer goes.
+
+    Cancellation: leaving `async with`, `aclose`, cancelling the task that waits in `__anext__`, and dropping the last
+    reference (which is what `break` does to a stream that has no other) all end the generation. Each returns at once;
+    the models are free after the forward pass that is running.
+    """
+
+    def __init__(
+        self,
+        relay: Relay[_Commits, Commit],
+        check_loop: Callable[[], None],
+        unopened: Callable[[], Statistics],
+    ) -> None:
+        """Made by `Runtime.stream`.
+
+        Args:
+            relay: of what is committed; it must not know this object.
+            check_loop: raises where this is used in another loop than its own.
+            unopened: the statistics of a stream whose prompt was not looked at yet.
+        """
+        self._relay = relay
+        self._check_loop = check_loop
+        self._unopened = unopened
+        self._stream: streaming.TokenStream | None = None  # its waiting is trio's, the rest of it is ours
+        self._commits: deque[Commit] = deque()
+        self._is_waiting = False
+        self._is_closed = False
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended, once its last token was given; None before, and after a cancellation."""
+        return None if self._stream is None else self._stream.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the text, once its last token was given, or None."""
+        return None if self._stream is None else self._stream.stop_reason
+
+    @property
+    def answer(self) -> Answer:
+        """What was given so far, told apart into what the model thinks and what it says."""
+        return _NOTHING if self._stream is None else self._stream.answer
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        return self._is_closed
+
+    async def opened(self) -> None:
+        """Wait until the prompt was looked at; `async with` does so too.
+
+        Raises: PromptError: it is empty, longer than the context, or not encodable; what else opening a stream raises.
+
+        Cancellation: ends the generation.
+        """
+        self._check_loop()
+        try:
+            await self._opened()
+        except (asyncio.CancelledError, GeneratorExit):
+            self._close()
+            raise
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises: as `opened`, as `runtime.TokenStream.__anext__`, and:
+            WrongEventLoopError: this is not the loop of the runtime.
+
+        Cancellation: ends the generation.
+        """
+        self._check_loop()
+        if self._is_waiting:
+            raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
+        self._is_waiting = True
+        try:
+            stream = await self._opened()
+            commit = await self._current_commit(stream)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._close()
+            raise
+        finally:
+            self._is_waiting = False
+        token = stream._give(commit)
+        if stream.finish_reason is not None:
+            self._close()
+        return token
+
+    async def aclose(self) -> None:
+        """End the generation. Returns at once; closing twice is closing once.
+
+        Cancellation: the stream is closed in any case.
+        """
+        self._check_loop()
+        self._close()
+        await asyncio.sleep(0)
+
+    async def __aenter__(self) -> TokenStream:
+        await self.opened()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._relay.hang_up()
+
+    def statistics(self) -> Statistics:
+        """Counts and rates so far; a frozen snapshot. See `Runtime.statistics`."""
+        return self._unopened() if self._stream is None else self._stream.statistics()
+
+    async def _opened(self) -> streaming.TokenStream:
+        if self._stream is None:
+            await self._relay.begun()
+            if self._relay.failure is not None:
+                self._close()
+                raise self._relay.failure
+            assert self._relay.source is not None
+            self._stream = self._relay.source.stream
+        return self._stream
+
+    async def _current_commit(self, stream: streaming.TokenStream) -> Commit:
+        """The commit that has the next token."""
+        if stream.finish_reason is None and not self._is_closed and stream._commit is None and not self._commits:
+            self._commits.extend(await self._relay.take())
+        else:
+            # A turn of the loop for each token, also where several came at once.
+            await asyncio.sleep(0)
+        if stream.finish_reason is not None:
+            raise StopAsyncIteration
+        if self._is_closed:
+            raise stream._session.error or RuntimeClosedError(_CLOSED)
+        if stream._commit is None:
+            if not self._commits:
+                self._close()
+                raise stream._session.error or RuntimeClosedError(_CLOSED)
+            stream._begin_commit(self._commits.popleft())
+        assert stream._commit is not None
+        return stream._commit
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            if self._stream is not None:
+                self._stream._close()
+            self._relay.hang_up()
+
+
+class Conversation:
+    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+
+    As `runtime.Conversation`, for asyncio: chat templates are filled in, and their texts tokenised, off the loop.
+    """
+
+    def __init__(self, runtime: Runtime, make: Callable[[], conversation.Conversation]) -> None:
+        """See `Runtime.conversation`.
+
+        Args:
+            runtime: whose.
+            make: makes the conversation itself, in trio's thread.
+        """
+        self._runtime = runtime
+        self._make = make
+        self._made: conversation.Conversation | None = None
+        self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
+
+    @property
+    def messages(self) -> list[conversation.Message]:
+        """What was said so far, oldest first; a copy. A turn belongs to it from its first token on that was given."""
+        return [] if self._made is None else self._made.messages
+
+    def stream(self, text: str, **overrides: Any) -> TokenStream:
+        """Say something, and stream the answer.
+
+        Args, Returns: as `runtime.Conversation.stream`, for asyncio.
+
+        Raises: as `Runtime.stream`, and:
+            ConversationBusyError: the turn before is neither over nor closed.
+        """
+        self._runtime._check_loop()
+        self._runtime._runtime._check_open()
+        self._runtime._runtime._checked(overrides)
+        self._check_idle("say something")
+        stream = self._runtime._begin(partial(self._open, text, overrides))
+        self._last = weakref.ref(stream)
+        return stream
+
+    async def generate(self, text: str, **overrides: Any) -> Completion:
+        """Say something, and have the whole answer.
+
+        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+
+        Cancellation: ends the answer; what was generated until then is lost, but not what was given of it.
+        """
+        return await complete(cast(Any, self.stream(text, **overrides)))
+
+    def reset(self) -> None:
+        """Forget everything but the system's message.
+
+        Raises: ConversationBusyError: a turn is neither over nor closed.
+        """
+        self._runtime._check_loop()
+        self._check_idle("forget what was said")
+        self._made, self._last = None, None
+
+    def _check_idle(self, what: str) -> None:
+        stream = None if self._last is None else self._last()
+        if stream is not None and not stream.is_closed:
+            raise ConversationBusyError(
+                f"cannot {what} while an answer is under way; read it to its end, or close its stream with aclose()"
+            )
+
+    def _open(self, text: str, overrides: dict[str, Any]) -> streaming.TokenStream:
+        """In trio's thread, where one turn begins after the other."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made.stream(text, **overrides)
+
+
+def _own(prompt: Prompt) -> Prompt:
+    """A prompt that the caller cannot change any more, and that any thread can read."""
+    if hasattr(prompt, "tolist"):
+        listed: Prompt = prompt.tolist()
+        return listed
+    if isinstance(prompt, list):
+        return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
+    return prompt

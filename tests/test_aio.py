@@ -1,0 +1,990 @@
+"""The bridge to asyncio, on asyncio's own loop and on uvloop, with real threads and tiny real models.
+
+That nothing blocks the loop is shown by a model that stops in the middle of a forward pass and is let go on by a
+callback of that loop: had anything waited for the model, neither would ever go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+import uvloop
+from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
+
+import runtime
+from protocol.trace import Event, Instant, Span
+from runtime.trio_thread import TrioThread
+
+PROMPT = tuple(prompt_of(33))
+SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
+LONG = {"max_tokens": 400, **SETTINGS}
+
+Main = Callable[[], Coroutine[Any, Any, Any]]
+Run = Callable[[Main], Any]
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+@functools.cache
+def drafter() -> nn.Module:
+    return near(llama(), noise=0.05)
+
+
+@functools.cache
+def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    return greedy(target(), prompt, num_tokens)
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    return request.param
+
+
+@pytest.fixture
+def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
+    """Runs an async function as `asyncio.run` does, on either loop; afterwards no thread may be left."""
+
+    def run(main: Main) -> Any:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(main())
+
+    yield run
+    assert outrider_threads() == []
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
+    return runtime.aio.open((ours or target(), None), (theirs or drafter(), None), **options)
+
+
+async def turns(number: int = 20) -> None:
+    """Let the loop go round."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
+        await asyncio.sleep(0)
+
+
+async def read_into(got: list[int], stream: runtime.aio.TokenStream) -> None:
+    async for token in stream:
+        got.append(token.id)
+
+
+async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
+    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
+    assert [token.id for token in completion.tokens] == text(12)
+    assert completion.statistics.draft_failures == 0
+
+
+class Trace:
+    """All events; called in trio's thread."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def count(self, kind: str, session: int, actor: str = "target") -> int:
+        return len([e for e in list(self.events) if (e.actor, e.kind, e.session) == (actor, kind, session)])
+
+    def passes(self, session: int) -> int:
+        """Forward passes of the target that a session has had."""
+        return sum(self.count(kind, session) for kind in ("prefill", "verify", "decode"))
+
+    def is_put_away(self) -> bool:
+        """Whether each cache that was opened was let go of."""
+        spans = [event for event in list(self.events) if isinstance(event, Span)]
+        ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
+        return sorted(ours[0]) == sorted(ours[1])
+
+
+class Held(Wrapped):
+    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._holds_after = -1
+        self._is_in = threading.Event()
+        self._may_go_on = threading.Event()
+
+    def hold(self, after: int = 0) -> None:
+        """Stop the next forward pass, or one after so many others."""
+        self._holds_after = after
+
+    async def is_in(self) -> None:
+        """Wait until a forward pass has been stopped."""
+        await until(self._is_in.is_set)
+
+    def let_go_on(self) -> None:
+        self._may_go_on.set()
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self._holds_after -= 1
+        if self._holds_after == -1:
+            self._is_in.set()
+            self._may_go_on.wait()
+        return super().__call__(inputs, cache)
+
+
+@contextlib.asynccontextmanager
+async def let_go_on_after(held: Held) -> AsyncIterator[None]:
+    """Have a test that fails not hang as well."""
+    try:
+        yield
+    finally:
+        held.let_go_on()
+
+
+# --- the same as in trio --------------------------------------------------------------------------
+
+
+def test_streams_and_completions_are_what_they_are_in_trio(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            async with rt.stream(PROMPT, max_tokens=24, **SETTINGS) as stream:
+                tokens = [token async for token in stream]
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+            completion = await rt.generate(PROMPT, max_tokens=24, **SETTINGS)
+            assert [token.id for token in tokens] == [token.id for token in completion.tokens] == text(24)
+            assert [token.index for token in tokens] == list(range(24))
+            assert tokens[-1].finish_reason == stream.finish_reason == completion.finish_reason == "length"
+            assert stream.statistics().generated_tokens == 24
+            assert stream.statistics().accepted == sum(token.from_draft for token in tokens) > 0
+            assert rt.statistics().generated_tokens == 48
+            assert rt.tokenizer is None
+
+    run(main)
+
+
+def test_tokens_are_counted_as_they_are_taken(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            for num_tokens in range(1, 10):
+                async with rt.stream(PROMPT, **LONG) as stream:
+                    assert stream.statistics().generated_tokens == 0
+                    got = [(await anext(stream)).id for _ in range(num_tokens)]
+                assert got == text(12)[:num_tokens]
+                assert stream.statistics().generated_tokens == num_tokens
+                assert stream.finish_reason is None
+
+    run(main)
+
+
+def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: Run) -> None:
+    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+    trace = Trace()
+
+    async def main() -> None:
+        async with opened(max_streams=2, trace=trace) as rt:
+            streams = [rt.stream(prompt, max_tokens=12) for prompt in prompts]
+            await streams[-1].opened()
+            assert (rt.num_streams, rt.num_waiting) == (2, 3)
+
+            async def read(stream: runtime.aio.TokenStream) -> list[int]:
+                return [token.id async for token in stream]
+
+            texts = await asyncio.gather(*map(read, streams))
+            assert texts == [text(12, prompt) for prompt in prompts]
+
+    run(main)
+    # In the order of the calls.
+    began = [e.session for e in trace.events if isinstance(e, Instant) and (e.actor, e.kind) == ("target", "open")]
+    assert began == sorted(began) == list(range(5))
+
+
+def test_the_demo_pair_gives_text(run: Run) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+            completion = await rt.generate("def quicksort(items):", max_tokens=16)
+            pieces = [token.text async for token in rt.stream("def quicksort(items):", max_tokens=16)]
+            assert "".join(pieces) == completion.text != ""
+            assert rt.tokenizer is not None
+
+    run(main)
+
+
+def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made(run: Run) -> None:
+    model = llama()
+    model.model.norm.weight = model.model.norm.weight * 1.0
+
+    async def main() -> None:
+        async with opened(model) as rt:
+            await the_next_text_is_right(rt)
+
+    run(main)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_settings_are_checked_at_once_and_prompts_before_the_first_token(run: Run) -> None:
+    async def main() -> None:
+        trace = Trace()
+        async with opened(trace=trace) as rt:
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                rt.stream(PROMPT, max_tokens=0)
+            with pytest.raises(runtime.SettingsError, match="logit_bias"):
+                rt.stream(PROMPT, logit_bias={VOCAB_SIZE: 1.0})
+            with pytest.raises(runtime.PromptError, match="empty"):
+                async with rt.stream([]):
+                    raise AssertionError("should not be reached")
+            with pytest.raises(runtime.PromptError, match="text"):
+                await anext(rt.stream("no tokenizer"))
+            with pytest.raises(runtime.PromptError, match="vocabulary"):
+                await rt.stream([VOCAB_SIZE]).opened()
+            dropped = rt.stream([])
+            assert dropped.statistics().generated_tokens == 0
+            del dropped
+            await the_next_text_is_right(rt)
+            assert trace.passes(0) > 0
+
+    run(main)
+
+
+def test_a_prompt_belongs_to_its_stream_from_the_call_on(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            prompt = list(PROMPT)
+            stream = rt.stream(prompt, max_tokens=8)
+            prompt.clear()
+            assert [token.id async for token in stream] == text(8)
+            array = mx.array(PROMPT) + 0  # lazy: only this thread can evaluate it
+            assert [token.id async for token in rt.stream(array, max_tokens=8)] == text(8)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind"),
+    [
+        (("/no/such/model",), {}, runtime.ModelError),
+        ((3,), {}, runtime.SettingsError),
+        ((runtime.DEMO_TARGET,), {"max_streams": 0}, runtime.SettingsError),
+        ((runtime.DEMO_TARGET,), {"no_such_option": 0}, TypeError),
+    ],
+)
+def test_an_error_in_opening_comes_out_as_itself(
+    arguments: tuple[Any], options: dict[str, Any], kind: type[Exception], run: Run
+) -> None:
+    async def main() -> None:
+        with pytest.raises(kind):
+            async with runtime.aio.open(*arguments, **options):
+                raise AssertionError("should not be reached")
+
+    run(main)
+
+
+def test_a_damaged_model_is_named_with_its_cause(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+
+    async def main() -> None:
+        with pytest.raises(runtime.ModelError) as raised:
+            async with runtime.aio.open(tmp_path):
+                raise AssertionError("should not be reached")
+        assert raised.value.__cause__ is not None
+
+    run(main)
+
+
+class Failing(Wrapped):
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if inputs.shape[1] > 5:
+            raise RuntimeError("no such kernel")
+        return super().__call__(inputs, cache)
+
+
+def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause(run: Run) -> None:
+    async def main() -> None:
+        async with opened(Failing(target())) as rt:
+            streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
+            for stream in streams:
+                with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
+                    await anext(stream)
+                assert isinstance(raised.value.__cause__, RuntimeError)
+            with pytest.raises(runtime.RuntimeBrokenError):
+                rt.stream(PROMPT)
+
+    run(main)
+
+
+def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
+    error = ValueError("the body's own")
+
+    async def main() -> None:
+        async with opened() as rt:
+            async for _ in rt.stream(PROMPT, **LONG):
+                raise error
+
+    with pytest.raises(ValueError, match="the body's own") as raised:
+        run(main)
+    assert raised.value is error
+
+
+def test_a_stream_has_one_consumer(run: Run) -> None:
+    async def main() -> None:
+        held = Held(target())
+        async with opened(held) as rt:
+            held.hold()
+            stream = rt.stream(PROMPT, **LONG)
+            first = asyncio.create_task(anext(stream))
+            await held.is_in()
+            with pytest.raises(runtime.StreamBusyError):
+                await anext(stream)
+            held.let_go_on()
+            assert (await first).id == text(1)[0]
+
+    run(main)
+
+
+# --- which loop -----------------------------------------------------------------------------------
+
+
+def test_trio_is_told_to_use_what_is_made_for_it() -> None:
+    async def main() -> None:
+        with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
+            async with opened():
+                raise AssertionError("should not be reached")
+
+    trio.run(main)
+
+
+def test_asyncio_is_told_where_it_asks_for_what_is_trios(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(runtime.WrongEventLoopError, match=r"runtime\.aio\.open"):
+            async with runtime.open((target(), None)):
+                raise AssertionError("should not be reached")
+
+    run(main)
+
+
+def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            stream = rt.stream(PROMPT, max_tokens=12)
+            said = []
+
+            async def use() -> None:
+                for call in (lambda: anext(stream), stream.aclose, stream.opened, lambda: rt.generate(PROMPT)):
+                    with pytest.raises(runtime.WrongEventLoopError) as raised:
+                        await call()
+                    said.append(str(raised.value))
+
+            def elsewhere() -> None:
+                asyncio.run(use())
+                trio.run(use)
+                with pytest.raises(runtime.WrongEventLoopError) as raised:
+                    rt.stream(PROMPT)
+                said.append(str(raised.value))
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            await until(lambda: not thread.is_alive())
+            assert all("another asyncio loop" in message for message in said[:4])
+            assert all("use runtime.open" in message for message in said[4:8])
+            assert "here is none" in said[8]
+            assert len(said) == 9
+            assert [token.id async for token in stream] == text(12)
+
+    run(main)
+
+
+def test_a_runtime_that_was_left_says_so(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            pass
+        with pytest.raises(runtime.RuntimeClosedError):
+            rt.stream(PROMPT)
+        assert rt.statistics().generated_tokens == 0
+
+    run(main)
+
+
+# --- ways to cancel -------------------------------------------------------------------------------
+
+Way = Callable[[runtime.aio.Runtime, Awaitable[None]], Awaitable[None]]
+
+
+async def consume(rt: runtime.aio.Runtime) -> None:
+    async for _ in rt.stream(PROMPT, **LONG):
+        pass
+
+
+async def by_cancelling_the_task(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    task = asyncio.create_task(consume(rt))
+    await due
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def by_cancelling_a_completion(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    task = asyncio.create_task(rt.generate(PROMPT, **LONG))
+    await due
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def by_timeout(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    async def consume_until_then() -> None:
+        async with asyncio.timeout(None) as timeout, asyncio.TaskGroup() as group:
+
+            async def expire() -> None:
+                await due
+                timeout.reschedule(0)
+
+            group.create_task(expire())
+            await consume(rt)
+
+    with pytest.raises(TimeoutError):
+        await consume_until_then()
+
+
+async def by_an_anyio_scope(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(consume, rt)
+        await due
+        group.cancel_scope.cancel()
+
+
+async def by_aclose(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    stream = rt.stream(PROMPT, **LONG)
+    await due
+    await stream.aclose()
+    await stream.aclose()
+    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+        await anext(stream)
+
+
+async def by_aclose_while_another_task_waits(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    stream = rt.stream(PROMPT, **LONG)
+
+    async def read() -> None:
+        with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+            async for _ in stream:
+                pass
+
+    task = asyncio.create_task(read())
+    await due
+    await stream.aclose()
+    await task
+
+
+async def by_leaving(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    async with rt.stream(PROMPT, **LONG):
+        await due
+
+
+async def by_dropping(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    stream = rt.stream(PROMPT, **LONG)
+    await due
+    del stream
+    gc.collect()
+
+
+async def by_breaking_out(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
+    async for _ in rt.stream(PROMPT, **LONG):
+        await due
+        break
+
+
+WAYS = [
+    by_cancelling_the_task,
+    by_cancelling_a_completion,
+    by_timeout,
+    by_an_anyio_scope,
+    by_aclose,
+    by_aclose_while_another_task_waits,
+    by_leaving,
+    by_dropping,
+    by_breaking_out,
+]
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+@pytest.mark.parametrize("way", WAYS)
+def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
+    if way is by_breaking_out and when == "prefill":
+        pytest.skip("there is nothing yet to break out of")
+    trace, held = Trace(), Held(target())
+
+    async def main() -> None:
+        async with opened(held, trace=trace) as rt, let_go_on_after(held):
+            # Four chunks of prompt.
+            held.hold(after=1 if when == "prefill" else 6)
+            await way(rt, held.is_in())
+            # Here the consumer is back, and the forward pass has not moved.
+            assert trace.count("close", 0) == 0
+            before = trace.passes(0)
+            held.let_go_on()
+            await the_next_text_is_right(rt)
+            await until(lambda: rt.num_streams == 0)
+            assert trace.passes(0) <= before + 1
+        assert trace.is_put_away()
+
+    run(main)
+
+
+def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
+    trace, held = Trace(), Held(target())
+
+    async def main() -> None:
+        async with opened(held, trace=trace, max_streams=1) as rt, let_go_on_after(held):
+            held.hold()
+            first = rt.stream(PROMPT, max_tokens=12)
+            await held.is_in()
+            waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
+            await until(lambda: rt.num_waiting == 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await until(lambda: rt.num_waiting == 0)
+            held.let_go_on()
+            assert [token.id async for token in first] == text(12)
+            assert {event.session for event in trace.events} <= {None, 0}
+
+    run(main)
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            unread = rt.stream(PROMPT, **LONG)
+            await unread.opened()
+            read = rt.stream(PROMPT, **LONG)
+            for _ in range(5):
+                await anext(read)
+            waiting = asyncio.create_task(anext(rt.stream(prompt_of(401), prefill_step_size=1)))
+            await turns()
+        for stream, first in ((unread, 0), (read, 5)):
+            got: list[int] = []
+            with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
+                await read_into(got, stream)
+            assert got == text(100)[first : first + len(got)]
+        with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
+            await waiting
+
+    run(main)
+
+
+def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: Run) -> None:
+    held = Held(target())
+
+    async def use() -> None:
+        async with opened(held) as rt:
+            held.hold(after=2)
+            await consume(rt)
+
+    async def main() -> None:
+        task = asyncio.create_task(use())
+        await held.is_in()
+        task.cancel()
+        await turns()
+        # Once more, and it goes on to the end all the same.
+        task.cancel()
+        await turns()
+        assert not task.done()
+        assert len(outrider_threads()) == 3
+        held.let_go_on()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert outrider_threads() == []
+
+    run(main)
+
+
+def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
+    held = Held(target())
+    held.hold()  # models are timed as they are opened
+
+    async def use() -> None:
+        async with opened(held):
+            raise AssertionError("should not be reached")
+
+    async def main() -> None:
+        task = asyncio.create_task(use())
+        await held.is_in()
+        task.cancel()
+        await turns()
+        assert not task.done()
+        held.let_go_on()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert outrider_threads() == []
+
+    run(main)
+
+
+def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        with anyio.CancelScope() as scope:
+            async with opened(held) as rt, rt.stream(PROMPT, **LONG) as stream:
+                await anext(stream)
+                held.hold()
+                await held.is_in()
+                asyncio.get_running_loop().call_later(0.01, held.let_go_on)
+                scope.cancel()
+                await anext(stream)
+        assert scope.cancelled_caught
+
+    run(main)
+
+
+def test_ctrl_c_ends_everything(run: Run) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        async with opened(held) as rt:
+            held.hold(after=2)
+            stream = rt.stream(PROMPT, **LONG)
+            waiting = asyncio.ensure_future(anext(stream))
+            await held.is_in()
+            loop = asyncio.get_running_loop()
+            loop.call_soon(signal.raise_signal, signal.SIGINT)
+            loop.call_later(0.01, held.let_go_on)
+            await waiting
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main)
+
+
+def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    loop, kept = loop_factory(), []
+
+    async def main() -> None:
+        rt = await opened().__aenter__()
+        kept.append(rt.stream(PROMPT, **LONG))
+        kept.append(rt.stream(prompt_of(401), prefill_step_size=1))
+        await anext(kept[0])
+
+    loop.run_until_complete(main())
+    loop.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("outrider"):
+            # A way out of a hang, no expectation.
+            thread.join(60)
+            assert not thread.is_alive()
+    kept.clear()
+    gc.collect()
+
+
+def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    loop = loop_factory()
+
+    async def use(rts: list[Any]) -> None:
+        async with opened() as rt:
+            rts.append(rt)
+            async for _ in rt.stream(PROMPT, **LONG):
+                rts.append(None)
+                await loop.create_future()
+
+    rts: list[Any] = []
+    coroutine = use(rts)
+    task = loop.create_task(coroutine)
+    loop.run_until_complete(until(lambda: len(rts) == 2))
+    coroutine.close()  # what the garbage collector does to a coroutine
+    task.cancel()
+    with pytest.raises(RuntimeError, match="already awaited"):
+        loop.run_until_complete(task)
+    loop.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("outrider"):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+# --- the loop, and what crosses -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 2, 7])
+def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
+    held = Held(target())
+    num_turns = 0
+
+    async def main() -> None:
+        nonlocal num_turns
+        held.hold(after=after)
+
+        async def let_go_on_later() -> None:
+            nonlocal num_turns
+            await held.is_in()
+            while num_turns < 100:
+                await asyncio.sleep(0)
+                num_turns += 1
+            held.let_go_on()
+
+        task = asyncio.create_task(let_go_on_later())
+        async with opened(held) as rt:
+            # Whichever of these it is at that the model stands still.
+            streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
+            rt.statistics(), streams[0].statistics()
+            await streams[1].aclose()
+            assert [token.id async for token in streams[0]] == text(12)
+            assert [token.id async for token in streams[2]] == text(12)
+            await task
+
+    run(main)
+    assert num_turns == 100
+
+
+def test_a_slow_consumer_slows_the_models(run: Run) -> None:
+    trace = Trace()
+
+    async def main() -> None:
+        async with opened(trace=trace) as rt:
+            slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
+            assert (await anext(slow)).id == text(1)[0]
+            for num_read in (1, 3):
+                # The other has a round for each that the slow one could have.
+                await rt.generate(PROMPT, max_tokens=60, lookahead=0)
+                buffered = trace.count("verdict", 0) - num_read
+                # Sixteen in the buffer, one that waits for room, and what came along with the last that was asked for.
+                assert 16 <= buffered <= 34
+                rounds = trace.count("verdict", 0)
+                await rt.generate(PROMPT, max_tokens=60, lookahead=0)
+                assert trace.count("verdict", 0) == rounds
+                assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
+
+    run(main)
+
+
+def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    crossings = []
+    answer = TrioThread.answer
+
+    def counted(self: Any, future: Any, value: Any) -> None:
+        crossings.append(value)
+        answer(self, future, value)
+
+    monkeypatch.setattr(TrioThread, "answer", counted)
+
+    async def main() -> None:
+        # A drafter that is always right: four tokens a round.
+        async with opened(None, target()) as rt:
+            crossings.clear()
+            completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+            assert len(completion.tokens) == 80
+            assert len(crossings) <= 2 + completion.statistics.rounds < 30
+
+            slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
+            await anext(slow)
+            await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+            crossings.clear()
+            assert len([token async for token in slow]) == 49
+            assert len(crossings) <= 2
+
+    run(main)
+
+
+def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            await the_next_text_is_right(rt)
+            threads = threading.active_count()
+            for number in range(50):
+                match number % 5:
+                    case 0:
+                        async for _ in rt.stream(PROMPT, **LONG):
+                            break
+                    case 1:
+                        rt.stream(PROMPT, **LONG)  # nobody ever listens
+                    case 2:
+                        async with rt.stream(PROMPT, **LONG):
+                            pass
+                    case 3:
+                        task = asyncio.create_task(consume(rt))
+                        await turns(number)
+                        task.cancel()
+                    case 4:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(consume(rt), 0.001)
+            await the_next_text_is_right(rt)
+            await until(lambda: rt.num_streams == 0)
+            assert threading.active_count() == threads
+            del task
+            gc.collect()
+            left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
+            assert left == []
+
+    run(main)
+
+
+async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
+    async for token in rt.stream(PROMPT, **LONG):
+        yield token.id
+
+
+def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            tokens = tokens_of(rt)
+            assert await anext(tokens) == text(1)[0]
+            await tokens.aclose()
+            await until(lambda: rt.num_streams == 0)
+
+            # Dropped, it is the loop that closes it.
+            async for _ in tokens_of(rt):
+                break
+            await until(lambda: rt.num_streams == 0)
+
+    run(main)
+
+
+# --- many prompts, and conversations --------------------------------------------------------------
+
+PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            many = rt.generate_many(PROMPTS, max_concurrent=2, max_tokens=12)
+            completions = await many
+            assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
+            assert await many == completions
+
+            finished = {}
+            async for index, completion in rt.generate_many(iter(PROMPTS), max_tokens=12):
+                finished[index] = ids(completion)
+            assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
+            assert await rt.generate_many([]) == []
+
+    run(main)
+
+
+def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            with pytest.raises(runtime.SettingsError, match="max_concurrent"):
+                rt.generate_many(PROMPTS, max_concurrent=0)
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                rt.generate_many(PROMPTS, max_tokens=0)
+            with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
+                await rt.generate_many([PROMPTS[0], []])
+            with pytest.raises(runtime.PromptError, match="sequence of prompts"):
+                await rt.generate_many("one")
+            await the_next_text_is_right(rt)
+
+    run(main)
+
+
+@pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
+def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        async with opened(held) as rt, let_go_on_after(held):
+            many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
+            if way == "break":
+                async for _ in many:
+                    break
+            held.hold()
+            await held.is_in()
+            match way:
+                case "cancel":
+                    task = asyncio.create_task(anext(many))
+                    await turns()
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                case "aclose":
+                    await many.aclose()
+                    with pytest.raises(runtime.RuntimeClosedError):
+                        await anext(many)
+                case "leave":
+                    async with many:
+                        pass
+            del many
+            gc.collect()
+            held.let_go_on()
+            await the_next_text_is_right(rt)
+            await until(lambda: rt.num_streams == 0)
+
+    run(main)
+
+
+def test_leaving_the_runtime_tells_who_waits_for_many(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            many = rt.generate_many([prompt_of(401)], prefill_step_size=1)
+            waiting = asyncio.ensure_future(anext(many))
+            await turns()
+        with pytest.raises(runtime.RuntimeClosedError):
+            await waiting
+
+    run(main)
+
+
+def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+            conversation = rt.conversation("# a stack\n", max_tokens=8, ignore_eos=True)
+            first = await conversation.generate("class Stack:\n")
+            async with conversation.stream("\n\ndef push(", max_tokens=40) as stream:
+                with pytest.raises(runtime.ConversationBusyError):
+                    conversation.stream("too early")
+                with pytest.raises(runtime.ConversationBusyError):
+                    conversation.reset()
+                given = [(await anext(stream)).text for _ in range(3)]
+            said = [message["content"] for message in conversation.messages]
+            assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
+
+            # A turn that is dropped, or cancelled before its first token, makes room at once.
+            conversation.stream("never heard")
+            third = await conversation.generate("\nimport os")
+            assert [message["content"] for message in conversation.messages] == [*said, "\nimport os", third.text]
+
+            alone = await rt.generate("".join([*said, "\nimport os"]), max_tokens=8, ignore_eos=True)
+            assert ids(alone) == ids(third)
+            conversation.reset()
+            assert conversation.messages == []
+
+    run(main)
+
+
+def test_what_a_conversation_cannot_be_is_said(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                rt.conversation(max_tokens=0)
+            with pytest.raises(runtime.PromptError, match="tokenizer"):
+                await rt.conversation().generate("hello")
+
+    run(main)

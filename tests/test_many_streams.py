@@ -1,0 +1,329 @@
+"""Many streams at once: no more than there are places at work, the others in their order, and nobody held up by one."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import llama, near, prompt_of
+from scripted import (
+    Handed,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    priced,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+
+import runtime
+from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
+from protocol.trace import Event, Instant, Span
+
+# What takes the target's time, for which streams have to wait for each other.
+TURNS = ("prefill", "verify", "decode")
+
+MIXED: list[dict[str, Any]] = [
+    {"lookahead": 3},
+    {"lookahead": 0},
+    {"lookahead": "auto"},
+    {"lookahead": 1},
+    {"lookahead": 6},
+]
+
+
+def pair(agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
+    return ScriptedModel(truthful), ScriptedModel(agreeing(agreement))
+
+
+def turns_in_between(handed: Sequence[Handed], waiting: Handed) -> Counter[int | None]:
+    """How many turns of each other session ended while a job was waiting for its own."""
+    assert waiting.done_at is not None
+    return Counter(
+        other.job.session
+        for other in handed
+        if other.job.kind in TURNS
+        and other.job.session != waiting.job.session
+        and other.done_at is not None
+        and waiting.at < other.done_at < waiting.done_at
+    )
+
+
+def most_turns_in_between(simulation: Simulation) -> list[int]:
+    """For each turn at the target, the most that any one other session had while it was waited for."""
+    handed = simulation.target_worker.handed
+    return [
+        max(turns_in_between(handed, each).values(), default=0)
+        for each in handed
+        if each.job.kind in TURNS and each.done_at is not None
+    ]
+
+
+def at_work(simulation: Simulation) -> list[int]:
+    """At each event, how many sessions had a line open or had asked for one, at either model."""
+    lines = {"target": set[int | None](), "draft": set[int | None]()}
+    numbers = []
+    for event in simulation.events:
+        if isinstance(event, Instant) and event.kind == "open":
+            lines[event.actor].add(event.session)
+        if isinstance(event, Span) and event.kind == "close":
+            lines[event.actor].discard(event.session)
+        numbers.append(len(lines["target"] | lines["draft"]))
+    return numbers
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", range(3))
+@pytest.mark.parametrize("num_streams", [2, 5])
+@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
+async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
+    num_streams: int, agreement: float, schedule: int, autojump_clock: Any
+) -> None:
+    price = priced(prefill=16.0, draft=1.0)
+    async with simulated(*pair(agreement), price=price, schedule=schedule) as simulation:
+        async with trio.open_nursery() as nursery:
+            for n in range(num_streams):
+                # Some decode from the start, some have long prompts to read meanwhile, and come later.
+                prompt = list(range(n + 1)) if n % 2 == 0 else [n] * 40
+                call = partial(text_of, simulation, prompt, max_tokens=40, prefill_step_size=2, **MIXED[n])
+                nursery.start_soon(call)
+                await trio.sleep(25 * n)
+        turns = most_turns_in_between(simulation)
+    assert max(turns) == 1
+    # Often there was somebody to wait for.
+    assert turns.count(1) > 8 * num_streams
+    kinds = {
+        kind: {each.job.session for each in simulation.target_worker.handed if each.job.kind == kind} for kind in TURNS
+    }
+    assert all(kinds.values())
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    streams=st.lists(
+        st.tuples(
+            st.sampled_from(MIXED),
+            st.integers(1, 20),  # length of the prompt
+            st.integers(1, 4),  # chunk
+            st.sampled_from([0.0, 3.0, 30.0]),  # after which pause it comes
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    draft_step=st.sampled_from([0.25, 2.0, 16.0]),
+    max_streams=st.sampled_from([None, 1, 2]),
+)
+def test_turns_go_round_and_texts_are_right_whoever_comes_when(
+    streams: list[tuple[dict[str, Any], int, int, float]], draft_step: float, max_streams: int | None
+) -> None:
+    async def main() -> None:
+        texts: dict[int, list[int]] = {}
+        async with simulated(*pair(), price=priced(draft=draft_step), max_streams=max_streams) as simulation:
+
+            async def one(n: int, length: int, chunk: int, how: dict[str, Any]) -> None:
+                texts[n] = await text_of(simulation, [n] * length, max_tokens=12, prefill_step_size=chunk, **how)
+
+            async with trio.open_nursery() as nursery:
+                for n, (how, length, chunk, pause) in enumerate(streams):
+                    await trio.sleep(pause)
+                    nursery.start_soon(one, n, length, chunk, how)
+            assert max(most_turns_in_between(simulation)) <= 1
+            if max_streams is not None:
+                assert max(at_work(simulation)) <= max_streams
+        assert texts == {n: continuation([n] * length, 12) for n, (_, length, _, _) in enumerate(streams)}
+
+    run(main)
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_streams", [1, 2, 3])
+async def test_no_more_streams_are_at_work_than_there_are_places(max_streams: int, autojump_clock: Any) -> None:
+    async with simulated(*pair(), max_streams=max_streams) as simulation:
+        rt = simulation.runtime
+        streams = [rt.stream([n], max_tokens=10, **MIXED[n % 5]) for n in range(7)]
+        assert (rt.num_streams, rt.num_waiting) == (max_streams, 7 - max_streams)
+        texts: dict[int, list[int]] = {}
+
+        async def read(n: int) -> None:
+            texts[n] = await collect(streams[n])
+
+        async with trio.open_nursery() as nursery:
+            for n in range(7):
+                nursery.start_soon(read, n)
+        assert texts == {n: continuation([n], 10) for n in range(7)}
+        await trio.testing.wait_all_tasks_blocked()
+        assert (rt.num_streams, rt.num_waiting) == (0, 0)
+    assert max(at_work(simulation)) == max_streams
+    # In the order of the calls.
+    opened = [instant.session for instant in simulation.instants("open", "target")]
+    assert opened == sorted(opened)
+
+
+async def test_without_a_bound_every_stream_is_at_work_at_once(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        rt = simulation.runtime
+        streams = [rt.stream([n]) for n in range(20)]
+        assert (rt.num_streams, rt.num_waiting) == (20, 0)
+        del streams
+
+
+async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock: Any) -> None:
+    async with simulated(*pair(), max_streams=1) as simulation:
+        first = simulation.runtime.stream([1], max_tokens=10, lookahead=2)
+        second = simulation.runtime.stream([2], max_tokens=10, lookahead=2)
+        assert await collect(first) == continuation([1], 10)
+        ended = trio.current_time()
+        assert simulation.spans("target", session=1) == simulation.spans("draft", session=1) == []
+        assert await collect(second) == continuation([2], 10)
+        waited = second.statistics().time_to_first_token
+        # From the call, which was at the very beginning.
+        assert waited is not None
+        assert waited > ended
+        # As soon as the drafter had ended the step that it was at.
+        assert simulation.spans("target", session=1)[0].began <= ended + 1
+
+
+async def test_settings_and_prompt_are_checked_at_once_and_take_no_place(autojump_clock: Any) -> None:
+    async with simulated(*pair(), max_streams=1) as simulation:
+        first = simulation.runtime.stream([1], max_tokens=4)
+        with pytest.raises(SettingsError):
+            simulation.runtime.stream([1], max_tokens=0)
+        with pytest.raises(runtime.PromptError):
+            simulation.runtime.stream([])
+        assert simulation.runtime.num_waiting == 0
+        assert len(await collect(first)) == 4
+
+
+async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(autojump_clock: Any) -> None:
+    async with simulated(*pair(), max_streams=1) as simulation:
+        unread = simulation.runtime.stream([1], max_tokens=10, lookahead=2)
+        assert await text_of(simulation, [2], max_tokens=10) == continuation([2], 10)
+        assert await collect(unread) == continuation([1], 10)
+
+
+@pytest.mark.parametrize("way", ["aclose", "drop", "scope", "leave", "timeout"])
+async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autojump_clock: Any) -> None:
+    async with simulated(*pair(), max_streams=1) as simulation:
+        rt = simulation.runtime
+        first, last = rt.stream([1], max_tokens=20, lookahead=2), None
+        waiting = rt.stream([2], max_tokens=20, lookahead=2)
+        last = rt.stream([3], max_tokens=20, lookahead=2)
+        assert rt.num_waiting == 2
+        at = trio.current_time()
+        match way:
+            case "aclose":
+                await waiting.aclose()
+                with pytest.raises(RuntimeClosedError):
+                    await anext(waiting)
+            case "drop":
+                del waiting
+                gc.collect()
+            case "scope":
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    await anext(waiting)
+                assert scope.cancelled_caught
+            case "leave":
+                async with waiting:
+                    pass
+            case "timeout":
+                with trio.move_on_after(2) as scope:
+                    await anext(waiting)
+                assert scope.cancelled_caught
+                at += 2
+        assert trio.current_time() == at
+        await trio.testing.wait_all_tasks_blocked()
+        assert (rt.num_streams, rt.num_waiting) == (1, 1)
+        assert await collect(first) == continuation([1], 20)
+        assert await collect(last) == continuation([3], 20)
+        # No model ever heard of it.
+        assert {event.session for event in simulation.events} == {0, 2}
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_place_is_given_on_once_the_job_of_a_cancelled_stream_has_ended(lookahead: int) -> None:
+    async def cancel_after(delay: float) -> None:
+        async with simulated(*pair(), max_streams=1, schedule=int(delay)) as simulation:
+            first = simulation.runtime.stream([1] * 6, max_tokens=20, lookahead=lookahead, prefill_step_size=2)
+            second = simulation.runtime.stream([2], max_tokens=10, lookahead=lookahead)
+            await trio.sleep(delay)
+            await first.aclose()
+            assert await collect(second) == continuation([2], 10)
+            await trio.sleep(100)
+            ends = [span.ended for actor in ("target", "draft") for span in simulation.spans(actor, session=0)]
+            begins = [span.began for actor in ("target", "draft") for span in simulation.spans(actor, session=1)]
+            assert max(ends, default=0.0) <= min(begins) <= max([delay, *ends])
+
+    for i in range(40):
+        run(cancel_after, i * 1.25)
+
+
+async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock: Any) -> None:
+    told = []
+
+    async def wait(stream: runtime.TokenStream) -> None:
+        with pytest.raises(RuntimeClosedError):
+            await anext(stream)
+        told.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery, simulated(*pair(), max_streams=1) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(4)]
+        for stream in streams[1:]:
+            nursery.start_soon(wait, stream)
+        await trio.sleep(3)
+    assert told == [3.0] * 3
+    assert {event.session for event in simulation.events} == {0}
+
+
+@pytest.mark.parametrize("delay", [3.0, 5.0, 9.0, 20.0])
+async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay: float, autojump_clock: Any) -> None:
+    with trio.move_on_after(delay):
+        async with simulated(*pair(), max_streams=1) as simulation, trio.open_nursery() as nursery:
+            for n in range(4):
+                nursery.start_soon(partial(text_of, simulation, [n] * 9, max_tokens=30, prefill_step_size=2))
+            await trio.sleep_forever()
+    assert len({event.session for event in simulation.events}) <= 1
+    assert simulation.runtime.num_waiting == simulation.runtime.num_streams == 0
+
+
+async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"feed": {4}})
+    async with simulated(target, max_streams=1) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(3)]
+        for stream in streams:
+            with pytest.raises(RuntimeBrokenError):
+                await collect(stream)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "2"])
+async def test_a_bound_that_is_none_is_refused_before_any_model_is_looked_at(wrong: Any) -> None:
+    with pytest.raises(SettingsError, match="max_streams must be a whole number of at least 1"):
+        async with runtime.open((llama(), None), max_streams=wrong):
+            raise AssertionError("should not be reached")
+
+
+async def test_real_streams_are_as_right_with_one_place_as_with_many() -> None:
+    target, draft = llama(), near(llama(), noise=0.05)
+    texts = []
+    for max_streams in (1, 2, None):
+        events: list[Event] = []
+        async with runtime.open((target, None), (draft, None), max_streams=max_streams, trace=events.append) as rt:
+            streams = [rt.stream(prompt_of(9 + n, seed=n), max_tokens=12, **MIXED[n]) for n in range(5)]
+            texts.append([await collect(stream) for stream in streams])
+    assert texts[0] == texts[1] == texts[2]
