@@ -88,8 +88,10 @@ class MLXModel:
         self._options = attrs.evolve(options, one_by_one=one_by_one)
         # One forward pass of one token, since no attribute names the width of the logits in all
         # architectures.
-        self._vocab_size: int = model(mx.array([[0]]), cache=options.make_cache(model)).shape[-1]
+        cache = options.make_cache(model)
+        self._vocab_size: int = model(mx.array([[0]]), cache=cache).shape[-1]
         self._check_ladder(options.make_cache(model))
+        self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
         """While in force, the model's layers evaluate what they compute where a line asks for that.
@@ -147,6 +149,16 @@ class MLXModel:
             rung_beyond_window=None if limit is None else self._options.rung(line.cache, 8, limit),
             checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in line.cache),
         )
+
+    def _check_quantisation(self, cache: list[Any]) -> None:
+        """Refuse groups that the model's heads cannot be divided into; a cache that holds something is quantised."""
+        try:
+            maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
+        except ValueError as error:
+            raise ModelError(
+                f"kv_bits={self._options.kv_bits} with kv_group_size={self._options.kv_group_size} does not fit this "
+                f"model: {error}; use a kv_group_size that divides the size of its heads"
+            ) from error
 
     def _check_ladder(self, cache: list[Any]) -> None:
         """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""

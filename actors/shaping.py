@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from protocol.errors import ProcessorError
 from protocol.messages import Open
-from protocol.processors import Checkpointed, LogitsProcessor
+from protocol.processors import Checkpointed, LogitsProcessor, Stateless
 from protocol.randomness import Purpose, key_for
 from protocol.settings import Settings
 
@@ -175,10 +175,15 @@ class Shaping:
                 logits = own(ids, tokens, logits) if isinstance(own, _Recalled) else own(tokens, logits)
             # Somebody else's code: whatever it raises belongs to this stream, and not to the models.
             except Exception as error:
-                raise ProcessorError(f"the logits processor {own!r} raised {type(error).__name__}: {error}") from error
+                raise ProcessorError(
+                    f"the logits processor {_named(own)} raised {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(logits, mx.array) or logits.shape != before:
-                got = f"an array of shape {logits.shape}" if isinstance(logits, mx.array) else repr(logits)
-                raise ProcessorError(f"the logits processor {own!r} must return logits of shape {before}, got {got}")
+                got = f"shape {logits.shape}" if isinstance(logits, mx.array) else f"a {type(logits).__name__}"
+                hint = "; has it a return?" if logits is None else ""
+                raise ProcessorError(
+                    f"the logits processor {_named(own)} must return logits of shape {before}, got {got}{hint}"
+                )
         return logits
 
 
@@ -240,27 +245,31 @@ def _top_k(logprobs: mx.array, top_k: int) -> mx.array:
 # --- processors with a state ----------------------------------------------------------------------
 
 
-class _Shared:
-    """What all streams that use one processor at a time have in common.
+class _Turns:
+    """A lock that all streams which use one processor have in common: it is one object, on two models' threads.
 
     Attributes:
         processor: by its identity it is found again, so it must live as long as this.
-        lock: there is one object, and there are two models' threads.
-        initial: the state before any text.
+        lock: held while the processor is used.
     """
 
     def __init__(self, processor: Checkpointed) -> None:
         self.processor = processor
         self.lock = threading.Lock()
-        try:
-            self.initial = processor.save()
-        # Somebody else's code, as in `Shaping`.
-        except Exception as error:
-            raise ProcessorError(f"{processor!r} raised {type(error).__name__} in save(): {error}") from error
 
 
-# By the processor's identity, for as long as some stream uses it.
-_shared: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
+# By the processor's identity, for as long as some stream uses it; several event loops may be there.
+_turns: WeakValueDictionary[int, _Turns] = WeakValueDictionary()
+_turns_lock = threading.Lock()
+
+
+def _named(processor: object) -> str:
+    """A processor's name, which asks nothing of it that may fail."""
+    if isinstance(processor, _Recalled):
+        return _named(processor.processor)
+    if isinstance(processor, Stateless):
+        return _named(processor.function)
+    return str(getattr(processor, "__qualname__", type(processor).__qualname__))
 
 
 class _Recalled:
@@ -268,25 +277,34 @@ class _Recalled:
 
     def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
         self._prompt_length = prompt_length
-        self._shared = _shared.get(id(processor)) or _Shared(processor)
-        _shared[id(processor)] = self._shared
-        self._processor = processor
+        self.processor = processor
+        with _turns_lock:
+            self._turns = _turns.get(id(processor)) or _Turns(processor)
+            _turns[id(processor)] = self._turns
+        try:
+            with self._turns.lock:
+                self._initial = processor.save()
+        # Somebody else's code, as in `Shaping`.
+        except Exception as error:
+            raise ProcessorError(f"{_named(processor)} raised {type(error).__name__} in save(): {error}") from error
         # By what was generated: the state after the call with it.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
-
-    def __repr__(self) -> str:
-        return repr(self._processor)
 
     def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
         """The processor's result for a text, whatever it was called with before."""
         generated = ids[self._prompt_length :]
-        with self._shared.lock:
-            known = self._go_to(generated)
-            for length in range(known, len(generated)):
-                self._processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
-                self._keep(generated[:length])
-            result = self._processor(tokens, logits)
-            self._keep(generated)
+        with self._turns.lock:
+            # Whatever text it is asked about, the object is left as its owner left it: the next stream begins there.
+            outside = self.processor.save()
+            try:
+                known = self._go_to(generated)
+                for length in range(known, len(generated)):
+                    self.processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
+                    self._keep(generated[:length])
+                result = self.processor(tokens, logits)
+                self._keep(generated)
+            finally:
+                self.processor.restore(outside)
         return result
 
     def _go_to(self, generated: tuple[int, ...]) -> int:
@@ -295,13 +313,13 @@ class _Recalled:
             state = self._states.get(generated[:length], self)
             if state is not self:
                 self._states.move_to_end(generated[:length])
-                self._processor.restore(state)
+                self.processor.restore(state)
                 return length + 1
-        self._processor.restore(self._shared.initial)
+        self.processor.restore(self._initial)
         return 0
 
     def _keep(self, generated: tuple[int, ...]) -> None:
-        self._states[generated] = self._processor.save()
+        self._states[generated] = self.processor.save()
         self._states.move_to_end(generated)
         if len(self._states) > MOST_STATES:
             self._states.popitem(last=False)

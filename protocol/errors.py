@@ -21,6 +21,10 @@ class PromptError(OutriderError, ValueError):
     """A prompt is empty, too long for the model, not encodable, or has ids outside the vocabulary."""
 
 
+class PromptTooLongError(PromptError):
+    """A prompt leaves no room in the target's context."""
+
+
 class ModelError(OutriderError):
     """A model cannot be loaded or cannot be used: no such path, a damaged checkpoint."""
 

@@ -20,11 +20,12 @@ class Checkpointed(Protocol):
 
     Plain decoding calls a processor once a token, on a text that grows. Speculation calls it on drafted texts too,
     which may be dropped again, and for two models. So each call with n tokens is preceded by a `restore` of the state
-    that was saved after the call with the first n - 1 of them, or, for the first call, of the one saved when the
-    stream began (the first of those that use the object at the same time). A call may be repeated, and where a state is
-    no longer at hand, calls are repeated with logits of zeros, in order to have it again.
+    that was saved after the call with the first n - 1 of them, or, for the first call, of the one in which the stream
+    found the object. A call may be repeated, and where a state is no longer at hand, calls are repeated with logits of
+    zeros, in order to have it again. After each call the object is put back into the state in which it was found: one
+    object will do for many streams, one after the other or at once, and each begins alike.
 
-    It is called on the threads of both models, never on both at once.
+    It is called on the threads of both models, never on both at once. Saving and restoring should be cheap.
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -52,7 +53,10 @@ class Stateless:
 
 
 def stateless(function: LogitsProcessor) -> Stateless:
-    """Say of a logits processor that it keeps no state, so that it can be speculated with. Also as a decorator."""
+    """Say of a logits processor that it keeps no state, so that it can be speculated with. Also as a decorator.
+
+    It may be asked about any text that a drafter comes up with, and about one that goes on behind the end.
+    """
     return Stateless(function)
 
 

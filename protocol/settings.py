@@ -15,6 +15,19 @@ from protocol.processors import LogitsProcessor
 
 Acceptance = Literal["auto", "match", "rejection"]
 
+# What settings are called elsewhere, in mlx-lm and beyond.
+SYNONYMS = {
+    "temp": "temperature",
+    "num_draft_tokens": "lookahead",
+    "num_speculative_tokens": "lookahead",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "sampler": "temperature",
+    "stop_words": "stop",
+    "stop_token_ids": "stop_tokens",
+    "top_logprobs": "logprobs",
+}
+
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128
@@ -240,7 +253,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
             raise SettingsError(f"there is no setting {name!r}; {hint}")
     return Settings(**keywords)

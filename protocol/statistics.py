@@ -36,7 +36,7 @@ class Statistics:
         draft_failures: drafters that failed and were left behind.
         acceptance_rate: accepted / proposed, in [0, 1]; 0 where nothing was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
-        prompt_tps: prompt tokens per second of the target's prefill; those that were cached do not count.
+        prompt_tps: prompt tokens that the target's prefill has read, per second of it.
         generation_tps: generated tokens per second, from the first token to the last.
         time_to_first_token: seconds from the call to the first token; None before it.
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
@@ -94,6 +94,7 @@ class Counts:
     lookahead_hits: int = 0
     lookahead_misses: int = 0
     draft_failures: int = 0
+    prefilled_tokens: int = 0
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -128,13 +129,13 @@ class Counts:
     ) -> Statistics:
         """The counts with their rates; times in seconds, memory in bytes."""
         proposed = self.accepted + self.rejected
-        shared = attrs.asdict(self, filter=lambda field, _: not field.name.endswith("_seconds"))
+        shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
         return Statistics(
             **shared,
             proposed=proposed,
             acceptance_rate=_ratio(self.accepted, proposed),
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
-            prompt_tps=_ratio(self.prompt_tokens - self.cached_tokens, self.prefill_seconds),
+            prompt_tps=_ratio(self.prefilled_tokens, self.prefill_seconds),
             generation_tps=_ratio(max(0, self.generated_tokens - 1), generation_seconds),
             time_to_first_token=time_to_first_token,
             target_busy=min(1.0, _ratio(self.target_seconds, elapsed)),

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import ConversationBusyError, PromptError, SettingsError
+from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
 from protocol.settings import Settings, settings_from
 from runtime.saved_session import FilePath
 from runtime.streaming import Completion, TokenStream, complete
@@ -119,7 +119,14 @@ class Conversation:
             raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
         self._check_idle("say something")
         settled = [*self._past, *self._last_exchange()]
-        stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **settings)
+        try:
+            stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **settings)
+        except PromptTooLongError as error:
+            if not settled:
+                raise
+            raise PromptTooLongError(
+                f"the conversation has become too long: {error}, or begin anew with reset"
+            ) from None
         self._past = settled
         self._turn = _Turn(text, stream.answer, weakref.ref(stream))
         return stream

@@ -30,7 +30,7 @@ from protocol.books import Commit
 from protocol.errors import (
     NoRuntimeError,
     OutriderError,
-    PromptError,
+    PromptTooLongError,
     RuntimeBrokenError,
     RuntimeClosedError,
     SettingsError,
@@ -44,6 +44,7 @@ from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
+from runtime.grammar import Grammar
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
@@ -328,6 +329,8 @@ class Runtime:
     def _checked(self, settings: dict[str, Any]) -> Settings:
         checked = settings_from(settings)
         check_vocabulary_size(checked, self._target.model.vocab_size)
+        if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
+            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
         if checked.stop and self._tokenizer is None:
             raise SettingsError(
                 f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
@@ -339,7 +342,7 @@ class Runtime:
         model = self._target.model
         ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
         if model.context_length is not None and len(ids) >= model.context_length:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
@@ -417,7 +420,9 @@ class Runtime:
             counts.draft_seconds += seconds
         else:
             counts.target_seconds += seconds
-            counts.prefill_seconds += seconds if event.kind == "prefill" else 0.0
+            if event.kind == "prefill":
+                counts.prefilled_tokens += event.num_tokens
+                counts.prefill_seconds += seconds
 
     def _break(self, error: OutriderError) -> None:
         """The target has failed: every stream ends with its error, and no new one begins."""

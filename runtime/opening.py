@@ -67,15 +67,16 @@ def check_source(role: str, source: Any) -> Source:
 def check_device(role: str, device: Device) -> mx.Device | None:
     """An MLX device from what a user names.
 
-    Raises: SettingsError: it is none.
+    Raises: SettingsError: it is none, or not there.
     """
-    if device is None or isinstance(device, mx.Device):
-        return device
-    if device == "cpu":
-        return mx.Device(mx.cpu)
-    if device == "gpu":
-        return mx.Device(mx.gpu)
-    raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {device!r}')
+    if device is None:
+        return None
+    if not isinstance(device, mx.Device) and device not in ("cpu", "gpu"):
+        raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {device!r}')
+    named = device if isinstance(device, mx.Device) else mx.Device(mx.cpu if device == "cpu" else mx.gpu)
+    if not mx.is_available(named):
+        raise SettingsError(f"{role}_device {device!r} is not there, by what this MLX says; use None for its default")
+    return named
 
 
 def check_cache_options(

@@ -280,7 +280,7 @@ class TokenStream:
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
-            is_thinking=self.answer.add(commit.tokens[index], text),
+            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text),
         )
         self._num_given += 1
         if finish_reason is not None:

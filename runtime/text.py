@@ -160,6 +160,7 @@ class GrowingText:
         self._detokenizer = Detokenizer(tokenizer)
         self._silent = opened.stop_tokens
         self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
+        self.readable = ""  # what the last token has completed, given or withheld
 
     @property
     def stop(self) -> str | None:
@@ -173,10 +174,13 @@ class GrowingText:
     def add(self, token: int, *, is_last: bool) -> str:
         """What a token gives to read, maybe empty; with the last one, whatever was withheld."""
         piece = "" if token in self._silent else self._detokenizer.add(token)
+        ahead = self._detokenizer.ahead
+        rest = self._detokenizer.finish() if is_last else ""
+        self.readable = piece + rest
         if self._matcher is None:
-            return piece + self._detokenizer.finish() if is_last else piece
-        given = self._matcher.add(piece, self._detokenizer.ahead)
-        return given + self._matcher.finish(self._detokenizer.finish()) if is_last else given
+            return self.readable
+        given = self._matcher.add(piece, ahead)
+        return given + self._matcher.finish(rest) if is_last else given
 
 
 class StopFinder:

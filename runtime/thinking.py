@@ -25,9 +25,11 @@ class Answer:
         self._tags = ("", "")
         self._is_inside = self._has_tags = False
         self._recent: list[int] = []  # since a tag was seen last
-        # Text, and whether it is thinking; a tag's own is neither, and left out of both.
-        self._pieces: list[tuple[str, bool]] = []
+        # Where it begins, text, and whether it is thinking; a tag's own is neither, and left out of both.
+        self._pieces: list[tuple[int, str, bool]] = []
+        self._num_readable = 0  # characters, those included that are withheld: they may be a stop string's beginning
         self._whole: list[str] = []
+        self._num_given = 0  # characters
         if tokenizer is not None and tokenizer.has_thinking:
             self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
             self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
@@ -49,25 +51,32 @@ class Answer:
     @property
     def thinking(self) -> str:
         """What stands between the tags; after the last that opens, if none closes it."""
-        return "".join(text for text, is_thinking in self._pieces if is_thinking)
+        return self._given(is_thinking=True)
 
     @property
     def said(self) -> str:
         """All but thinking and tags."""
-        return "".join(text for text, is_thinking in self._pieces if not is_thinking)
+        return self._given(is_thinking=False)
 
-    def add(self, token: int, text: str) -> bool:
+    def _given(self, *, is_thinking: bool) -> str:
+        pieces = [(begin, text) for begin, text, side in self._pieces if side is is_thinking]
+        return "".join(text[: max(0, self._num_given - begin)] for begin, text in pieces)
+
+    def add(self, token: int, readable: str, given: str) -> bool:
         """Take the next token.
 
         Args:
             token: its id.
-            text: what it makes readable.
+            readable: the text that it completes.
+            given: the text that is given with it: what may be the beginning of a stop string comes later, or never.
 
         Returns: whether it belongs to thinking, tags included; of a tag of several tokens that opens, the last does.
         """
         self.num_tokens += 1
-        self._whole.append(text)
-        self._pieces.append((text, self._is_inside))
+        self._whole.append(given)
+        self._num_given += len(given)
+        self._pieces.append((self._num_readable, readable, self._is_inside))
+        self._num_readable += len(readable)
         if not self._start:
             return False
         self._recent.append(token)
@@ -80,10 +89,12 @@ class Answer:
     def _pass(self, num_tokens: int) -> None:
         """Pass the tag that the last tokens make up."""
         tag = self._tags[1 if self._is_inside else 0]
-        joined = "".join(text for text, _ in self._pieces[-num_tokens:])
+        begin = self._pieces[-num_tokens][0]
+        joined = "".join(text for _, text, _ in self._pieces[-num_tokens:])
         del self._pieces[-num_tokens:]
-        # With a tag may come what was withheld before it.
+        # With a tag may come the rest of a character before it.
         before, _, after = joined.partition(tag)
-        self._pieces += [(before, self._is_inside), (after, not self._is_inside)]
+        self._pieces.append((begin, before, self._is_inside))
+        self._pieces.append((begin + len(joined) - len(after), after, not self._is_inside))
         self._is_inside, self._has_tags = not self._is_inside, True
         self._recent.clear()

@@ -234,6 +234,22 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
 # --- options of open ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["gpu", mx.Device(mx.gpu)])
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_device_that_is_not_there_is_refused(role: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "is_available", lambda device: device.type == mx.DeviceType.cpu)
+    with pytest.raises(runtime.SettingsError, match=rf"^{role}_device .* is not there"):
+        async with runtime.open((target(), None), (target(), None), **{f"{role}_device": device}):
+            raise AssertionError("should not be reached")
+
+
+async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened() -> None:
+    # Heads of 16, which no group of 32 can be made of.
+    with pytest.raises(runtime.ModelError, match=r"^kv_bits=4 with kv_group_size=32 does not fit this model"):
+        async with runtime.open((target(), None), kv_bits=4, kv_group_size=32):
+            raise AssertionError("should not be reached")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

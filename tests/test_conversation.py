@@ -16,7 +16,9 @@ from models import llama, near
 from transformers import AutoTokenizer
 
 import runtime
-from runtime.text import apply_chat_template
+from protocol.messages import Open
+from protocol.settings import Settings
+from runtime.text import GrowingText, apply_chat_template
 from runtime.thinking import Answer
 
 TEMPLATE = """\
@@ -327,7 +329,10 @@ def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Answer, 
     """A text told apart, and which of its tokens are thinking."""
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
     answer = Answer(wrapped, wrapped.encode(prompt, add_special_tokens=False))
-    flags = [answer.add(id, wrapped.decode([id])) for id in wrapped.encode(text, add_special_tokens=False)]
+    flags = [
+        answer.add(id, wrapped.decode([id]), wrapped.decode([id]))
+        for id in wrapped.encode(text, add_special_tokens=False)
+    ]
     return answer, flags
 
 
@@ -364,7 +369,7 @@ def test_tags_of_several_tokens() -> None:
     assert len(wrapped.think_start_tokens) > 1
     answer = Answer(wrapped, [])
     ids = wrapped.encode("a<|channel>thought\nHm.<channel|>import", add_special_tokens=False)
-    flags = [answer.add(id, wrapped.decode([id])) for id in ids]
+    flags = [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
     assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
     assert flags[:2] == [False, False]
     assert flags[-1] is False
@@ -376,8 +381,33 @@ def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
     answer = Answer(wrapped, [])
     (end,) = wrapped.think_end_tokens
     for id, text in ((wrapped.think_start_tokens[0], "<think>"), (9, ""), (end, "Hm.</think>"), (9, "os")):
-        answer.add(id, text)
+        answer.add(id, text, text)
     assert (answer.thinking, answer.said) == ("Hm.", "os")
+
+
+@pytest.mark.parametrize(
+    ("stop", "thinking", "said"),
+    [
+        (">\n\n\n", "see", "ok then"),
+        ("</think></think>", "see", "ok then"),
+        ("<thinker>", "see", "ok then"),
+        ("ee</th", "s", ""),
+        ("</think>ok t", "see", ""),
+        ("k t", "see", "o"),
+        ("then!", "see", "ok then"),
+    ],
+)
+def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop: str, thinking: str, said: str) -> None:
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
+    opened = Open(0, (1,), Settings(stop=stop), 0, frozenset())
+    text, answer = GrowingText(wrapped, opened), Answer(wrapped, [1])
+    ids = wrapped.encode("<think>see</think>ok then", add_special_tokens=False)
+    for i, id in enumerate(ids):
+        given = text.add(id, is_last=i + 1 == len(ids))
+        answer.add(id, text.readable, given)
+        if text.stop is not None:
+            break
+    assert (answer.thinking, answer.said) == (thinking, said)
 
 
 async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> None:
@@ -418,3 +448,19 @@ async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> Non
             conversation = rt.conversation(thinking=thinking, **SETTINGS)
             sizes.append((await conversation.generate("import")).statistics.prompt_tokens)
         assert sizes[0] == sizes[1] < sizes[2]
+
+
+async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_conversation() -> None:
+    async with runtime.open(runtime.DEMO_TARGET) as rt:
+        conversation = rt.conversation(max_tokens=None, ignore_eos=True)
+        with pytest.raises(runtime.PromptError, match=r"^the prompt has \d+ tokens.*shorten it to 1023$"):
+            conversation.stream("word " * 2000)
+        await conversation.generate("word " * 700, max_tokens=4)
+        before = conversation.messages
+        with pytest.raises(
+            runtime.PromptError, match=r"^the conversation has become too long: .*or begin anew with reset"
+        ):
+            conversation.stream("word " * 700)
+        assert conversation.messages == before
+        conversation.reset()
+        await conversation.generate("word", max_tokens=1)

@@ -640,3 +640,9 @@ async def test_a_grammar_that_asks_for_the_impossible_ends_its_stream_and_no_oth
         with pytest.raises(runtime.ProcessorError, match=r"\[ab\]z asks for text that no token stands for"):
             await rt.generate(REQUEST, logits_processors=[grammar])
         await described(rt)
+
+
+async def test_a_grammar_needs_the_end_of_the_text():
+    async with runtime.open(runtime.DEMO_TARGET) as rt:
+        with pytest.raises(SettingsError, match="ignore_eos=True leaves a grammar's text without an end"):
+            rt.stream("x", logits_processors=[Grammar.from_regex("a+", rt.tokenizer)], ignore_eos=True)

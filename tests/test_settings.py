@@ -210,7 +210,14 @@ def test_settings_from_keywords_are_settings():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("stop_token", "stop_tokens"), ("sed", "seed")],
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("stop_token", "stop_tokens"),
+        ("sed", "seed"),
+        ("temp", "temperature"),
+        ("num_draft_tokens", "lookahead"),
+    ],
 )
 def test_a_misspelled_setting_is_refused_with_what_was_meant(name, meant):
     with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import Counter
@@ -314,6 +315,36 @@ async def test_streams_at_once_may_share_a_processor() -> None:
         others = await rt.generate_many([PROMPT] * 3, max_tokens=NUM_TOKENS, logits_processors=[processor])
         await first.aclose()
     assert [ids(other.tokens) for other in others] == [reference] * 3
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_each_stream_begins_with_the_state_in_which_the_processors_owner_left_it(lookahead: int) -> None:
+    class Turns:
+        """Allows every fifth token, another fifth each time."""
+
+        num_calls = 0
+
+        def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+            allowed = mx.arange(logits.shape[-1]) % 5 == self.num_calls % 5
+            self.num_calls += 1
+            return mx.where(allowed, logits, -mx.inf)
+
+        def save(self) -> int:
+            return self.num_calls
+
+        def restore(self, state: int) -> None:
+            self.num_calls = state
+
+    processor = Turns()
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        for first in (0, 0, 2, 2, 3):
+            processor.num_calls = first
+            for _ in range(2):
+                completion = await rt.generate(PROMPT, max_tokens=7, lookahead=lookahead, logits_processors=[processor])
+                assert [token.id % 5 for token in completion.tokens] == [(first + i) % 5 for i in range(7)]
+                del completion
+                gc.collect()
+            assert processor.num_calls == first
 
 
 def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
