@@ -644,5 +644,5 @@ async def test_a_grammar_that_asks_for_the_impossible_ends_its_stream_and_no_oth
 
 async def test_a_grammar_needs_the_end_of_the_text():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
-        with pytest.raises(SettingsError, match="ignore_eos=True leaves a grammar's text without an end"):
+        with pytest.raises(runtime.SettingsError, match="ignore_eos=True leaves a grammar's text without an end"):
             rt.stream("x", logits_processors=[Grammar.from_regex("a+", rt.tokenizer)], ignore_eos=True)
