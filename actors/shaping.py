@@ -113,8 +113,7 @@ class Shaping:
         Returns: (n, V), lazy.
         Raises: ProcessorError: a processor failed.
         """
-        for processor in self._bias:  # knows no text, and takes all rows at once
-            logits = processor(_NO_TOKENS, logits)
+        logits = self._biased(logits)
         if not self.needs_text:
             return logits
         rows = []
@@ -132,8 +131,7 @@ class Shaping:
             position: absolute, of the token.
             token: (1,), lazy.
         """
-        for processor in self._bias:
-            logits = processor(_NO_TOKENS, logits)
+        logits = self._biased(logits)
         if not self.needs_text:
             return logits
         history = mx.array(tail.before(position, self._look_back))
@@ -160,6 +158,11 @@ class Shaping:
     def shape(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
         """`process`, then `filter`."""
         return self.filter(self.process(logits, tail, start), start)
+
+    def _biased(self, logits: mx.array) -> mx.array:
+        for processor in self._bias:  # knows no text, and takes all rows at once
+            logits = processor(_NO_TOKENS, logits)
+        return logits
 
     def _coins(self, start: int, num_rows: int) -> mx.array:
         """(n, 1) uniform numbers for XTC, one a position."""

@@ -28,16 +28,15 @@ from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, streaming
 from runtime.aio_many import Completions, CompletionSource
-from runtime.many import check_max_concurrent
+from runtime.many import check_max_concurrent, is_list
 from runtime.opening import Source, check_source
 from runtime.relay import Relay, S
-from runtime.streaming import Completion, Token, complete
+from runtime.streaming import STREAM_CLOSED, Completion, Token, complete
 from runtime.text import Prompt
 from runtime.thinking import Answer
 from runtime.trio_thread import TrioThread, asyncio_loop
 
 _NOTHING = Answer(None, ())
-_CLOSED = "this stream was closed; begin another with stream()"
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
 
 
@@ -127,8 +126,7 @@ class Runtime:
         self._runtime._check_open()
         check_max_concurrent(max_concurrent)
         self._runtime._checked(settings)
-        is_one = isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__")
-        owned = prompts if is_one else [_own(prompt) for prompt in prompts]
+        owned = [_own(prompt) for prompt in prompts] if is_list(prompts) else prompts
         make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
         return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
 
@@ -366,11 +364,11 @@ class TokenStream:
         if stream.finish_reason is not None:
             raise StopAsyncIteration
         if self._is_closed:
-            raise stream._session.error or RuntimeClosedError(_CLOSED)
+            raise stream._session.error or RuntimeClosedError(STREAM_CLOSED)
         if stream._commit is None:
             if not self._commits:
                 self._close()
-                raise stream._session.error or RuntimeClosedError(_CLOSED)
+                raise stream._session.error or RuntimeClosedError(STREAM_CLOSED)
             stream._begin_commit(self._commits.popleft())
         assert stream._commit is not None
         return stream._commit

@@ -8,8 +8,9 @@ from typing import Any
 
 import trio
 
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError, StreamBusyError
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
 from protocol.messages import Open
+from runtime.opening import check_integer
 from runtime.streaming import Completion
 from runtime.text import Prompt
 
@@ -21,8 +22,12 @@ def check_max_concurrent(value: Any) -> None:
 
     Raises: SettingsError: it is no whole number of at least 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SettingsError(f"max_concurrent must be a whole number of at least 1, got {value!r}")
+    check_integer("max_concurrent", value, 1)
+
+
+def is_list(prompts: Any) -> bool:
+    """Whether these can be many prompts; text and a single message can be gone through too, and are one."""
+    return hasattr(prompts, "__iter__") and not isinstance(prompts, (str, bytes, Mapping))
 
 
 def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> list[Open]:
@@ -30,7 +35,7 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> li
 
     Raises: PromptError: one will not do, and which; or they are no list of prompts.
     """
-    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
+    if not is_list(prompts):
         raise PromptError(f"prompts must be a sequence of prompts, got {prompts!r}; for a single one use generate()")
     checked = []
     for index, prompt in enumerate(prompts):

@@ -17,7 +17,7 @@ from protocol.statistics import Statistics
 from runtime.text import GrowingText
 from runtime.thinking import Answer
 
-_CLOSED = "this stream was closed; begin another with stream()"
+STREAM_CLOSED = "this stream was closed; begin another with stream()"
 
 
 @attrs.frozen
@@ -222,14 +222,14 @@ class TokenStream:
             await trio.lowlevel.checkpoint()
             raise StopAsyncIteration
         if self._is_closed:
-            raise self._session.error or RuntimeClosedError(_CLOSED)
+            raise self._session.error or RuntimeClosedError(STREAM_CLOSED)
         if self._commit is not None:
             # A checkpoint a token, also where several came at once.
             await trio.lowlevel.checkpoint()
             return self._commit
         commit = await self._receive()
         if commit is None:
-            raise self._session.error or RuntimeClosedError(_CLOSED)
+            raise self._session.error or RuntimeClosedError(STREAM_CLOSED)
         self._begin_commit(commit)
         return commit
 
