@@ -65,6 +65,7 @@ _LIMITS = (
     Option("max_streams", 1, 4, "requests that the models work on at once"),
     Option("max_waiting", 0, 32, "requests that may wait beside those; what comes then is told to try again (429)"),
     Option("max_tokens", 1, 512, "tokens of an answer where a request does not say how many"),
+    Option("max_tokens_limit", 1, None, "most tokens that a request may ask for (default: what the context holds)"),
     Option("max_prompt_tokens", 1, None, "most tokens of a prompt (default: what the model's context holds)"),
     Option("max_body_bytes", 1, 2 * 2**20, "longest body of a request"),
     Option("max_connections", 1, 1000, "connections at a time; others wait"),
@@ -217,6 +218,7 @@ async def _open_and_serve(server: _Server) -> None:
         max_body_bytes=arguments.max_body_bytes,
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
+        max_tokens_limit=arguments.max_tokens_limit,
         stalled_s=arguments.stalled_seconds,
     )
     service = Service(

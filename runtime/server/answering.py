@@ -49,6 +49,7 @@ class Limits:
         max_body_bytes: of a body.
         max_prompt_tokens: of a prompt; None for what the context holds.
         max_tokens: of an answer for which no number is given.
+        max_tokens_limit: most that may be asked for; None for what the context holds.
         body_s: seconds within which a body must have come.
         stalled_s: seconds that a client may leave what it is sent unread.
     """
@@ -56,6 +57,7 @@ class Limits:
     max_body_bytes: int = 2 * 2**20
     max_prompt_tokens: int | None = None
     max_tokens: int = 512
+    max_tokens_limit: int | None = None
     body_s: float = 30.0
     stalled_s: float = 60.0
 
@@ -169,7 +171,7 @@ class Endpoint:
         """
         desk = self._desk
         settings = {
-            "max_tokens": request.most_tokens or desk.limits.max_tokens,
+            "max_tokens": _most_tokens(request, desk.limits),
             "reuse_prefix": True,
             **request.settings(),
         }
@@ -199,6 +201,15 @@ def _check_model(request: Request, name: str) -> None:
         raise Refusal(
             404, f"there is no model {request.model!r} here; it is {name!r}", param="model", code="model_not_found"
         )
+
+
+def _most_tokens(request: Request, limits: Limits) -> int:
+    wanted, most = request.most_tokens, limits.max_tokens_limit
+    if wanted is None:
+        return limits.max_tokens if most is None else min(limits.max_tokens, most)
+    if most is not None and wanted > most:
+        raise Refusal(400, f"max_tokens must be at most {most} here, got {wanted}", param="max_tokens")
+    return wanted
 
 
 def _tokenizer(runtime: Runtime) -> Any:
