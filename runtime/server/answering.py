@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import trio
@@ -17,7 +16,7 @@ from protocol.errors import OutriderError
 from runtime.server.answers import Writer, writer_for
 from runtime.server.house import House
 from runtime.server.metrics import Meters
-from runtime.server.refusals import Refusal, refusal_of
+from runtime.server.refusals import Refusal, refusal_of, short
 from runtime.server.requests import AnyText, ChatRequest, CompletionRequest, Request, SchemaJson, read
 from runtime.server.timelines import Record, Timelines
 from runtime.streaming import Token, TokenStream
@@ -25,7 +24,7 @@ from runtime.streaming import Token, TokenStream
 if TYPE_CHECKING:
     from runtime.engine import Runtime
 
-logger = logging.getLogger("outrider")
+T = TypeVar("T")
 
 # Tokens that may wait for the network, beside the rounds that a stream buffers.
 _BUFFERED_TOKENS = 16
@@ -62,6 +61,18 @@ class Limits:
     stalled_s: float = 60.0
 
 
+class Aside(Protocol):
+    """What does something while trio goes on with the rest."""
+
+    async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+        """What `do` returns; see `trio.to_thread.run_sync`."""
+
+
+async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+    """`trio.to_thread.run_sync`; in simulated time, which does not wait for threads, another takes its place."""
+    return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+
+
 class ClientGone(Exception):
     """The client has left; there is nobody to answer."""
 
@@ -77,7 +88,8 @@ class Desk:
         house: for all of them.
         timelines: of those that are watched.
         meters: of what is done here.
-        tokenising: one prompt at a time, in a thread: a long one takes a while.
+        aside: tokenises, as a long prompt takes a while.
+        tokenising: one prompt at a time.
     """
 
     runtime: Runtime
@@ -86,6 +98,7 @@ class Desk:
     house: House
     timelines: Timelines
     meters: Meters
+    aside: Aside
     tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
 
 
@@ -100,7 +113,7 @@ class _Attempt:
     """
 
     stream: TokenStream | None = None
-    failure: OutriderError | None = None
+    failure: Exception | None = None
     status: int | None = None
 
 
@@ -132,6 +145,9 @@ class Endpoint:
             raise
         except ClientGone:
             pass
+        except Exception as error:
+            attempt.failure, attempt.status = error, 500  # and the application says so
+            raise
         finally:
             desk.meters.count(attempt.stream, attempt.failure, attempt.status)
 
@@ -145,7 +161,7 @@ class Endpoint:
             prompt, settings = await self._prepared(request)
             stream = desk.runtime.stream(prompt, **settings)
         except OutriderError as error:
-            raise refusal_of(error) from error
+            raise refusal_of(error, request.prompt_field) from error
         attempt.stream = stream
         async with stream:
             writer = writer_for(
@@ -181,13 +197,13 @@ class Endpoint:
             return _encoded(request, desk.runtime), {**settings, **grammar}
 
         # Abandoned where the client leaves: no model is involved, and the result is of use to nobody.
-        prompt, settings = await trio.to_thread.run_sync(prepare, abandon_on_cancel=True, limiter=desk.tokenising)
+        prompt, settings = await desk.aside(prepare, abandon_on_cancel=True, limiter=desk.tokenising)
         most = desk.limits.max_prompt_tokens
         if most is not None and len(prompt) > most:
             raise Refusal(
                 400,
                 f"the prompt has {len(prompt)} tokens, and this server takes {most}; shorten it",
-                param="prompt",
+                param=request.prompt_field,
                 code="context_length_exceeded",
             )
         return prompt, settings
@@ -199,7 +215,7 @@ class Endpoint:
 def _check_model(request: Request, name: str) -> None:
     if request.model is not None and request.model != name:
         raise Refusal(
-            404, f"there is no model {request.model!r} here; it is {name!r}", param="model", code="model_not_found"
+            404, f"there is no model {short(request.model)} here; it is {name!r}", param="model", code="model_not_found"
         )
 
 
@@ -364,11 +380,9 @@ async def _body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise Refusal(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
     too_long = Refusal(413, f"the body is longer than {limits.max_body_bytes} bytes; shorten it")
-    # Not read to its end: whoever sends too much is not waited for.
-    if (
-        headers.get(b"content-length", b"0").isdigit()
-        and int(headers.get(b"content-length", b"0")) > limits.max_body_bytes
-    ):
+    # Not read to its end: whoever sends too much is not waited for. Of too many digits Python makes no number.
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and (len(announced) > 18 or int(announced) > limits.max_body_bytes):
         raise too_long
     body = bytearray()
     with trio.move_on_after(limits.body_s):
