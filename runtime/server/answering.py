@@ -12,7 +12,7 @@ import trio
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, SettingsError
 from runtime.server.answers import Writer, writer_for
 from runtime.server.house import House
 from runtime.server.metrics import Meters
@@ -245,14 +245,20 @@ def _encoded(request: Request, runtime: Runtime) -> tuple[int, ...]:
 
 
 def _grammar(request: Request, runtime: Runtime) -> dict[str, Any]:
-    """The logits processors that a response format stands for, as a setting."""
+    """The logits processors that a response format stands for, as a setting.
+
+    Raises: Refusal: it cannot be kept to.
+    """
     wanted = request.response_format
     if wanted is None or isinstance(wanted, AnyText):
         return {}
     from runtime.grammar import Grammar
 
     schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaJson) else {"type": "object"}
-    return {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
+    try:
+        return {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
+    except SettingsError as error:
+        raise Refusal(400, str(error), param="response_format") from error
 
 
 def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:

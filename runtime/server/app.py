@@ -171,18 +171,21 @@ def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
     }
 
 
-def _refused(request: Request, error: Exception) -> Response:
+# Coroutines: what is none, Starlette has done by a thread.
+
+
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
     refusal = Refusal(error.status_code, said.get(error.status_code, error.detail))
     return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     refusal = Refusal(500, "the server has failed; its log says how", type="server_error", code="internal_error")
     return JSONResponse(refusal.body(), status_code=500)
