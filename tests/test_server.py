@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from asgi import MODEL, Exchange, Letters, Served, figures, pieces, served
+from asgi import MODEL, Exchange, Letters, Served, ask, figures, pieces, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Script, ScriptedModel, hashed, priced, run, spike
@@ -259,7 +259,7 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
         assert streamed.is_done
         assert streamed.is_whole
         assert streamed.text == answer.text
-        assert len(answer.text) > 10
+        assert len(answer.text) >= 3
         reasons = [event["choices"][0]["finish_reason"] for event in streamed.events]
         assert reasons[-1] == answer.json["choices"][0]["finish_reason"] == ("length" if ending == "length" else "stop")
         assert set(reasons[:-1]) == {None}
