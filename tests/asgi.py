@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import attrs
+import outcome
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from scripted import ScriptedModel, Simulation, simulated
@@ -268,8 +269,10 @@ class Aside:
 
     async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
         async with limiter:
+            # As a thread that has begun, whether or not somebody waits for it to the end.
+            done = outcome.capture(do)
             await trio.sleep(self.seconds)
-            return do()
+            return done.unwrap()
 
 
 @attrs.define

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +35,17 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 @attrs.define
 class Server:
-    """A server that is a process of its own."""
+    """A server that is a process of its own.
+
+    Attributes:
+        process: it.
+        url: where it is to be found.
+        said: the lines that it wrote on stderr.
+    """
 
     process: subprocess.Popen[str]
     url: str
+    said: list[str]
 
     def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}v1", api_key=key, max_retries=0, timeout=HANGS_S, **options)
@@ -65,15 +73,21 @@ def serving(*arguments: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
         assert p.stderr is not None
+        said: list[str] = []
+        # To the end, or it could not write any more at some time.
+        reader = threading.Thread(target=said.extend, args=(p.stderr,))
         try:
-            said = ""
-            while (found := re.search(r"is served at (http://\S+)", said)) is None:
-                line = p.stderr.readline()
-                assert line, f"it ended: {said}"
-                said += line
-            yield Server(p, found[1])
+            found = None
+            while found is None:
+                said.append(p.stderr.readline())
+                assert said[-1], f"it ended: {said}"
+                found = re.search(r"is served at (http://\S+)", said[-1])
+            reader.start()
+            yield Server(p, found[1], said)
         finally:
             p.kill()
+            if reader.ident is not None:
+                reader.join()
 
 
 @pytest.fixture(scope="module")

@@ -720,6 +720,34 @@ def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
     simulated_server(test)
 
 
+def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting() -> None:
+    async def test(server: Served) -> None:
+        schema = {"type": "integer", "multipleOf": 999_983}
+        wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+        began = trio.current_time()
+        answers = []
+
+        async def visit() -> None:
+            answers.append(await server.ask(COMPLETIONS, {**DEF, "response_format": wanted}))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(visit)
+            await trio.sleep(1)
+            plain = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})
+            assert plain.status == 200
+            # Tokenising it took as long, and a pass or two.
+            assert plain.over_at <= began + 1 + 20 + 16
+        assert {answer.over_at for answer in answers} == {began + 10}
+        by_status = {answer.status: answer for answer in answers}
+        assert sorted(answer.status for answer in answers) == [400, 400, 429]
+        assert "within 10 s; simplify it" in by_status[400].fault["message"]
+        assert by_status[400].fault["param"] == "response_format"
+        assert by_status[429].headers["retry-after"] == "10"
+
+    simulated_server(test, tokenising_s=20.0)
+
+
 # --- addresses, names, keys -----------------------------------------------------------------------
 
 

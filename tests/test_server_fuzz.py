@@ -59,3 +59,4 @@ def test_the_server_says_of_itself_what_was_tried(server: Server) -> None:
 def test_the_server_is_as_well_as_before(server: Server) -> None:
     server.until_idle()
     assert server.health()["ok"] is True
+    assert [line for line in server.said if "is served at" not in line] == []

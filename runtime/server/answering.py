@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,12 +18,13 @@ from runtime.server.answers import Writer, writer_for
 from runtime.server.house import House
 from runtime.server.metrics import Meters
 from runtime.server.refusals import Refusal, refusal_of, short
-from runtime.server.requests import AnyText, ChatRequest, CompletionRequest, Request, SchemaJson, read
+from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
 from runtime.server.timelines import Record, Timelines
 from runtime.streaming import Token, TokenStream
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
+    from runtime.grammar import Grammar
 
 T = TypeVar("T")
 
@@ -50,6 +52,7 @@ class Limits:
         max_tokens: of an answer for which no number is given.
         max_tokens_limit: most that may be asked for; None for what the context holds.
         body_s: seconds within which a body must have come.
+        schema_s: seconds within which a JSON schema must be ready to be kept to.
         stalled_s: seconds that a client may leave what it is sent unread.
     """
 
@@ -58,6 +61,7 @@ class Limits:
     max_tokens: int = 512
     max_tokens_limit: int | None = None
     body_s: float = 30.0
+    schema_s: float = 10.0
     stalled_s: float = 60.0
 
 
@@ -88,8 +92,9 @@ class Desk:
         house: for all of them.
         timelines: of those that are watched.
         meters: of what is done here.
-        aside: tokenises, as a long prompt takes a while.
+        aside: tokenises and reads schemas, which may take a while.
         tokenising: one prompt at a time.
+        reading_schemas: two at a time.
     """
 
     runtime: Runtime
@@ -100,6 +105,7 @@ class Desk:
     meters: Meters
     aside: Aside
     tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    reading_schemas: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
 
 
 @attrs.define
@@ -192,12 +198,12 @@ class Endpoint:
             **request.settings(),
         }
 
-        def prepare() -> tuple[tuple[int, ...], dict[str, Any]]:
-            grammar = _grammar(request, desk.runtime)
-            return _encoded(request, desk.runtime), {**settings, **grammar}
-
+        if (schema := _schema(request)) is not None:
+            settings["logits_processors"] = [await self._grammar(schema)]
         # Abandoned where the client leaves: no model is involved, and the result is of use to nobody.
-        prompt, settings = await desk.aside(prepare, abandon_on_cancel=True, limiter=desk.tokenising)
+        prompt = await desk.aside(
+            partial(_encoded, request, desk.runtime), abandon_on_cancel=True, limiter=desk.tokenising
+        )
         most = desk.limits.max_prompt_tokens
         if most is not None and len(prompt) > most:
             raise Refusal(
@@ -207,6 +213,40 @@ class Endpoint:
                 code="context_length_exceeded",
             )
         return prompt, settings
+
+    async def _grammar(self, schema: dict[str, Any] | bool) -> Grammar:
+        """The logits processor that a JSON schema stands for.
+
+        Raises: Refusal: it cannot be kept to, or takes too long to get ready.
+        """
+        desk, has_begun = self._desk, False
+        from runtime.grammar import Grammar
+
+        def make() -> Grammar:
+            nonlocal has_begun
+            has_begun = True
+            return Grammar.from_json_schema(schema, desk.runtime.tokenizer)
+
+        seconds = desk.limits.schema_s
+        # There are small schemas that take minutes. They are abandoned, and keep busy what only other schemas need.
+        with trio.move_on_after(seconds):
+            try:
+                return await desk.aside(make, abandon_on_cancel=True, limiter=desk.reading_schemas)
+            except SettingsError as error:
+                raise Refusal(400, str(error), param="response_format") from error
+        if has_begun:
+            raise Refusal(
+                400,
+                f"the JSON schema was not ready to be kept to within {seconds:g} s; simplify it",
+                param="response_format",
+            )
+        raise Refusal(
+            429,
+            "schemas of other requests are being read; try again in a while",
+            type="rate_limit_error",
+            code="schemas_waiting",
+            headers={"Retry-After": str(math.ceil(seconds))},
+        )
 
 
 # --- from a request to the runtime ----------------------------------------------------------------
@@ -244,21 +284,12 @@ def _encoded(request: Request, runtime: Runtime) -> tuple[int, ...]:
     return runtime.encode("".join(message["content"] for message in messages))
 
 
-def _grammar(request: Request, runtime: Runtime) -> dict[str, Any]:
-    """The logits processors that a response format stands for, as a setting.
-
-    Raises: Refusal: it cannot be kept to.
-    """
+def _schema(request: Request) -> dict[str, Any] | bool | None:
+    """What a response format has an answer keep to; None for nothing."""
     wanted = request.response_format
-    if wanted is None or isinstance(wanted, AnyText):
-        return {}
-    from runtime.grammar import Grammar
-
-    schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaJson) else {"type": "object"}
-    try:
-        return {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
-    except SettingsError as error:
-        raise Refusal(400, str(error), param="response_format") from error
+    if isinstance(wanted, SchemaJson):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, AnyJson) else None
 
 
 def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:
