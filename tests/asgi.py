@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -13,8 +13,9 @@ import attrs
 import outcome
 import trio
 from prometheus_client.parser import text_string_to_metric_families
-from scripted import ScriptedModel, Simulation, simulated
+from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, spike
 
+from protocol.settings import Settings, settings_from
 from runtime.server.app import Service, application
 from runtime.server.timelines import Timelines
 
@@ -342,3 +343,66 @@ def pieces(text: str, cuts: Iterable[int]) -> list[str]:
     """A text, cut at places that may lie beyond its end."""
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[begin:end] for begin, end in itertools.pairwise(places)]
+
+
+# --- models and tests --------------------------------------------------------------------------------
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+DEF: dict[str, Any] = {"prompt": "def f"}
+
+
+def looping(history: Sequence[int]) -> Sequence[float]:
+    """Logits that hang on the last token, so that texts repeat themselves; with no end."""
+    logits = list(hashed("loop", 4.0)(history[-1:]))
+    logits[Letters.ALPHABET.index("\n")] = -5.0
+    return logits
+
+
+def saying(text: str, start: int) -> Script:
+    """A model that says this and ends, after a prompt of so many tokens."""
+    said = Letters().encode(text + "\n")
+
+    def script(history: Sequence[int]) -> Sequence[float]:
+        at = len(history) - start
+        return spike(said[at] if 0 <= at < len(said) else 0)
+
+    return script
+
+
+def models(script: Script = looping) -> tuple[ScriptedModel, ScriptedModel]:
+    """A target, and a drafter that is right some of the time."""
+    return ScriptedModel(script), ScriptedModel(hashed("draft", 2.0, script))
+
+
+def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedModel, **options: Any) -> None:
+    """Run a test with a server of its own."""
+
+    async def main() -> None:
+        async with served(*(pair or models()), **options) as server:
+            await test(server)
+
+    run(main)
+
+
+def watched_streams(server: Served) -> list[tuple[Settings, Any]]:
+    """The settings and the stream of each generation from now on."""
+    seen: list[tuple[Settings, Any]] = []
+    begin = server.simulation.runtime.stream
+
+    def watch(prompt: Any, **keywords: Any) -> Any:
+        stream = begin(prompt, **keywords)
+        seen.append((settings_from(keywords), stream))
+        return stream
+
+    server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+    return seen
+
+
+async def direct(server: Served, body: dict[str, Any], **keywords: Any) -> Any:
+    """What the runtime itself says to the prompt of a request."""
+    if "messages" in body:
+        prompt = server.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
+    else:
+        prompt = server.tokenizer.encode(body["prompt"])
+    return await server.simulation.runtime.generate(prompt, **keywords)
