@@ -336,8 +336,10 @@ class DraftActor(ModelActor[DraftPart]):
 
     def _begin_step(self, part: DraftPart, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
         drafting.node = node
-        drafting.beside = part.books.state is State.VERIFYING or self._turns.is_busy
-        drafting.until = self.worker.clock() + self.prices.draft(num_tokens, beside=drafting.beside)
+        drafting.beside = part.books.state is State.VERIFYING
+        drafting.until = self.worker.clock() + self.prices.draft(
+            num_tokens, beside=drafting.beside or self._turns.is_busy
+        )
         drafting.steps.round = part.books.round
 
     def _heed(self, part: DraftPart, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
@@ -347,7 +349,9 @@ class DraftActor(ModelActor[DraftPart]):
         node, drafting.node = drafting.node, None
         match outcome:
             case Drafted():
-                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=drafting.beside)
+                # By now, since a step may have waited for others'.
+                beside = drafting.beside or self._turns.was_busy_since(job.began)
+                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=beside)
                 part.can_look_ahead = outcome.can_look_ahead
                 part.held.follow(outcome.fed)
                 # The text may have gone another way meanwhile, and taken the node with it.

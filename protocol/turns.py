@@ -14,7 +14,7 @@ class Turns:
     """Passes that were handed to the target and are not done; it does them in that order, at most one a session."""
 
     _handed: dict[int, float] = attrs.field(factory=dict, init=False)  # by session, seconds that it is expected to take
-    _began: float = attrs.field(default=0.0, init=False)  # the first of them, if there is one
+    _began: float = attrs.field(default=0.0, init=False)  # the first of them; where there is none, when the last ended
 
     def enter(self, session: int, seconds: float, now: float) -> None:
         """Take note of a pass that was handed in, and what it is expected to take."""
@@ -31,6 +31,10 @@ class Turns:
     def is_busy(self) -> bool:
         """Whether the target has anything to do."""
         return bool(self._handed)
+
+    def was_busy_since(self, moment: float) -> bool:
+        """Whether it has had anything to do at any time from a moment on."""
+        return self.is_busy or self._began > moment
 
     def of_others(self, session: int) -> float:
         """Seconds that the passes of others take, the one that has begun included."""
