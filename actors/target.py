@@ -181,7 +181,7 @@ class TargetActor(ModelActor[TargetPart]):
         return commit
 
     async def _pass(self, part: TargetPart, job: Job[T], expected_s: float) -> T:
-        """Have a round's job done in its turn."""
+        """Have a round's job done in its turn; several that wait could be one pass, if lines could be fed together."""
         self._turns.enter(part.id, expected_s, self.worker.clock())
         try:
             result = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))

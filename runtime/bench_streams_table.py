@@ -16,20 +16,18 @@ if TYPE_CHECKING:
 _HEADINGS = (
     "tokens/s",
     "spread",
-    "× one by one",
-    "× batched",
+    "× one\nby one",
+    "× bat-\nched",
     "busy",
-    "a round",
-    "proposed",
-    "accepted",
+    "a\nround",
+    "pro-\nposed",
+    "accep-\nted",
     "hits",
-    "drafted",
+    "draf-\nted",
     "first",
-    "longest wait",
+    "longest\nwait",
     "same",
 )
-# Wider than a contender's figures.
-_WIDTH = PIPE_WIDTH + 20
 
 
 def print_streams(result: StreamsBenchmark) -> None:
@@ -37,7 +35,7 @@ def print_streams(result: StreamsBenchmark) -> None:
 
     Raises: OutputError: it cannot be written.
     """
-    with printing(_WIDTH) as console:
+    with printing(PIPE_WIDTH) as console:
         show_sections(console, [("bench", list(circumstances(result, "each")))])
         console.print()
         console.print(_table(result))
@@ -51,7 +49,7 @@ def _table(result: StreamsBenchmark) -> Table:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("streams", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -66,7 +64,7 @@ def _table(result: StreamsBenchmark) -> Table:
 
 
 def _cells(row: StreamsRow) -> Iterator[str]:
-    yield row.name
+    yield row.name.removeprefix("outrider ").replace("one after another", "one by one")
     if row.median is None or row.low is None or row.high is None:
         yield "–" if row.failure is None else "failed"
         return
@@ -92,7 +90,8 @@ def _seconds(value: float | None) -> str:
 
 def _notes(result: StreamsBenchmark) -> Iterator[str]:
     yield (
-        "Speeds are tokens of all streams per second, from the call to the last token, prompts included: medians over "
+        "In front: how many streams. Speeds are tokens of all streams per second, from the call to the last token, "
+        "prompts included: medians over "
         "repeats, with the slowest and the fastest. × one by one: of the same streams one after another on the same "
         "runtime. × batched: of mlx-lm's BatchGenerator, which cannot speculate."
     )
