@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from runtime.bench_command import PIPE_WIDTH, circumstances, or_dash
+from runtime.bench_command import circumstances, or_dash
 from runtime.terminal import printing, show_sections
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from runtime.bench_streams import StreamsBenchmark, StreamsRow
+
+# Wide enough for the table, where there is no terminal to ask.
+PIPE_WIDTH = 165
 
 _HEADINGS = (
     "tokens/s",
@@ -49,7 +52,7 @@ def _table(result: StreamsBenchmark) -> Table:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True, min_width=2)
     table.add_column("", no_wrap=True)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
