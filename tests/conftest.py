@@ -6,10 +6,12 @@ import itertools
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import browser
+import mlx.core as mx
 import pytest
 
 left_out: set[str] = set()
@@ -46,6 +48,30 @@ def take_temporary_directory() -> TextIO:
         else:
             os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
             return lock
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_spare_buffers() -> Iterator[int]:
+    """Have MLX keep no buffers for later on CPU, so that there are none to give back.
+
+    Giving them back waits for every native thread that a runtime left behind. A program has a few; after some hundred
+    tests it is what takes the time. Tests that are of it ask for `spare_buffers`; child processes have them anyway.
+
+    Returns: how many bytes MLX would keep.
+    """
+    usual = mx.set_cache_limit(0)
+    if mx.default_device().type != mx.DeviceType.cpu:
+        mx.set_cache_limit(usual)
+    yield usual
+    mx.set_cache_limit(usual)
+
+
+@pytest.fixture
+def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
+    """Buffers are kept and given back as in any program."""
+    before = mx.set_cache_limit(no_spare_buffers)
+    yield
+    mx.set_cache_limit(before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
