@@ -69,6 +69,8 @@ logger = logging.getLogger("outrider")
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
+_CLOSED = "this runtime was closed; open another with runtime.open()"
+
 _warned_of: set[str] = set()  # logits processors, once a process
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
@@ -561,13 +563,18 @@ async def running(
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
         runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
+        end = partial(runtime._close, RuntimeClosedError(_CLOSED))
+        for actor in (target_actor, draft_actor):
+            if actor is not None:
+                # A cancellation from further out ends the actors, and the block in its own time.
+                actor.when_over(end)
         before = _current.get()
         _current.set(runtime)
         try:
             yield runtime
         finally:
             _current.set(before)
-            runtime._close(RuntimeClosedError("this runtime was closed; open another with runtime.open()"))
+            end()
 
 
 @asynccontextmanager
