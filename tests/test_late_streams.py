@@ -85,10 +85,12 @@ async def cancel_and_begin(
         nursery.start_soon(cancel)
         for _ in range(1 + max(0, ticks)):
             await trio.lowlevel.checkpoint()
-        with pytest.raises(RuntimeClosedError):
-            await begin(simulations[0])
-        assert simulations[0].runtime.num_streams == simulations[0].runtime.num_waiting == 0
-        over.set()
+        try:
+            with pytest.raises(RuntimeClosedError):
+                await begin(simulations[0])
+            assert simulations[0].runtime.num_streams == simulations[0].runtime.num_waiting == 0
+        finally:
+            over.set()
 
 
 @pytest.mark.parametrize("draft", ["model", "ngram", "none"])
