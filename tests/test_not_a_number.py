@@ -1,4 +1,4 @@
-"""A model whose logits are not numbers: a target's end that stream with an error, a drafter's cost speed and no text."""
+"""Logits that are not numbers: a target's end that stream with an error, a drafter's cost speed and no text."""
 
 from __future__ import annotations
 
