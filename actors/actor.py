@@ -117,6 +117,11 @@ class Actor(ABC, Generic[S]):
         """Whether sessions can begin."""
         return self._nursery is not None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can do its work; may be asked in any thread."""
+        return self.is_serving
+
     def when_over(self, call: Callable[[], None]) -> None:
         """Have a function called as soon as no session can begin any more; at once where that is so.
 
@@ -205,6 +210,11 @@ class ModelActor(Actor[S]):
         self.worker = worker
         # Of the thread, as the lines are: only jobs touch it.
         self._kept = KeptLines(model, prefix_cache_bytes)
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Actor.is_alive`; its worker must do jobs, too."""
+        return self.is_serving and self.worker.is_alive
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """See `Actor.serve`. In the end, what was kept for other sessions is dropped, too."""

@@ -28,6 +28,7 @@ from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, streaming
 from runtime.aio_many import Completions, CompletionSource
+from runtime.health import Health
 from runtime.many import check_max_concurrent, is_list
 from runtime.opening import Source, check_source
 from runtime.relay import Relay, S
@@ -148,6 +149,10 @@ class Runtime:
         figures may be in it and some not.
         """
         return self._runtime.statistics()
+
+    def health(self) -> Health:
+        """As `runtime.Runtime.health`."""
+        return self._runtime.health()
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:

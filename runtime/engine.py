@@ -45,6 +45,7 @@ from protocol.trace import Actor, Event, Span
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.grammar import Grammar
+from runtime.health import Health
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
@@ -271,6 +272,14 @@ class Runtime:
             time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
+        )
+
+    def health(self) -> Health:
+        """Whether the models are still at work; for a server to say, since it asks nothing of them."""
+        is_open = self._closed is None
+        return Health(
+            target=is_open and self._target.is_alive,
+            draft=None if self._draft is None else is_open and self._draft.is_alive,
         )
 
     @property

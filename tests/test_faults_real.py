@@ -114,6 +114,8 @@ async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:
             stream = rt.stream(PROMPT, max_tokens=30, lookahead=2)
             got = [(await anext(stream)).id]
             await kill(rt._draft.worker)
+            assert rt.health() == runtime.Health(target=True, draft=False)
+            assert not rt.health().ok
             got += [token.id async for token in stream]
             assert got == greedy(target, PROMPT, 30)
             again = await rt.generate(PROMPT, max_tokens=30)
@@ -129,13 +131,16 @@ async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> 
         async with runtime.open((target, None), (draft, None)) as rt:
             streams = [rt.stream([token], max_tokens=None) for token in range(3)]
             await anext(streams[0])
+            assert rt.health().ok
             await kill(rt._target.worker)
+            assert rt.health() == runtime.Health(target=False, draft=True)
             for stream in streams:
                 with pytest.raises(runtime.RuntimeBrokenError) as broken:
                     await read_all(stream)
                 assert isinstance(broken.value.__cause__, AttributeError)
             with pytest.raises(runtime.RuntimeBrokenError):
                 await rt.generate([VOCAB_SIZE - 1])
+            assert rt.health() == runtime.Health(target=False, draft=False)
     assert threads() == []
 
 
