@@ -28,6 +28,7 @@ from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, streaming
 from runtime.aio_many import Completions, CompletionSource
+from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
 from runtime.many import check_max_concurrent, is_list
@@ -96,6 +97,9 @@ class Runtime:
     def __init__(self, thread: TrioThread[engine.Runtime], runtime: engine.Runtime) -> None:
         self._thread = thread
         self._runtime = runtime
+
+    def __repr__(self) -> str:
+        return repr(self._runtime)
 
     def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
         """Begin a generation.
@@ -203,7 +207,7 @@ class Runtime:
             raise RuntimeClosedError(_RUNTIME_CLOSED) from None
         return await errand.result()
 
-    def _anew(self, made: conversation.Conversation) -> Callable[[], conversation.Conversation]:
+    def _anew(self, made: TrioConversation) -> Callable[[], TrioConversation]:
         """Makes a conversation like one that there is, in which nothing was said yet."""
         system = made._system[0]["content"] if made._system else None
         return partial(self._runtime.conversation, system, thinking=made._thinking, **made._settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import secrets
@@ -55,6 +56,7 @@ from runtime.opening import (
     check_device,
     check_integer,
     check_source,
+    check_unknown,
     load_onto,
 )
 from runtime.places import Places
@@ -140,6 +142,10 @@ class Runtime:
         self._clock = target.worker.clock
         self._began = self._clock()
         events.listen(self._attribute)
+
+    def __repr__(self) -> str:
+        state = "open" if self._closed is None else "closed"
+        return f"<outrider Runtime, {state}: {self.num_streams} streams, {self.num_waiting} waiting>"
 
     # --- for users --------------------------------------------------------------------------------
 
@@ -602,6 +608,7 @@ async def open(
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
+    **unknown: Any,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
@@ -627,11 +634,12 @@ async def open(
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
+        **unknown: refused.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
     Raises: before the block is entered, with nothing left half open:
-        SettingsError: an option is out of its range.
+        SettingsError: an option is unknown or out of its range.
         ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
             way to rewind that was insisted on.
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -644,6 +652,7 @@ async def open(
         raise WrongEventLoopError(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
         )
+    check_unknown(unknown, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     devices: dict[Actor, mx.Device | None] = {
         "target": check_device("target", target_device),
@@ -697,6 +706,13 @@ async def open(
             prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime
+
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(open).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
