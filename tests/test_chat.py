@@ -147,7 +147,7 @@ async def test_two_slashes_say_one_to_the_model(endless: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--max-tokens", "0"], "--max-tokens must be"),
         (["--target", "/nowhere"], "does not exist"),
         (["--thinking"], "thinking=True cannot be told"),
     ],
