@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
@@ -12,6 +12,7 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
+from actors.peaks import Peaks
 from actors.prefill import prefill
 from actors.session import Session
 from actors.shaping import Shaping, Tail
@@ -301,6 +302,10 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
     pass predicts one token, and the first drafted one is compared with it. So it is where replay has become
     dear enough to settle it.
+
+    What was accepted before a row that no token can be chosen from stands, as it would where nobody drafts.
+
+    Raises: NotANumberError, ProcessorError: there is no such row before it.
     """
     width = len(plan.feed) + len(proposal.tokens)
     single_step = bool(proposal.tokens) and (settle or line.prepare(width, proposal.start) is Rung.SINGLE)
@@ -309,10 +314,18 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     logits = line.feed(plan.feed + fed, 1 + len(fed))
     assert logits is not None
     processed = session.shaping.process(logits, tail, proposal.start)
-    judgement = judge(session.shaping.filter(processed, proposal.start), drafted, proposal, session.opened)
+    peaks = Peaks.of(logits, processed)
+    filtered = session.shaping.filter(processed, proposal.start)
+    judgement = judge(filtered, drafted, proposal, session.opened, peaks.arrays())
+    num_fed = 0 if single_step else judgement.num_accepted
+    if judgement.num_accepted + (judgement.token is not None) > (num_sound := peaks.num_sound()):
+        if num_sound == 0:
+            peaks.check(0, proposal.start, "target")
+        # The next round asks for the row that is missing, and so feeds the token before it again.
+        judgement, num_fed = Judgement(num_sound, None), num_sound - 1
     tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
     likely = asked_likelihoods(processed, tokens, session.opened)
-    length = line.rewind(proposal.start + (0 if single_step else judgement.num_accepted))
+    length = line.rewind(proposal.start + num_fed)
     line.check(length)
     return Verified(judgement, len(plan.feed) + len(fed), length, single_step, likely)
 
@@ -323,11 +336,20 @@ def asked_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -
     return likelihoods(logits, tokens, num_top) if num_top else ()
 
 
-def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open) -> Judgement:
-    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens."""
+def judge(
+    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open, beside: Sequence[mx.array]
+) -> Judgement:
+    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens; evaluates `beside`, too."""
     settings = opened.settings
     if settings.rule == "match":
-        return judge_by_match(logits, drafted, temperature=settings.temperature, seed=opened.seed, start=proposal.start)
+        return judge_by_match(
+            logits,
+            drafted,
+            temperature=settings.temperature,
+            seed=opened.seed,
+            start=proposal.start,
+            beside=beside,
+        )
     return judge_by_rejection(
         logits,
         drafted,
@@ -335,7 +357,26 @@ def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened
         temperature=settings.temperature,
         seed=opened.seed,
         start=proposal.start,
+        beside=beside,
     )
+
+
+@attrs.frozen
+class _Launched:
+    """A token that is being computed.
+
+    Attributes:
+        token: (1,) id.
+        logits: (1, V) processed, of which it comes.
+        peaks: of that row.
+    """
+
+    token: mx.array
+    logits: mx.array
+    peaks: Peaks
+
+    def launch(self) -> None:
+        mx.async_eval(self.token, *self.peaks.arrays())
 
 
 class PlainDecoder:
@@ -349,7 +390,7 @@ class PlainDecoder:
         self._line = line
         self._opened = opened
         self._shaping = shaping
-        self._pending: tuple[mx.array, mx.array] | None = None  # (1,) the next token, launched and not read; its logits
+        self._pending: _Launched | None = None  # the next token, not read
 
     @property
     def is_ahead(self) -> bool:
@@ -369,27 +410,32 @@ class PlainDecoder:
             tail: of the text before the token.
             position: absolute, of the token wanted.
             go_ahead: whether a token after it will be wanted.
+
+        Raises: NotANumberError, ProcessorError: no token can be chosen.
         """
         if self._pending is None:
             rows = self._line.feed(plan.feed, 1)
             assert rows is not None
-            self._pending = self._choose(self._shaping.process(rows, tail, position), position)
-        token, logits = self._pending
-        self._pending = None
-        mx.async_eval(token)
+            self._pending = self._choose(rows, self._shaping.process(rows, tail, position), position)
+        now, self._pending = self._pending, None
+        now.launch()
         if go_ahead:
-            following = self._shaping.process_lazily(self._line.feed_lazy(token), tail, position, token)
-            self._pending = self._choose(following, position + 1)
-            mx.async_eval(self._pending[0])
+            rows = self._line.feed_lazy(now.token)
+            following = self._shaping.process_lazily(rows, tail, position, now.token)
+            self._pending = self._choose(rows, following, position + 1)
+            self._pending.launch()
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
-        chosen = cast(int, token.item())
-        return chosen, asked_likelihoods(logits, (chosen,), self._opened)
+        chosen = cast(int, now.token.item())
+        now.peaks.check(0, position, "target")
+        return chosen, asked_likelihoods(now.logits, (chosen,), self._opened)
 
-    def _choose(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """The token (1,) that comes of processed logits (1, V), and those; lazy."""
+    def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _Launched:
+        """What comes of the model's logits (1, V), once they are processed; lazy."""
         settings, seed = self._opened.settings, self._opened.seed
         filtered = self._shaping.filter(logits, position)
         if settings.rule == "match":
-            return choices(filtered, settings.temperature, seed, position, logits.shape[1]), logits
-        probs = distribution(filtered[0], settings.temperature)
-        return draw(probs, key_for(seed, Purpose.RECOVER, position))[None], logits
+            token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
+        else:
+            probs = distribution(filtered[0], settings.temperature)
+            token = draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
+        return _Launched(token, logits, Peaks.of(rows, logits))
