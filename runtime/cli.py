@@ -31,7 +31,7 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
-from runtime import bench_command, blas, chat_command
+from runtime import bench_command, blas, chat_command, serve_command
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.settings_arguments import add_settings, settings_of, value
 from runtime.simulate_command import add_simulate
@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_doctor(commands)
     _add_bench(commands)
     add_simulate(commands)
@@ -171,6 +172,22 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_models(parser)
     chat_command.add_arguments(parser)
     add_settings(parser)
+    _add_blas(parser)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer over HTTP, as OpenAI's clients ask, with a page for browsers",
+        description="Answer over HTTP: OpenAI's interface at /v1, a page at /, /health, /metrics for Prometheus, "
+        "/openapi.json. Whoever hangs up cancels what it asked for. Needs the extra serve.",
+        epilog="Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits "
+        "at once.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=serve)
+    _add_models(parser)
+    serve_command.add_arguments(parser)
     _add_blas(parser)
 
 
@@ -383,7 +400,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome) -> int:
+def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome | serve_command.Outcome) -> int:
     """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
@@ -505,6 +522,19 @@ def chat(arguments: argparse.Namespace) -> int:
     Raises: OutriderError: it failed.
     """
     return _status(chat_command.chat(arguments, *_models(arguments)))
+
+
+# --- serve ----------------------------------------------------------------------------------------
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """The command `serve`: answer over HTTP.
+
+    Returns: the exit status; 0 where a signal has stopped it.
+
+    Raises: OutriderError: it failed.
+    """
+    return _status(serve_command.serve(arguments, *_models(arguments)))
 
 
 # --- doctor ---------------------------------------------------------------------------------------

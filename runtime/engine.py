@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import attrs
 import mlx.core as mx
 import outcome
 import trio
@@ -106,6 +107,24 @@ def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
             logger.exception("the trace function failed on %r and is not called again", event)
 
     return call
+
+
+@attrs.frozen
+class Health:
+    """Whether the actors are alive.
+
+    Attributes:
+        target: whether new streams can begin.
+        draft: whether they would be drafted for; None where there is no drafter.
+    """
+
+    target: bool
+    draft: bool | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.target and self.draft is not False
 
 
 class Runtime:
@@ -251,6 +270,15 @@ class Runtime:
             await models.fill(path, session, self._drafted(settings_from(keywords)))
         return conversation
 
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids that a prompt stands for, such as `stream` takes.
+
+        May be called from any thread, one at a time: a long text takes a while, in which trio could do nothing else.
+
+        Raises: PromptError: the prompt is empty, or not encodable.
+        """
+        return encode_prompt(prompt, self._tokenizer, self._target.model.vocab_size)
+
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
 
@@ -270,6 +298,11 @@ class Runtime:
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
         )
+
+    def health(self) -> Health:
+        """Whether both models are at work."""
+        is_open = self._closed is None
+        return Health(is_open, None if self._draft is None else is_open)
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:

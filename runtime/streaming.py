@@ -142,6 +142,11 @@ class TokenStream:
         self._stop_reason: str | int | None = None
 
     @property
+    def session(self) -> int:
+        """The number by which a trace names this generation."""
+        return self._session.opened.session
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
         return self._finish_reason

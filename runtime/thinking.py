@@ -44,6 +44,16 @@ class Answer:
         return "".join(self._whole)
 
     @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thinking, unless it is a tag."""
+        return self._is_inside
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        """What opens and what closes thinking; both empty where the tokenizer names none."""
+        return self._tags
+
+    @property
     def has_tags(self) -> bool:
         """Whether a tag was passed."""
         return self._has_tags

@@ -1,0 +1,442 @@
+"""What is answered: bodies and chunks, as OpenAI has them, made of a stream's tokens."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel
+
+from protocol.statistics import Statistics
+from protocol.stops import StopMatcher
+from runtime.server.requests import ChatRequest, CompletionRequest, Request
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runtime.streaming import Token
+
+FinishReason = Literal["stop", "length"]
+
+# What stands for minus infinity, which JSON does not have.
+IMPOSSIBLE = -9999.0
+
+
+class PromptDetails(BaseModel):
+    """Of the prompt's tokens: how many were still cached."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(BaseModel):
+    """Of the answer's tokens: how many were thoughts, and what became of those that were drafted."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request and its answer, and of those that the drafter proposed, how many stood."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class DraftedToken(BaseModel):
+    """A token, and whether the drafter had proposed it."""
+
+    id: int
+    text: str
+    from_draft: bool
+    is_thinking: bool
+
+
+class SoFar(BaseModel):
+    """The statistics that a page shows: see `runtime.Statistics`."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    proposed: int
+    accepted: int
+    acceptance_rate: float
+    generation_tps: float
+    time_to_first_token: float | None
+    elapsed: float
+
+
+class WorkSpan(BaseModel):
+    """What a model worked on, in seconds since the generation began."""
+
+    actor: Literal["target", "draft"]
+    kind: str
+    began: float
+    ended: float
+    round: int | None
+
+
+class Speculation(BaseModel):
+    """What has happened since the last chunk, and the statistics so far."""
+
+    tokens: list[DraftedToken]
+    statistics: SoFar
+    spans: list[WorkSpan]
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities, a list item a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """The text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(BaseModel):
+    """An answer of `/v1/completions`, or with `usage` only at the end, a chunk of one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token, and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """Likewise, and those of the likeliest tokens at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Reply(BaseModel):
+    """What is said, and what was thought before."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """The answer."""
+
+    index: int
+    message: Reply
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    """An answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What is new of the answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What is new."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of an answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    speculation: Speculation | None = None
+
+
+# --- how they are made ----------------------------------------------------------------------------
+# As plain dictionaries: a chunk is made for every round of every stream.
+
+
+class Writer(ABC):
+    """Writes the answer to one request.
+
+    Attributes:
+        id: of the answer; nobody can guess it.
+    """
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    kind_of_chunk: ClassVar[str]
+
+    def __init__(self, request: Request, model: str, tokenizer: TokenizerWrapper) -> None:
+        """For one answer.
+
+        Args:
+            request: what was asked.
+            model: its name.
+            tokenizer: the target's.
+        """
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self._head = {"created": int(time.time()), "model": model}
+        self._num_logprobs = request.num_logprobs
+        self._tokenizer = tokenizer
+        self._num_thinking = 0
+        self._num_characters = 0  # written
+
+    def chunk(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """A chunk for what has come since the last; maybe for nothing."""
+        return self._headed(self.kind_of_chunk, [self._choice(tokens)])
+
+    def last_chunk(self, statistics: Statistics) -> dict[str, Any]:
+        """The chunk that comes after the text, with the usage."""
+        return {**self._headed(self.kind_of_chunk, []), "usage": self.usage(statistics)}
+
+    @abstractmethod
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
+        """The answer as one body."""
+
+    def usage(self, statistics: Statistics) -> dict[str, Any]:
+        """What the answer took; see `Usage`."""
+        return {
+            "prompt_tokens": statistics.prompt_tokens,
+            "completion_tokens": statistics.generated_tokens,
+            "total_tokens": statistics.prompt_tokens + statistics.generated_tokens,
+            "proposed_tokens": statistics.proposed,
+            "accepted_tokens": statistics.accepted,
+            "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self._num_thinking,
+                "accepted_prediction_tokens": statistics.accepted,
+                "rejected_prediction_tokens": statistics.rejected,
+            },
+        }
+
+    def _headed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+
+    @abstractmethod
+    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """A chunk's part for some tokens."""
+
+    def _readable(self, tokens: Sequence[Token]) -> list[Token]:
+        """The tokens without the one that ends the text and is none."""
+        if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
+            return list(tokens[:-1])
+        return list(tokens)
+
+    def _said(self, token: int) -> str:
+        said: str = self._tokenizer.decode([token])
+        return said
+
+
+class CompletionWriter(Writer):
+    """Writes a text."""
+
+    prefix = "cmpl"
+    kind = kind_of_chunk = "text_completion"
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
+        """See `Writer`."""
+        return {**self._headed(self.kind, [self._choice(tokens)]), "usage": self.usage(statistics)}
+
+    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        logprobs = None if self._num_logprobs is None else self._logprobs(tokens)
+        text = "".join(token.text for token in tokens)
+        self._num_thinking += sum(token.is_thinking for token in tokens)
+        finish_reason = tokens[-1].finish_reason if tokens else None
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        readable = self._readable(tokens)
+        offsets = []
+        for token in tokens:
+            offsets.append(self._num_characters)
+            self._num_characters += len(token.text)
+        return {
+            "tokens": [self._said(token.id) for token in readable],
+            "token_logprobs": [_finite(token.logprob) for token in readable],
+            "top_logprobs": [
+                {top.text: _finite(top.logprob) for top in token.top_logprobs[: self._num_logprobs]}
+                for token in readable
+            ]
+            if self._num_logprobs
+            else None,
+            "text_offset": offsets[: len(readable)],
+        }
+
+
+class ChatWriter(Writer):
+    """Writes an assistant's message, its thoughts apart."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    kind_of_chunk = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request: Request,
+        model: str,
+        tokenizer: TokenizerWrapper,
+        *,
+        tags: tuple[str, str] = ("", ""),
+        is_thinking: bool = False,
+    ) -> None:
+        """See `Writer`; and what opens and closes thoughts, and whether the answer begins within one."""
+        super().__init__(request, model, tokenizer)
+        self._thoughts = Thoughts(tags, is_thinking=is_thinking) if all(tags) else None
+        self._is_first = True
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
+        """See `Writer`."""
+        said, thought = self._apart(tokens)
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        if thought := thought.rstrip():
+            message["reasoning_content"] = thought
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": tokens[-1].finish_reason,
+        }
+        return {**self._headed(self.kind, [choice]), "usage": self.usage(statistics)}
+
+    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        said, thought = self._apart(tokens)
+        delta = {"role": "assistant", "content": ""} if self._is_first else {}
+        self._is_first = False
+        if said:
+            delta["content"] = said
+        if thought:
+            delta["reasoning_content"] = thought
+        finish_reason = tokens[-1].finish_reason if tokens else None
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _apart(self, tokens: Sequence[Token]) -> tuple[str, str]:
+        """What the tokens say, and what they think."""
+        self._num_thinking += sum(token.is_thinking for token in tokens)
+        text = "".join(token.text for token in tokens)
+        if self._thoughts is None:
+            return text, ""
+        return self._thoughts.add(text, is_last=bool(tokens) and tokens[-1].finish_reason is not None)
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._num_logprobs is None:
+            return None
+        content = []
+        for token in self._readable(tokens):
+            top = [_named(top.text, top.logprob) for top in token.top_logprobs[: self._num_logprobs]]
+            content.append({**_named(self._said(token.id), token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+class Thoughts:
+    """Tells thoughts from what is said, in a text that comes in pieces, and leaves out the tags and the blanks around.
+
+    By their text, so that a tag which is spread over pieces is found too; what may become one is withheld.
+    """
+
+    def __init__(self, tags: tuple[str, str], *, is_thinking: bool) -> None:
+        """For one text.
+
+        Args:
+            tags: what opens a thought, and what closes it.
+            is_thinking: whether the text begins within one.
+        """
+        self._tags = tags
+        self._is_thinking = is_thinking
+        self._seen = ""  # and not given yet
+        self._matcher = self._watching()
+        # What goes on now, with something to be seen. An answer may begin with blanks; what follows a tag does not.
+        self._has_begun = not is_thinking
+
+    def add(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """What is said, and what is thought, in what comes next."""
+        apart: dict[bool, str] = {False: "", True: ""}
+        while True:
+            given = self._matcher.add(text)
+            if self._matcher.found is None:
+                break
+            num_before = len(given)
+            apart[self._is_thinking] += self._without_margin(given)
+            # What was withheld of earlier pieces counts among what was given.
+            text = (self._seen + text)[num_before + len(self._matcher.found) :]
+            self._is_thinking = not self._is_thinking
+            self._matcher, self._has_begun, self._seen = self._watching(), False, ""
+        self._seen = (self._seen + text)[len(given) :]
+        if is_last:
+            given += self._matcher.finish()
+        apart[self._is_thinking] += self._without_margin(given)
+        return apart[False], apart[True]
+
+    def _watching(self) -> StopMatcher:
+        return StopMatcher([self._tags[1 if self._is_thinking else 0]])
+
+    def _without_margin(self, given: str) -> str:
+        if not self._has_begun:
+            given = given.lstrip()
+            self._has_begun = bool(given)
+        return given
+
+
+def _named(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+
+def _finite(logprob: float | None) -> float:
+    return IMPOSSIBLE if logprob is None else max(logprob, IMPOSSIBLE)
+
+
+def writer_for(request: Request, model: str, tokenizer: TokenizerWrapper, **thinking: Any) -> Writer:
+    """What writes the answer to a request; thinking is told apart in chats."""
+    if isinstance(request, ChatRequest):
+        return ChatWriter(request, model, tokenizer, **thinking)
+    assert isinstance(request, CompletionRequest)
+    return CompletionWriter(request, model, tokenizer)

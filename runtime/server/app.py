@@ -1,0 +1,221 @@
+"""The application: which address answers what, and who may ask."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime.server.answering import Desk, Endpoint, Limits
+from runtime.server.house import House
+from runtime.server.metrics import Meters
+from runtime.server.openapi import description
+from runtime.server.refusals import Refusal
+from runtime.server.requests import ChatRequest, CompletionRequest
+from runtime.server.timelines import Timelines
+
+if TYPE_CHECKING:
+    from runtime.engine import Runtime
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# What is inline there is ours; what a model wrote is data.
+_TIMELINE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+_ALWAYS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+@attrs.frozen
+class Service:
+    """What a server offers, and to whom.
+
+    Attributes:
+        model: what the target is called.
+        draft: what drafts for it, or None.
+        max_streams: requests that the models work on at once, >= 1; `runtime.open` has the same.
+        max_waiting: requests that may wait beside those, >= 0.
+        limits: for each.
+        api_key: what `/v1` is to be asked with, or None for anybody.
+        hosts: names under which the server may be asked for, which keeps out pages of other hosts whose name was made
+            to point here; ["*"] for any.
+        origins: of pages of other hosts that may use the server.
+    """
+
+    model: str
+    draft: str | None = None
+    max_streams: int = 4
+    max_waiting: int = 32
+    limits: Limits = attrs.field(factory=Limits)
+    api_key: str | None = attrs.field(default=None, repr=False)
+    hosts: Sequence[str] = ("*",)
+    origins: Sequence[str] = ()
+
+
+def application(runtime: Runtime, service: Service, timelines: Timelines) -> Starlette:
+    """An ASGI application, for a server on trio.
+
+    Args:
+        runtime: whose models answer; its target has a tokenizer.
+        service: what is offered.
+        timelines: that the runtime was opened with, as its trace.
+    """
+    meters = Meters(runtime)
+    house = House(service.max_streams, service.max_waiting, time.monotonic)
+    desk = Desk(runtime, service.model, service.limits, house, timelines, meters)
+    started = int(time.time())
+    page = resources.files("runtime").joinpath("server", "page")
+    described = description(service.model, has_key=service.api_key is not None)
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(
+            page.joinpath("index.html").read_text(encoding="utf-8"),
+            headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"},
+        )
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(runtime, service, started)]})
+
+    async def model(request: Request) -> Response:
+        if request.path_params["model"] != service.model:
+            raise Refusal(404, f"there is no such model here; it is {service.model!r}", code="model_not_found")
+        return JSONResponse(_model(runtime, service, started))
+
+    async def timeline(request: Request) -> Response:
+        found = await timelines.page(request.path_params["id"], runtime.tokenizer)
+        if found is None:
+            raise Refusal(404, "this answer is not remembered, or was not watched")
+        return HTMLResponse(found, headers={"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"})
+
+    async def health(request: Request) -> Response:
+        state = runtime.health()
+        return JSONResponse(
+            {
+                "ok": state.ok,
+                "target": state.target,
+                "draft": state.draft,
+                "streams": runtime.num_streams,
+                "waiting": runtime.num_waiting,
+            },
+            status_code=200 if state.ok else 503,
+        )
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(described)
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Mount("/page", StaticFiles(packages=[("runtime", "server/page")])),
+            Route("/timelines/{id}", timeline),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/openapi.json", openapi),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/v1/completions", Endpoint(desk, CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(desk, ChatRequest), methods=["POST"]),
+        ],
+        middleware=[
+            Middleware(_AlwaysHeaders),
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts)),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(service.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type"],
+            ),
+            Middleware(_Key, key=service.api_key),
+        ],
+        exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _failed},
+    )
+
+
+def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
+    assert runtime.tokenizer is not None
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": started,
+        "owned_by": "outrider",
+        "draft": service.draft,
+        "has_chat_template": bool(runtime.tokenizer.has_chat_template),
+    }
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    refusal = Refusal(error.status_code, said.get(error.status_code, error.detail))
+    return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    refusal = Refusal(500, "the server has failed; its log says how", type="server_error", code="internal_error")
+    return JSONResponse(refusal.body(), status_code=500)
+
+
+class _AlwaysHeaders:
+    """Headers that every answer has."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_more(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_ALWAYS]}
+            await send(message)
+
+        await self._app(scope, receive, send_more)
+
+
+class _Key:
+    """Lets nobody at `/v1` without the key, if there is one."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._expected is not None and scope["type"] == "http" and scope["path"].startswith("/v1"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self._expected):
+                refusal = Refusal(
+                    401,
+                    "this server wants its API key: send Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await JSONResponse(refusal.body(), status_code=401, headers=refusal.headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

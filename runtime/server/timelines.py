@@ -1,0 +1,102 @@
+"""What the models did for the answers that somebody looks at: as it happens, and as a page afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from protocol.trace import Event, Instant, Span
+from runtime.timeline import render, texts_of
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# Of the answers that were looked at last, so many are remembered, and of each so much: some 3,000 tokens.
+MOST_ANSWERS = 32
+MOST_EVENTS = 30_000
+
+
+class Record:
+    """What happened in one generation."""
+
+    def __init__(self, opened: list[Instant]) -> None:
+        """From its beginning, as far as it has begun."""
+        self.events: list[Event] = list(opened)
+        self.num_lost = 0
+        self._began = opened[0].at if opened else None
+        self._num_told = 0
+
+    def add(self, event: Event) -> None:
+        """Take note of an event; beyond so many, only of that."""
+        if len(self.events) == MOST_EVENTS:
+            self.num_lost += 1
+            return
+        if self._began is None:
+            self._began = event.at if isinstance(event, Instant) else event.began
+        self.events.append(event)
+
+    def news(self) -> list[dict[str, Any]]:
+        """The spans since the last call, in seconds since the beginning."""
+        fresh, self._num_told = self.events[self._num_told :], len(self.events)
+        began = self._began or 0.0
+        return [
+            {
+                "actor": event.actor,
+                "kind": event.kind,
+                "began": round(event.began - began, 6),
+                "ended": round(event.ended - began, 6),
+                "round": event.round,
+            }
+            for event in fresh
+            if isinstance(event, Span)
+        ]
+
+
+class Timelines:
+    """Keeps records of the generations that are watched; to be given to `runtime.open` as its trace."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._records: OrderedDict[str, tuple[int, Record]] = OrderedDict()
+        self._by_session: dict[int, Record] = {}
+        self._opened: list[Instant] = []  # of the session that was opened last
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event, if anybody watches."""
+        if event.session is None:
+            return
+        if (record := self._by_session.get(event.session)) is not None:
+            record.add(event)
+        elif isinstance(event, Instant) and event.kind == "open":
+            if self._opened and self._opened[0].session != event.session:
+                self._opened.clear()
+            self._opened.append(event)
+
+    def watch(self, id: str, session: int) -> Record:
+        """Keep a record of a session from now on.
+
+        Args:
+            id: to find the record by, later.
+            session: that was begun just now: nothing else may have happened since but its opening.
+        """
+        opened = [instant for instant in self._opened if instant.session == session]
+        record = self._by_session[session] = Record(opened)
+        self._records[id] = session, record
+        if len(self._records) > MOST_ANSWERS:
+            _, (oldest, _) = self._records.popitem(last=False)
+            self._by_session.pop(oldest, None)
+        return record
+
+    async def page(self, id: str, tokenizer: TokenizerWrapper | None) -> str | None:
+        """The timeline of a generation as HTML; None where it is not remembered.
+
+        Cancellation: nothing has happened.
+        """
+        if id not in self._records:
+            return None
+        _, record = self._records[id]
+        events = list(record.events)
+        texts = await texts_of(events, tokenizer)
+        return await trio.to_thread.run_sync(lambda: render(events, texts, num_lost=record.num_lost))
