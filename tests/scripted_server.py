@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 # Generous, since it is no expectation but a way out of a hang.
-HANGS_S = 15
+HANGS_S = 60
 
 # As the real server has it.
 POLICY = (
@@ -67,7 +67,9 @@ class Exchange:
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
         """The head of an answer that streams."""
-        self.send(f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode())
+        self.send(
+            f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+        )
 
     def stream(self, data: bytes) -> None:
         """A piece of the body."""
@@ -79,7 +81,9 @@ class Exchange:
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
         """An error instead of an answer."""
-        self.answer(status, json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}), headers)
+        self.answer(
+            status, json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}), headers
+        )
 
     def answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
         """A body at once."""

@@ -89,7 +89,9 @@ def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedSer
 def test_thoughts_stand_apart(tab: Tab, server: ScriptedServer) -> None:
     server.model["has_chat_template"] = True
     tab.load()
-    exchange = writing(tab, server, "How many?", ("Let me", "thought drafted"), (" count.", "thought"), ("Four", "drafted"), ".")
+    exchange = writing(
+        tab, server, "How many?", ("Let me", "thought drafted"), (" count.", "thought"), ("Four", "drafted"), "."
+    )
     exchange.finish()
     tab.expect_text("Let me count.\nFour.")
     assert tab.runs == [["thought drafted", "Let me"], ["thought", " count."], ["drafted", "Four"], ["", "."]]
@@ -358,7 +360,9 @@ def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, ser
 
 
 @moments
-def test_loading_the_page_again_ends_it_and_keeps_the_prompt(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+def test_loading_the_page_again_ends_it_and_keeps_the_prompt(
+    tab: Tab, server: ScriptedServer, under_way: Moment
+) -> None:
     exchange = under_way(tab, server)
     tab.page.reload()
     exchange.wait_gone()
@@ -487,7 +491,13 @@ def test_an_error_without_a_message_has_its_number(tab: Tab, server: ScriptedSer
 
 def test_chunks_that_lack_everything_are_nothing(tab: Tab, server: ScriptedServer) -> None:
     exchange = writing(tab, server)
-    for chunk in ({}, {"choices": []}, {"choices": [{}]}, {"speculation": {}}, {"choices": [{"delta": {}}], "speculation": None}):
+    for chunk in (
+        {},
+        {"choices": []},
+        {"choices": [{}]},
+        {"speculation": {}},
+        {"choices": [{"delta": {}}], "speculation": None},
+    ):
         exchange.event(chunk)
     exchange.event({"choices": [{"text": " a", "finish_reason": None}]})
     tab.expect_text("Once upon a")
@@ -558,7 +568,9 @@ def test_a_server_with_a_key_is_asked_with_it(opened: Open, server: ScriptedServ
     assert exchange.headers["Authorization"] == "Bearer right"
     tab.load()
     expect(tab["key-form"]).to_be_hidden()
-    assert tab.page.evaluate("[Object.values(sessionStorage).includes('right'), Object.values(localStorage).includes('right')]") == [True, False]
+    assert tab.page.evaluate(
+        "[Object.values(sessionStorage).includes('right'), Object.values(localStorage).includes('right')]"
+    ) == [True, False]
 
 
 def test_a_key_that_is_wanted_in_between_goes_on_with_the_prompt(tab: Tab, server: ScriptedServer) -> None:
@@ -750,7 +762,10 @@ def test_every_control_has_a_name(tab: Tab, server: ScriptedServer) -> None:
 @pytest.mark.parametrize("width", [320, 390])
 @pytest.mark.parametrize("touch", [False, True])
 def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int, touch: bool) -> None:
-    server.model |= {"id": "a-publisher/with-a-very-long-name-of-a-model-8B-4bit", "draft": "one/with-another-long-name"}
+    server.model |= {
+        "id": "a-publisher/with-a-very-long-name-of-a-model-8B-4bit",
+        "draft": "one/with-another-long-name",
+    }
     tab = opened(viewport={"width": width, "height": 700}, has_touch=touch, is_mobile=touch)
     assert tab.sideways == 0
     exchange = writing(tab, server, "x" * 300, ("y" * 300, "drafted"), *[" word"] * 500)
@@ -797,7 +812,9 @@ CONTRAST = """() => {
 def test_every_word_can_be_read(opened: Open, server: ScriptedServer, scheme: str) -> None:
     tab = opened(color_scheme=scheme)
     assert tab.page.evaluate(CONTRAST)["poor"] == []
-    exchange = writing(tab, server, "Once", ("hm", "thought"), ("so", "thought drafted"), (" upon", "drafted"), " a time")
+    exchange = writing(
+        tab, server, "Once", ("hm", "thought"), ("so", "thought drafted"), (" upon", "drafted"), " a time"
+    )
     tab["settings-button"].click()
     assert tab.page.evaluate(CONTRAST)["poor"] == []
     exchange.event({"error": {"message": "it failed"}})

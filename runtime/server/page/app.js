@@ -7,8 +7,10 @@ import { tab } from "./memory.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
 import { GrowingText } from "./text.js";
+import { Trouble } from "./trouble.js";
 
 const $ = (id) => document.getElementById(id);
+const tokens = (n) => `${n.toLocaleString("en")} ${n === 1 ? "token" : "tokens"}`;
 
 const WORDS = {
   connecting: "Connecting",
@@ -19,7 +21,7 @@ const WORDS = {
   stopped: "Stopped",
   failed: "Failed",
 };
-const ENDS = { stop: "the text ended by itself", length: "at the most tokens that were asked for" };
+const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached" };
 
 /** After so long without a word from the server, the page says so. It sends one several times a second. */
 const SILENCE_MS = 5000;
@@ -40,6 +42,7 @@ const following = new Following($("follow"));
 const strip = new Strip($("strip"));
 const text = new GrowingText($("text"), (paint) => following.while(paint));
 const settings = new Settings($("settings"), () => showSettings());
+const trouble = new Trouble($, () => retry());
 
 /** What the server says of its model, once it was asked. */
 let known = null;
@@ -98,6 +101,14 @@ async function modelFor(mine) {
   }
 }
 
+/** Try again what failed: an answer, or else to meet the server. */
+function retry() {
+  trouble.hide();
+  prompt.focus();
+  if (generation?.failure) ask(asked);
+  else greet();
+}
+
 function stop() {
   if (generation === null || generation.isOver) return false;
   generation.stop();
@@ -113,8 +124,7 @@ function begin() {
   $("instruments").hidden = $("answer").hidden = false;
   $("timeline").hidden = $("copy").hidden = true;
   showQuestion();
-  hideProblem();
-  $("key-form").hidden = true;
+  trouble.hide();
   clearInterval(ticking);
   ticking = setInterval(tick, TICK_MS);
   following.resume();
@@ -149,8 +159,7 @@ function showEnd() {
   $("timeline").hidden = id === null;
   if (id !== null) $("timeline").href = `/timelines/${encodeURIComponent(id)}`;
   $("copy").hidden = text.text === "" || !navigator.clipboard;
-  if (failure?.wantsKey) askForKey();
-  else if (failure) showProblem(failure);
+  if (failure) trouble.show(failure);
 }
 
 function tick() {
@@ -170,7 +179,7 @@ function more() {
     connecting: () => (since ? [`${since} s`] : []),
     waiting: () => ["for its turn", ...(silent.length || !since ? silent : [`${since} s`])],
     reading: () => [
-      ...(figures.promptTokens === null ? [] : [`${figures.promptTokens.toLocaleString("en")} tokens`]),
+      ...(figures.promptTokens === null ? [] : [tokens(figures.promptTokens)]),
       ...(silent.length || !since ? silent : [`${since} s`]),
     ],
     writing: () => silent,
@@ -186,7 +195,7 @@ function say() {
   clearTimeout(saying);
   const { state, isOver, failure } = generation;
   const words = () => {
-    const counted = isOver && figures.tokens ? `${figures.tokens.toLocaleString("en")} tokens` : "";
+    const counted = isOver && figures.tokens ? tokens(figures.tokens) : "";
     $("said").textContent = [WORDS[state], failure?.message ?? more(), counted].filter(Boolean).join(", ");
   };
   if (isOver) words();
@@ -207,53 +216,6 @@ function showQuestion() {
   lead.textContent = isLong ? `…${asked.slice(-SHOWN_OF_PROMPT)}` : asked;
   text.lead(lead);
 }
-
-// --- what went wrong ------------------------------------------------------------------------------
-
-let counting = 0;
-
-function showProblem(failure) {
-  $("problem").hidden = false;
-  $("problem-text").textContent = /[.!?]$/.test(failure.message) ? failure.message : `${failure.message}.`;
-  clearInterval(counting);
-  const at = performance.now() + 1000 * (failure.retryAfter ?? 0);
-  const count = () => {
-    const left = Math.ceil((at - performance.now()) / 1000);
-    $("problem-when").textContent = failure.retryAfter === null ? "" : left > 0 ? `Try again in ${left} s.` : "Try again now.";
-    if (left <= 0) clearInterval(counting);
-  };
-  counting = setInterval(count, TICK_MS);
-  count();
-}
-
-function hideProblem() {
-  clearInterval(counting);
-  $("problem").hidden = true;
-}
-
-function askForKey() {
-  const refused = tab.recall("key") !== null;
-  document.querySelector("label[for=key]").textContent = refused ? "This API key was refused" : "This server wants an API key";
-  $("key-form").hidden = false;
-  $("key").focus();
-  $("key").select();
-}
-
-/** Try again what failed: an answer, or else to meet the server. */
-function retry() {
-  hideProblem();
-  $("key-form").hidden = true;
-  prompt.focus();
-  if (generation?.failure) ask(asked);
-  else greet();
-}
-
-$("retry").addEventListener("click", retry);
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  tab.keep("key", $("key").value);
-  retry();
-});
 
 // --- the server -----------------------------------------------------------------------------------
 
@@ -277,8 +239,7 @@ async function greet() {
     await meet();
   } catch (problem) {
     if (!(problem instanceof Failure)) throw problem;
-    if (problem.wantsKey) askForKey();
-    else showProblem(problem);
+    trouble.show(problem);
   }
 }
 
@@ -306,7 +267,7 @@ function fill(words) {
 
 /** For when the page is loaded again. */
 function keepPrompt() {
-  tab.keep("prompt", prompt.value || asked);
+  tab.keep("prompt", prompt.value || (asked ?? ""));
   grow();
 }
 

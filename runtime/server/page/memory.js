@@ -11,6 +11,7 @@ function place(name) {
 
 class Memory {
   #storage;
+  #kept = new Map(); // for where it is not
 
   constructor(name) {
     this.#storage = place(name);
@@ -18,16 +19,16 @@ class Memory {
 
   /** @returns {string | null} */
   recall(name) {
-    return this.#storage?.getItem(`outrider.${name}`) ?? null;
+    return this.#kept.get(name) ?? this.#storage?.getItem(`outrider.${name}`) ?? null;
   }
 
-  /** @param {string | null} text null forgets. */
+  /** @param {string} text */
   keep(name, text) {
+    this.#kept.set(name, text);
     try {
-      if (text === null) this.#storage?.removeItem(`outrider.${name}`);
-      else this.#storage?.setItem(`outrider.${name}`, text);
+      this.#storage?.setItem(`outrider.${name}`, text);
     } catch {
-      // Full; the page works without.
+      // It is full; this page still knows.
     }
   }
 }

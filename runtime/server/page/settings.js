@@ -2,7 +2,7 @@
 
 import { browser } from "./memory.js";
 
-const DEFAULTS = { max_tokens: "512", temperature: "", top_p: "", seed: "", stop_strings: "" };
+const DEFAULTS = { max_tokens: "", temperature: "", top_p: "", seed: "", stop_strings: "" };
 
 /** How each is told in short. */
 const IN_SHORT = {
