@@ -67,9 +67,8 @@ class Exchange:
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
         """The head of an answer that streams."""
-        self.send(
-            f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
-        )
+        head = ["HTTP/1.1 200 OK", f"Content-Type: {content_type}", "Transfer-Encoding: chunked", "Connection: close"]
+        self.send("\r\n".join([*head, "", ""]).encode())
 
     def stream(self, data: bytes) -> None:
         """A piece of the body."""

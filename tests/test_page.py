@@ -184,7 +184,7 @@ def test_the_states_of_an_answer(tab: Tab, server: ScriptedServer) -> None:
     tab.expect_state("writing")
     exchange.finish("length")
     tab.expect_state("done")
-    expect(tab["state-more"]).to_have_text("at the most tokens that were asked for")
+    expect(tab["state-more"]).to_have_text("the limit on tokens is reached")
     expect(tab["stop"]).to_be_hidden()
     assert not server.was_asked
 
@@ -215,11 +215,13 @@ def coloured(tab: Tab, lane: int) -> float:
     """The share of a lane of the strip that is covered by bars."""
     share: float = tab["strip"].evaluate(
         """(canvas, lane) => {
-            const ratio = devicePixelRatio, from = Math.round(56 * ratio), y = Math.round((3 + 9 + lane * 23) * ratio);
-            const c = canvas.getContext("2d"), row = c.getImageData(from, y, canvas.width - from, 1).data;
-            const grey = (i) => Math.max(row[i], row[i + 1], row[i + 2]) - Math.min(row[i], row[i + 1], row[i + 2]) < 12;
+            const from = Math.round(56 * devicePixelRatio), y = Math.round((3 + 9 + lane * 23) * devicePixelRatio);
+            const row = canvas.getContext("2d").getImageData(from, y, canvas.width - from, 1).data;
             let covered = 0;
-            for (let i = 0; i < row.length; i += 4) covered += !grey(i);
+            for (let i = 0; i < row.length; i += 4) {
+                const [red, green, blue] = row.slice(i, i + 3);
+                covered += Math.max(red, green, blue) - Math.min(red, green, blue) >= 12;  // what is empty is grey
+            }
             return covered / (row.length / 4);
         }""",
         lane,
@@ -243,7 +245,8 @@ def test_the_strip_shows_who_worked_when(tab: Tab, server: ScriptedServer) -> No
     assert coloured(tab, 1) == pytest.approx(0.5, abs=0.02)
     expect(tab["strip"]).to_have_attribute(
         "aria-label",
-        "Timeline of this answer, 2.0 s: target busy 75 %, drafter busy 50 %; 50 % of drafting went on while the target worked",
+        "Timeline of this answer, 2.0 s: target busy 75 %, drafter busy 50 %; "
+        "50 % of drafting went on while the target worked",
     )
 
 
@@ -346,8 +349,7 @@ def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, ser
     old = writing(tab, server)
     tab["prompt"].focus()
     tab.type("Twice")
-    # In one turn of the page: words arrive, and the prompt is sent.
-    old.write(*[" late"] * 5000)
+    old.write(*[" late"] * 5000)  # which take longer to be read than a key to be pressed
     tab.press("Enter")
     old.wait_gone()
     new = server.next()
@@ -360,9 +362,7 @@ def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, ser
 
 
 @moments
-def test_loading_the_page_again_ends_it_and_keeps_the_prompt(
-    tab: Tab, server: ScriptedServer, under_way: Moment
-) -> None:
+def test_loading_the_page_again_keeps_only_the_prompt(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
     exchange = under_way(tab, server)
     tab.page.reload()
     exchange.wait_gone()
@@ -568,9 +568,8 @@ def test_a_server_with_a_key_is_asked_with_it(opened: Open, server: ScriptedServ
     assert exchange.headers["Authorization"] == "Bearer right"
     tab.load()
     expect(tab["key-form"]).to_be_hidden()
-    assert tab.page.evaluate(
-        "[Object.values(sessionStorage).includes('right'), Object.values(localStorage).includes('right')]"
-    ) == [True, False]
+    kept = "[sessionStorage, localStorage].map((storage) => Object.values(storage).includes('right'))"
+    assert tab.page.evaluate(kept) == [True, False]
 
 
 def test_a_key_that_is_wanted_in_between_goes_on_with_the_prompt(tab: Tab, server: ScriptedServer) -> None:
@@ -591,7 +590,6 @@ def test_a_request_without_settings_leaves_them_to_the_server(tab: Tab, server: 
     assert server.next().body == {
         "model": "tiny/target",
         "prompt": "Once",
-        "max_tokens": 512,
         "stream": True,
         "stream_options": {"include_usage": True, "include_speculation": True},
     }
@@ -634,7 +632,7 @@ def test_whatever_was_kept_the_page_begins(tab: Tab, server: ScriptedServer) -> 
         tab.page.evaluate("kept => localStorage.setItem('outrider.settings', kept)", kept)
         tab.load()
         tab.ask("Once")
-        assert server.next().body["max_tokens"] == 512
+        assert set(server.next().body) == {"model", "prompt", "stream", "stream_options"}
 
 
 def test_a_browser_that_keeps_nothing_will_do(opened: Open, server: ScriptedServer) -> None:
@@ -718,15 +716,9 @@ def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) ->
     exchange.wait_gone()
     tab.expect_state("stopped")
     expect(tab["prompt"]).to_be_focused()
-    tab.press("Shift+Tab")
-    expect(tab["edit"]).to_be_focused() if tab["copy"].is_hidden() else expect(tab["copy"]).to_be_focused()
-    order = []
-    while not order or order[-1] != "timeline":
+    for control in ("copy", "edit", "timeline", "all"):
         tab.press("Shift+Tab")
-        order.append(tab.page.evaluate("document.activeElement.id"))
-    assert order == ["edit", "timeline"] or order == ["timeline"]
-    tab.press("Shift+Tab", "Enter")
-    expect(tab["all"]).to_be_focused()
+        expect(tab[control]).to_be_focused()
 
 
 def test_the_focus_can_be_seen(tab: Tab) -> None:
@@ -744,7 +736,7 @@ def test_states_are_read_out_and_tokens_are_not(tab: Tab, server: ScriptedServer
     expect(tab["text"]).to_have_attribute("aria-busy", "true")
     expect(tab["said"]).to_have_text("Writing")
     exchange.finish()
-    expect(tab["said"]).to_have_text("Done, the text ended by itself, 1 tokens")
+    expect(tab["said"]).to_have_text("Done, the text ended by itself, 1 token")
     expect(tab["text"]).to_have_attribute("aria-busy", "false")
     tab.ask("Twice")
     server.next().refuse(429, "full", Connection="close")
@@ -784,7 +776,7 @@ def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int
 
 CONTRAST = """() => {
     const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const over = (top, below) => { const [r, g, b, a = 1] = top; return [r, g, b].map((x, i) => x * a + below[i] * (1 - a)); };
+    const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => x * a + below[i] * (1 - a));
     const light = (c) => {
         const [r, g, b] = c.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
@@ -801,8 +793,10 @@ CONTRAST = """() => {
         const e = walker.currentNode.parentElement;
         if (!walker.currentNode.data.trim() || !e.checkVisibility() || e.closest(".hidden, .skip, noscript")) continue;
         seen += 1;
-        const below = behind(e), [a, b] = [light(over(channels(getComputedStyle(e).color), below)), light(below)].sort((x, y) => y - x);
-        if ((a + 0.05) / (b + 0.05) < 4.5) poor.push([walker.currentNode.data.trim(), (a + 0.05) / (b + 0.05)]);
+        const below = behind(e), above = over(channels(getComputedStyle(e).color), below);
+        const [dark, bright] = [light(above), light(below)].sort((x, y) => x - y);
+        const contrast = (bright + 0.05) / (dark + 0.05);
+        if (contrast < 4.5) poor.push([walker.currentNode.data.trim(), contrast]);
     }
     return { seen, poor };
 }"""
@@ -857,7 +851,12 @@ def test_events_are_read_wherever_they_are_cut(tab: Tab) -> None:
             const all = [];
             for (const places of cuts) {
                 const parts = [0, ...places].map((from, i) => new Uint8Array(bytes.slice(from, places[i])));
-                const body = new ReadableStream({ start(to) { parts.forEach((part) => to.enqueue(part)); to.close(); } });
+                const body = new ReadableStream({
+                    start(controller) {
+                        for (const part of parts) controller.enqueue(part);
+                        controller.close();
+                    },
+                });
                 const data = [];
                 for await (const one of eventData(body)) data.push(one);
                 all.push(JSON.stringify(data));

@@ -85,7 +85,7 @@ class Tab:
     def runs(self) -> list[list[str]]:
         """The parts of the answer: of what kind each is, and its words."""
         told: list[list[str]] = self.page.locator("#text span").evaluate_all(
-            "spans => spans.map(span => [[span.parentNode.className, span.className].join(' ').trim(), span.textContent])"
+            "spans => spans.map((e) => [`${e.parentNode.className} ${e.className}`.trim(), e.textContent])"
         )
         return told
 
