@@ -519,6 +519,15 @@ def test_a_server_without_speculation_will_do(tab: Tab, server: ScriptedServer) 
     expect(tab["acceptance"]).to_have_text("–")
 
 
+def test_a_target_without_a_drafter_has_no_legend_of_drafts(tab: Tab, server: ScriptedServer) -> None:
+    server.model["draft"] = None
+    tab.load()
+    expect(tab["models"]).to_have_text("tiny/target without a drafter")
+    writing(tab, server)
+    expect(tab.page.locator(".keys").first).not_to_be_visible()
+    tab.expect_text("Once upon")
+
+
 @moments
 def test_silence_is_said_to_be(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
     tab.page.clock.install()

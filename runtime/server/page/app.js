@@ -230,6 +230,7 @@ async function meet() {
   };
   $("models").replaceChildren(name(known.id), ...(known.draft ? [" drafted by ", name(known.draft)] : [" without a drafter"]));
   $("models").hidden = false;
+  document.body.classList.toggle("undrafted", !known.draft);
   showExamples();
   return known;
 }
