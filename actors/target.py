@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -33,6 +33,9 @@ from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
 from protocol.trace import Event
+from protocol.turns import Turns
+
+T = TypeVar("T")
 
 # Turns of the event loop that an answer takes where it is there already: into the drafter's mailbox, and back.
 TURNS_OF_AN_ANSWER = 4
@@ -46,6 +49,7 @@ class TargetPart(Part):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.seconds = 0.0  # of verify passes
+        self.pass_seconds = 0.0  # of the last pass
         self.was_plain = False  # the round before
 
     @property
@@ -90,6 +94,7 @@ class TargetActor(ModelActor[TargetPart]):
         drafter: trio.MemorySendChannel[Message] | None = None,
         beside_another: bool = True,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        turns: Turns | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -97,11 +102,14 @@ class TargetActor(ModelActor[TargetPart]):
             on_failure: called once the model has failed, after which no session can go on.
             drafter: the drafter's mailbox.
             beside_another: whether a drafter, if there is one, has a model too.
+            turns: where the drafter sees what this has to do.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
         self.drafter = drafter
         self.beside_another = beside_another
+        self._turns = turns or Turns()
+        self._num_in_rounds = 0
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -136,18 +144,25 @@ class TargetActor(ModelActor[TargetPart]):
         What was committed before goes to the consumer once the models are at work again, or have to be waited for:
         what a consumer does with a token takes time in the same thread.
         """
-        began = self.worker.clock() + await self._wait_for_room(part.session)
-        for _ in range(TURNS_OF_AN_ANSWER):
-            if part.books.state is not State.PROPOSING:
-                break
-            await trio.lowlevel.checkpoint()
-        while part.books.state is State.PROPOSING:
-            await self._deliver(part.session)
-            await part.change()
-        proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
-        verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
-        # A job that runs is not abandoned, so the session may have been closed under it.
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._wait_for_room(part.session)
+        began, busy_before = self.worker.clock(), self.worker.busy_seconds
+        self._num_in_rounds += 1
+        try:
+            for _ in range(TURNS_OF_AN_ANSWER):
+                if part.books.state is not State.PROPOSING:
+                    break
+                await trio.lowlevel.checkpoint()
+            while part.books.state is State.PROPOSING:
+                await self._deliver(part.session)
+                await part.change()
+            proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
+            verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
+            # A job that runs is not abandoned, so the session may have been closed under it.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            idle = max(0.0, self.worker.clock() - began - (self.worker.busy_seconds - busy_before))
+            seconds = part.pass_seconds + idle / self._num_in_rounds
+        finally:
+            self._num_in_rounds -= 1
         verdict = self._read(part, verdict)
         commit = part.books.apply(verdict)
         if commit is None:
@@ -156,7 +171,6 @@ class TargetActor(ModelActor[TargetPart]):
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
         if commit.round > 0:  # the first waits for the other's prefill
-            seconds = self.worker.clock() - began
             if proposal is None:
                 # The first after a proposal cannot work ahead, nor can what it costs be avoided.
                 if part.was_plain:
@@ -165,6 +179,16 @@ class TargetActor(ModelActor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
+
+    async def _pass(self, part: TargetPart, job: Job[T], expected_s: float) -> T:
+        """Have a round's job done in its turn; several that wait could be one pass, if lines could be fed together."""
+        self._turns.enter(part.id, expected_s, self.worker.clock())
+        try:
+            result = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))
+        finally:
+            self._turns.leave(part.id, self.worker.clock())
+        part.pass_seconds = job.seconds
+        return result
 
     def _read(self, part: TargetPart, verdict: Verdict) -> Verdict:
         """The verdict, which ends the text where a stop string does.
@@ -175,13 +199,11 @@ class TargetActor(ModelActor[TargetPart]):
             return verdict
         return attrs.evolve(verdict, stop=part.session.find_stop(part.books.preview(verdict)))
 
-    async def _wait_for_room(self, session: Session) -> float:
-        """Wait for a slow consumer, if what was committed last has no room; returns for how many seconds."""
-        began = self.worker.clock()
+    async def _wait_for_room(self, session: Session) -> None:
+        """Wait for a slow consumer, if what was committed last has no room."""
         statistics = session.commits.statistics()
         if statistics.current_buffer_used >= statistics.max_buffer_size:
             await self._deliver(session)
-        return self.worker.clock() - began
 
     async def _deliver(self, session: Session) -> None:
         """Give the consumer what was committed and is not given yet; waits for room."""
@@ -209,7 +231,7 @@ class TargetActor(ModelActor[TargetPart]):
             len(plan.feed) + len(proposal.tokens),
             proposal.round,
         )
-        verified = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))
+        verified = await self._pass(part, job, self.prices.verify(job.num_tokens))
         self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
@@ -244,12 +266,9 @@ class TargetActor(ModelActor[TargetPart]):
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
         go_ahead = goes_on and (books.remaining is None or books.remaining > 1) and part.decoder.can_go_ahead
         tail = part.session.shaping.tail(books.committed)
-        token, likelihoods = await self.worker.run(
-            Job(
-                "decode", partial(part.decoder.step, plan, tail, books.next_position, go_ahead), part.id, 1, books.round
-            ),
-            meanwhile=partial(self._deliver_now, part.session),
-        )
+        step = partial(part.decoder.step, plan, tail, books.next_position, go_ahead)
+        expected_s = self.prices.plain.value or self.prices.verify(1)
+        token, likelihoods = await self._pass(part, Job("decode", step, part.id, 1, books.round), expected_s)
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, books.round, books.next_position, 0, token, likelihoods=likelihoods)
 

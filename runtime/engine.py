@@ -43,6 +43,7 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from protocol.turns import Turns
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.grammar import Grammar
@@ -566,6 +567,7 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
+        turns = Turns()
         target_actor = TargetActor(
             *target,
             events,
@@ -573,6 +575,7 @@ async def running(
             on_failure=on_failure,
             beside_another=draft != NGRAM,
             prefix_cache_bytes=prefix_cache_bytes,
+            turns=turns,
         )
         draft_actor: DraftActor | LookupActor | None = None
         if draft == NGRAM:
@@ -588,6 +591,7 @@ async def running(
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
                 prefix_cache_bytes=prefix_cache_bytes,
+                turns=turns,
             )
         if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox

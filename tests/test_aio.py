@@ -28,6 +28,8 @@ import runtime
 from protocol.trace import Event, Instant, Span
 from runtime.trio_thread import TrioThread
 
+pytestmark = pytest.mark.usefixtures("spare_buffers")
+
 PROMPT = tuple(prompt_of(33))
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}

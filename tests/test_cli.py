@@ -625,7 +625,8 @@ class Interrupted(runtime.terminal.Display):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(cli, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
-    models = ["--target", endless, "--draft", endless]
+    # Not "auto", which may let so slow a drafter rest until the machine has other things to do.
+    models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
     out, err = capfd.readouterr()
     said = json.loads(out)
