@@ -101,6 +101,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if left_out:
         terminalreporter.section("no browser", sep="!")
         terminalreporter.line(
-            f"{len(left_out)} tests of the timeline page were left out: no Chromium was found. "
+            f"{len(left_out)} tests of pages were left out: no Chromium was found. "
             f"Install it, or say in {browser.VARIABLE} where it is; `pytest -m browser` runs these tests alone."
         )
