@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import itertools
 import os
 import pty
 import struct
 import termios
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pyte
@@ -18,7 +19,7 @@ import trio
 ALTERNATE_SCREEN = 1049
 
 # A way out of a hang, no expectation.
-HANGS_S = 300
+HANGS_S = 30
 
 
 class TwoScreens(pyte.Screen):
@@ -45,7 +46,7 @@ class Person:
     Attributes:
         screen: what is on it; `screen.display` has its rows.
         sent: all bytes that came.
-        given: the file descriptor of the side that a program has.
+        given: the file descriptor of the side that a program has; this process holds it too, until `lets_go`.
     """
 
     def __init__(self, seen: trio.lowlevel.FdStream, given: int, columns: int, rows: int) -> None:
@@ -59,9 +60,20 @@ class Person:
     async def types(self, keys: str | bytes) -> None:
         await self._seen.send_all(keys.encode() if isinstance(keys, str) else keys)
 
+    def lets_go(self) -> None:
+        """Close the side that a program has, as far as this process holds it: nothing more comes once no other does."""
+        if self.given >= 0:
+            os.close(self.given)
+            self.given = -1
+
+    async def hangs_up(self) -> None:
+        """Close the window."""
+        await self._seen.aclose()
+
     def resizes(self, columns: int, rows: int) -> None:
-        """Give the window another size; whoever is at work in it has to be told by a signal."""
+        """Give the window another size; whoever is at work in it has to be told by a signal. What it showed is lost."""
         self.screen.resize(rows, columns)
+        self.screen.erase_in_display(2)
         self._set_size(columns, rows)
 
     async def sees(self, wanted: str | Callable[[str], Any]) -> str:
@@ -100,11 +112,9 @@ class Person:
 
     def coloured(self, colour: str) -> str:
         """All characters of a colour, in their order."""
-        cells = (self.screen.buffer[row][column] for row in range(self.screen.lines) for column in self._columns())
+        places = itertools.product(range(self.screen.lines), range(self.screen.columns))
+        cells = (self.screen.buffer[row][column] for row, column in places)
         return "".join(cell.data for cell in cells if cell.fg == colour)
-
-    def _columns(self) -> Iterator[int]:
-        return iter(range(self.screen.columns))
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.given, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -112,11 +122,11 @@ class Person:
 
 @contextlib.asynccontextmanager
 async def person(columns: int = 80, rows: int = 24) -> AsyncIterator[Person]:
-    """Somebody at a terminal of that size; the side that a program has is closed at the end, if it is still open."""
+    """Somebody at a terminal of that size."""
     seen, given = pty.openpty()
-    try:
-        async with trio.lowlevel.FdStream(seen) as stream:
-            yield Person(stream, given, columns, rows)
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(given)
+    async with trio.lowlevel.FdStream(seen) as stream:
+        somebody = Person(stream, given, columns, rows)
+        try:
+            yield somebody
+        finally:
+            somebody.lets_go()

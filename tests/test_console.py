@@ -316,8 +316,7 @@ def test_a_page_that_grew_piece_by_piece_is_one_that_was_written_at_once(pieces,
     grown = Page()
     for number, (text, style) in enumerate(pieces):
         grown.write(text, style)
-        if number < len(widths):
-            grown.rows(widths[number])
+        grown.rows(widths[number] if number < len(widths) else 7)
     lines: list[list[Run]] = [[]]
     for text, style in pieces:
         first, *others = harmless(text).split("\n")

@@ -25,12 +25,13 @@ Row = tuple[Run, ...]
 
 
 class Page:
-    """All that was written so far. Of each width, only the last line is wrapped anew when something is added."""
+    """All that was written so far. What is added costs no more where much is there: rows that are full stay as they are."""
 
     def __init__(self) -> None:
         self._lines: list[list[Run]] = [[]]
-        self._width = 0
-        self._rows: list[Row] = []  # at that width, of all lines but the last
+        self._width = 1
+        self._rows: list[Row] = []  # at that width: all that nothing more can be added to
+        self._rest: list[Run] = []  # what comes after those rows
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +43,8 @@ class Page:
         first, *others = harmless(text).split("\n")
         self._add(first, style)
         for line in others:
-            self._rows += wrap(self._lines[-1], self._width) if self._width else []
+            self._rows += wrap(self._rest, self._width)
+            self._rest = []
             self._lines.append([])
             self._add(line, style)
 
@@ -56,18 +58,20 @@ class Page:
         if width != self._width:
             self._width = width
             self._rows = [row for line in self._lines[:-1] for row in wrap(line, width)]
-        return self._rows + wrap(self._lines[-1], width)
+            self._rest = list(self._lines[-1])
+        rows, begin = _wrapped(self._rest, width)
+        self._rows += rows[:-1]
+        self._rest = _from(self._rest, begin)
+        return [*self._rows, rows[-1]]
 
     def lines(self) -> list[Row]:
         """Everything, unwrapped."""
         return [tuple(line) for line in self._lines]
 
     def _add(self, text: str, style: Style) -> None:
-        line = self._lines[-1]
-        if text and line and line[-1].style == style:
-            line[-1] = Run(line[-1].text + text, style)
-        elif text:
-            line.append(Run(text, style))
+        if text:
+            _append(self._lines[-1], Run(text, style))
+            _append(self._rest, Run(text, style))
 
 
 @attrs.frozen
@@ -75,6 +79,7 @@ class _Cell:
     text: str
     width: int
     style: Style
+    begin: int  # in its line
 
 
 def wrap(line: Sequence[Run], width: int) -> list[Row]:
@@ -85,6 +90,12 @@ def wrap(line: Sequence[Run], width: int) -> list[Row]:
         width: in cells, >= 1. A row ends after a word where one does, and blanks that stand beyond its end are not
             shown; a word that is longer than a row is cut, and so is what only blanks are in front of.
     """
+    rows, _ = _wrapped(line, width)
+    return rows
+
+
+def _wrapped(line: Sequence[Run], width: int) -> tuple[list[Row], int]:
+    """The rows, and where in the line the last of them begins: whatever is added to the line, all before that stay."""
     rows: list[Row] = []
     row: list[_Cell] = []
     used = 0
@@ -98,7 +109,7 @@ def wrap(line: Sequence[Run], width: int) -> list[Row]:
             used = sum(kept.width for kept in row)
         row.append(cell)
         used += cell.width
-    return [*rows, _joined(row)]
+    return [*rows, _joined(row)], row[0].begin if row else 0
 
 
 def _cells(line: Sequence[Run], width: int) -> Iterator[_Cell]:
@@ -108,9 +119,9 @@ def _cells(line: Sequence[Run], width: int) -> Iterator[_Cell]:
     for cluster in clusters(text):
         style = styles[cluster.begin]
         if cluster.width <= width:
-            yield _Cell(text[cluster.begin : cluster.end], cluster.width, style)
+            yield _Cell(text[cluster.begin : cluster.end], cluster.width, style, cluster.begin)
         else:
-            yield _Cell("?", 1, style)
+            yield _Cell("?", 1, style, cluster.begin)
 
 
 def _after_last_word(row: Sequence[_Cell]) -> int:
@@ -125,8 +136,23 @@ def _after_last_word(row: Sequence[_Cell]) -> int:
 def _joined(row: Sequence[_Cell]) -> Row:
     runs: list[Run] = []
     for cell in row:
-        if runs and runs[-1].style == cell.style:
-            runs[-1] = Run(runs[-1].text + cell.text, cell.style)
-        else:
-            runs.append(Run(cell.text, cell.style))
+        _append(runs, Run(cell.text, cell.style))
     return tuple(runs)
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run, as a part of the last one where that has its style."""
+    if runs and runs[-1].style == run.style:
+        runs[-1] = Run(runs[-1].text + run.text, run.style)
+    else:
+        runs.append(run)
+
+
+def _from(line: Sequence[Run], begin: int) -> list[Run]:
+    """A line without its first characters."""
+    kept = []
+    for run in line:
+        if begin < len(run.text):
+            kept.append(Run(run.text[begin:], run.style))
+        begin = max(0, begin - len(run.text))
+    return kept

@@ -146,5 +146,6 @@ def stderr_kept() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             said.seek(0)
-            sys.stderr.write(said.read().decode(errors="replace"))
-            sys.stderr.flush()
+            if words := said.read():
+                sys.stderr.write(words.decode(errors="replace"))
+                sys.stderr.flush()
