@@ -10,10 +10,10 @@ import trio
 
 import runtime
 
-PROMPT = "def quicksort(items):\n"
+PROMPT = "def quicksort(items):"
 # It is finished where something else would begin.
 SETTINGS = {"temperature": 0.7, "stop": ("\ndef ", "\nclass "), "max_tokens": 200}
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 7)
 
 
 class Race:

@@ -212,8 +212,9 @@ class Interface:
                     self.failure = error
                     self.leave()
                 except runtime.OutriderError as error:
-                    answer.end = "failed"
-                    self._remark(str(error), "error")
+                    if answer.end is None:
+                        answer.end = "failed"
+                        self._remark(str(error), "error")
 
     def _remark(self, text: str, style: Style = "note") -> None:
         self.page.begin_line()

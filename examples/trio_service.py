@@ -21,6 +21,7 @@ import argparse
 import json
 import signal
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -61,12 +62,13 @@ class Client:
         async with trio.open_nursery() as nursery:
             with self._listening:
                 try:
-                    async for line in lines(self._connection):
-                        asked = parsed(line)
-                        self._answering.cancel()
-                        if "prompt" in asked:
-                            self._answering = trio.CancelScope()
-                            nursery.start_soon(self._answer, self._answering, asked)
+                    async with aclosing(lines(self._connection)) as arriving:
+                        async for line in arriving:
+                            asked = parsed(line)
+                            self._answering.cancel()
+                            if "prompt" in asked:
+                                self._answering = trio.CancelScope()
+                                nursery.start_soon(self._answer, self._answering, asked)
                 except RefusedError as error:
                     await self.send(end="error", error=str(error))
                 except (trio.BrokenResourceError, trio.ClosedResourceError):

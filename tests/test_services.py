@@ -1,4 +1,4 @@
-"""The example services with clients that ask, cancel, hang up and send nonsense: over real sockets, with real models."""
+"""The example services, over real sockets, with clients that ask, cancel, hang up and send nonsense."""
 
 from __future__ import annotations
 
@@ -68,14 +68,19 @@ class Customer:
 async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtime, Callable[[], Any]]]:
     """A service in this process, and what connects to it."""
     with trio.fail_after(HANGS_S):
-        async with runtime.open((of, tokenizer(None)), **options) as rt, trio.open_nursery() as nursery:
+        async with (
+            runtime.open((of, tokenizer(None)), **options) as rt,
+            contextlib.AsyncExitStack() as customers,
+            trio.open_nursery() as nursery,
+        ):
             served = trio_service.Service(rt)
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
             nursery.start_soon(trio.serve_listeners, served.welcome, listeners)
             port = listeners[0].socket.getsockname()[1]
 
             async def connect() -> Customer:
-                return Customer(await trio.open_tcp_stream("127.0.0.1", port))
+                connection = await customers.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port))
+                return Customer(connection)
 
             yield rt, connect
             nursery.cancel_scope.cancel()
@@ -191,21 +196,27 @@ async def test_a_signal_lets_texts_end_that_are_under_way() -> None:
             while not said.endswith(b"\n"):
                 said += await process.stdout.receive_some()
             port = int(said.decode().strip().rpartition(":")[2])
-            idle = Customer(await trio.open_tcp_stream("127.0.0.1", port))
-            busy = Customer(await trio.open_tcp_stream("127.0.0.1", port))
-            await busy.asks(prompt="def quicksort(items):", max_tokens=24)
-            assert (await busy.hears())["text"]
-            process.send_signal(signal.SIGTERM)
-            assert await idle.hears() is None
-            assert (await busy.hears_all())[1]["end"] in ("length", "stop")
-            assert await busy.hears() is None
-            async for part in process.stdout:
-                said += part
+            async with (
+                await trio.open_tcp_stream("127.0.0.1", port) as one,
+                await trio.open_tcp_stream("127.0.0.1", port) as other,
+            ):
+                idle, busy = Customer(one), Customer(other)
+                await busy.asks(prompt="def quicksort(items):", max_tokens=24)
+                assert await busy.hears()
+                process.send_signal(signal.SIGTERM)
+                assert await idle.hears() is None
+                assert (await busy.hears_all())[1]["end"] in ("length", "stop", "cancelled")
+                assert await busy.hears() is None
+            async with process.stdout:
+                async for part in process.stdout:
+                    said += part
             assert await process.wait() == 0
             assert said.decode().splitlines()[1:] == ["ending; 1 texts are under way", "ended"]
     finally:
         if process.returncode is None:
             process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
 
 
 # --- FastAPI --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The terminal example in a terminal: what is on its screen after what was typed, and the terminal as it was afterwards."""
+"""The terminal example in a terminal: what is on its screen after what was typed, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -504,21 +504,30 @@ async def test_ctrl_z_gives_the_terminal_back_until_it_is_taken_again(endless: s
     assert somebody.screen.mode == modes
 
 
-async def test_an_error_of_the_program_s_own_gives_the_terminal_back(endless: str) -> None:
+async def test_an_error_of_the_program_s_own_gives_the_terminal_back() -> None:
     def begin(_: str) -> runtime.TokenStream:
         raise ValueError("a mistake")
 
-    async with runtime.open(endless) as rt:
-        modes: set[int] = set()
-        with pytest.raises(ExceptionGroup) as caught:
-            async with at_work(rt, begin=begin) as (somebody, _):
-                modes = set(somebody.screen.mode)
-                await somebody.types("w1\r")
-                with trio.CancelScope(shield=True):
-                    await somebody.sees(lambda _: somebody.screen.mode != modes)
-                assert "loading" not in somebody.shown
-                await trio.sleep_forever()
+    async with person() as somebody:
+        before, modes = somebody.attributes, set(somebody.screen.mode)
+        async with contextlib.aclosing(Terminal(somebody.given, somebody.given)) as its:
+            interface = example.Interface(its, begin, is_chat=False, max_tokens=1, greeting=Page())
+
+            async def run() -> None:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(interface.run)
+                    await somebody.sees("ready")
+                    await somebody.types("w1\r")
+
+            with pytest.raises(ExceptionGroup) as caught:
+                await run()
         assert caught.group_contains(ValueError, match="a mistake", depth=None)
+        assert somebody.attributes == before
+        # All that it sent.
+        somebody.lets_go()
+        await somebody.sees_the_end()
+        assert somebody.screen.mode == modes
+        assert not somebody.shown.strip()
 
 
 async def test_where_there_is_no_terminal_that_is_said_before_a_model_is_loaded() -> None:

@@ -25,7 +25,7 @@ Row = tuple[Run, ...]
 
 
 class Page:
-    """All that was written so far. What is added costs no more where much is there: rows that are full stay as they are."""
+    """All that was written so far. To add something costs the same, however much is there: full rows are kept."""
 
     def __init__(self) -> None:
         self._lines: list[list[Run]] = [[]]

@@ -213,8 +213,8 @@ def _clipped(text: str, width: int) -> str:
 
 # The other screen, which leaves what was on this one.
 ENTER = "\x1b[?1049h"
-# Pastes marked as such; and no wrapping by the terminal itself: where it thinks otherwise of a character's width than we
-# do, one row is wrong then, and not the screen.
+# Pastes marked as such; and no wrapping by the terminal itself: where it thinks otherwise of a character's width than
+# we do, one row is wrong then, and not the screen.
 SET_UP = "\x1b[?2004h\x1b[?7l\x1b[2J"
 LEAVE = "\x1b[?2026l\x1b[0m\x1b[?7h\x1b[?2004l\x1b[?25h\x1b[?1049l"
 # Where a terminal knows it, it shows all that is between these two at once.
