@@ -228,7 +228,9 @@ async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
     app = fastapi_app.make_app((of, tokenizer(None)), (near(target(), noise=0.05), None), **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning", lifespan="on"))
+        server = uvicorn.Server(
+            uvicorn.Config(app, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
+        )
         serving = asyncio.create_task(server.serve([listening]))
         while not server.started:
             assert not serving.done()
@@ -296,7 +298,7 @@ def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: st
     held = Held(target())
 
     async def main() -> None:
-        async with let_go_on_after(held), served(held) as (app, port):
+        async with served(held) as (app, port), let_go_on_after(held):
             rt = app.state.runtime
             held.hold(after=0 if stage == "reading" else 6)
             reader, writer = await request(port, path, **LONG, max_tokens=1000)
