@@ -557,6 +557,22 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
     simulated_server(test)
 
 
+def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:
+    async def test(server: Served) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 10, "lookahead": 0})
+            await trio.sleep(1)
+            began = trio.current_time()
+            answer = await server.ask(COMPLETIONS, {**WATCHED, "prompt": "other"})
+        told = [event["speculation"] for event in answer.events]
+        spans = [span for part in told for span in part["spans"]]
+        first = server.simulation.spans("target", "prefill", session=1)[0]
+        assert spans[0]["began"] == first.began - began > 0
+        assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
+
+    simulated_server(test, ScriptedModel(looping), max_streams=1)
+
+
 def test_figures_add_up() -> None:
     async def test(server: Served) -> None:
         before = await figures(server.app)

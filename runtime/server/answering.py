@@ -176,7 +176,7 @@ class Endpoint:
                 _tokenizer(desk.runtime),
                 **_thinking(request, stream),
             )
-            record = desk.timelines.watch(writer.id, stream.session) if request.speculation else None
+            record = desk.timelines.watch(writer.id, stream.session, stream.began) if request.speculation else None
             if request.stream:
                 attempt.failure = await _stream(request, stream, writer, record, send)
                 return
