@@ -316,6 +316,7 @@ async def served(
     max_streams: int = 4,
     max_waiting: int = 32,
     price: Any = None,
+    schedule: int = 0,
     small: str | None = None,
     **service: Any,
 ) -> AsyncIterator[Served]:
@@ -324,7 +325,7 @@ async def served(
     Leaving it asserts what leaving `simulated` does.
 
     Args:
-        target, draft, max_streams, price: see `simulated`.
+        target, draft, max_streams, price, schedule: see `simulated`.
         tokenizer: the target's.
         tokenising_s: seconds that it takes to get a prompt ready.
         max_waiting, **service: see `Service`.
@@ -332,7 +333,7 @@ async def served(
     """
     tokenizer, timelines = tokenizer or Letters(), Timelines()
     async with simulated(
-        target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price
+        target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price, schedule=schedule
     ) as simulation:
         offered = Service(MODEL, small, max_streams=max_streams, max_waiting=max_waiting, **service)
         app = application(simulation.runtime, offered, timelines, aside=Aside(tokenising_s))

@@ -355,6 +355,44 @@ def test_a_client_that_leaves_ends_its_generation_within_one_pass(phase: str, st
     simulated_server(test, ScriptedModel(looping), tokenising_s=4.0, max_streams=1, max_waiting=0)
 
 
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
+def test_a_client_may_leave_at_any_time_beside_another(
+    quarters: int, stream: bool, lookahead: Any, schedule: int
+) -> None:
+    leaves_at = quarters / 4
+
+    async def test(server: Served) -> None:
+        simulation = server.simulation
+        expected = (await direct(server, DEF, max_tokens=12, lookahead=0)).text
+        began = trio.current_time()
+        others: list[Exchange] = []
+
+        async def stay() -> None:
+            others.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 12}))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stay)
+            asked = {"prompt": "a" * 3000, "max_tokens": 30, "lookahead": lookahead, "stream": stream}
+            async with server.exchange(COMPLETIONS, asked) as one:
+                await trio.sleep_until(began + leaves_at)
+                one.leave()
+            left_at = trio.current_time()
+            assert one.is_whole or one.over_at == left_at
+        assert others[0].text == expected
+        sessions = {span.session for span in simulation.spans("target", "prefill") if span.num_tokens > 100}
+        late = [
+            span
+            for actor in ("target", "draft")
+            for session in sessions
+            for span in simulation.spans(actor, "prefill", "draft", "verify", "decode", session=session)
+            if span.began > left_at
+        ]
+        assert late == []
+
+    simulated_server(test, tokenising_s=2.0, schedule=schedule)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(stream: bool) -> None:
     async def test(server: Served) -> None:
