@@ -59,7 +59,8 @@ def check_source(role: str, source: Any) -> Source:
         if not has_config:
             raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
         return path
-    if role == "draft" and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), n=1, cutoff=0.75):
+    is_word = isinstance(source, str) and "/" not in source  # anything else is a path, or a hub id
+    if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
         raise SettingsError(f'draft {str(source)!r} is no model; did you mean "{NGRAM}", which looks up without one?')
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)

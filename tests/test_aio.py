@@ -286,7 +286,7 @@ def test_a_prompt_belongs_to_its_stream_from_the_call_on(run: Run) -> None:
         (("/no/such/model",), {}, runtime.ModelError),
         ((3,), {}, runtime.SettingsError),
         ((runtime.DEMO_TARGET,), {"max_streams": 0}, runtime.SettingsError),
-        ((runtime.DEMO_TARGET,), {"no_such_option": 0}, TypeError),
+        ((runtime.DEMO_TARGET,), {"no_such_option": 0}, runtime.SettingsError),
     ],
 )
 def test_an_error_in_opening_comes_out_as_itself(
