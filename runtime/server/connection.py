@@ -204,9 +204,7 @@ class _HTTP1(H11Protocol):
             return
         others = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
         await super()._create_stream(
-            h11.Request(
-                method=request.method, target=request.target, headers=others, http_version=request.http_version
-            )
+            h11.Request(method=request.method, target=request.target, headers=others, http_version=request.http_version)
         )
 
 
