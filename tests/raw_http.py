@@ -186,7 +186,7 @@ class Client:
 
 
 async def connect(port: int, *, buffer_bytes: int | None = None) -> Client:
-    """A connection to a server of this machine; with little room for what it has not read, if so many bytes are said."""
+    """A connection to a server of this machine; with room for so many bytes that it has not read."""
     connection = trio.socket.socket()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if buffer_bytes is not None:
