@@ -152,6 +152,18 @@ def long_prompt(dice: random.Random) -> str:
 # --- how clients behave ---------------------------------------------------------------------------
 
 
+@attrs.frozen
+class Sample:
+    """How a server was, so many seconds after the beginning."""
+
+    at_s: float
+    resident_bytes: int
+    num_threads: int
+    num_files: int
+    num_streams: int
+    num_waiting: int
+
+
 @attrs.define
 class Seen:
     """What clients have seen.
@@ -159,18 +171,18 @@ class Seen:
     Attributes:
         done: how often each plan was followed to its end.
         statuses: of answers.
-        texts: that were finished, by the number of the request.
+        texts: that were finished, and how often, by the number of the request.
         gaps_s: between the chunks of streams that were read to their end at once.
         problems: what should not have been.
-        samples: at times since the beginning, in seconds: resident bytes, threads, open files, streams, waiting.
+        samples: of the server, two a second.
     """
 
     done: Counter[str] = attrs.Factory(Counter)
     statuses: Counter[int] = attrs.Factory(Counter)
-    texts: dict[int, set[str]] = attrs.Factory(dict)
+    texts: dict[int, Counter[str]] = attrs.Factory(dict)
     gaps_s: list[float] = attrs.Factory(list)
     problems: list[str] = attrs.Factory(list)
-    samples: list[tuple[float, int, int, int, int, int]] = attrs.Factory(list)
+    samples: list[Sample] = attrs.Factory(list)
 
 
 class _Told(Exception):
@@ -227,7 +239,7 @@ class Visitor:
                 self.seen.problems.append(f"no whole answer to {number}: {answer}")
                 return
             self._check(answer.status, answer.headers)
-            self.seen.texts.setdefault(number, set()).add(answer.text)
+            self.seen.texts.setdefault(number, Counter())[answer.text] += 1
 
     async def read_stream(self, number: int) -> None:
         with await connect(self.server.port) as client:
@@ -303,7 +315,7 @@ class Visitor:
                 await trio.sleep(pause_s)
         if reason is None:
             self.seen.problems.append(f"the stream of {number} has no end: {text!r}")
-        self.seen.texts.setdefault(number, set()).add(text)
+        self.seen.texts.setdefault(number, Counter())[text] += 1
 
     def _check(self, status: int, headers: Any) -> None:
         self.seen.statuses[status] += 1
@@ -353,7 +365,7 @@ async def _take_samples(server: Server, seen: Seen, began: float) -> None:
         if not state["ok"] or state["streams"] > MAX_STREAMS:
             seen.problems.append(f"the server says {state}")
         seen.samples.append(
-            (
+            Sample(
                 time.monotonic() - began,
                 server.resident_bytes,
                 server.num_threads,
@@ -418,14 +430,10 @@ async def time_until_left_s(server: Server, *, in_prefill: bool) -> list[float]:
 # --- what is said of it ---------------------------------------------------------------------------
 
 
-def halves(seen: Seen) -> tuple[list[Any], list[Any]]:
+def halves(seen: Seen) -> tuple[list[Sample], list[Sample]]:
     """The samples after the warm-up, in two parts."""
-    warm = [sample for sample in seen.samples if sample[0] >= WARM_UP * seen.samples[-1][0]]
+    warm = [sample for sample in seen.samples if sample.at_s >= WARM_UP * seen.samples[-1].at_s]
     return warm[: len(warm) // 2], warm[len(warm) // 2 :]
-
-
-def most(samples: Sequence[Any], column: int) -> Any:
-    return max(sample[column] for sample in samples)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -445,12 +453,13 @@ async def main(minutes: float, num_clients: int, seed: int) -> bool:
         after = server.num_threads, server.num_files
         first, second = halves(seen)
         print(f"visits: {dict(seen.done)}; answers: {dict(seen.statuses)}")
-        print(f"finished: {sum(map(len, seen.texts.values()))} texts of {len(seen.texts)} requests")
+        print(f"finished: {sum(c.total() for c in seen.texts.values())} texts of {len(seen.texts)} requests")
         print(f"problems: {seen.problems or 'none'}")
         print(f"threads and open files: {before} before, {after} after")
-        for column, name in ((1, "resident bytes"), (2, "threads"), (3, "open files"), (4, "streams"), (5, "waiting")):
-            print(f"most {name}: {most(first, column):,} in the first half, {most(second, column):,} in the second")
-        print("resident MB over time:", [s[1] >> 20 for s in itertools.islice(seen.samples, 0, None, 20)])
+        for name in ("resident_bytes", "num_threads", "num_files", "num_streams", "num_waiting"):
+            most = [max(getattr(sample, name) for sample in half) for half in (first, second)]
+            print(f"most {name}: {most[0]:,} in the first half, {most[1]:,} in the second")
+        print("resident MB over time:", [s.resident_bytes >> 20 for s in itertools.islice(seen.samples, 0, None, 20)])
         wrong = await wrong_texts(server, seen)
         print(f"wrong: {wrong or 'none'}")
         alone_s = await rounds_alone_s(server)

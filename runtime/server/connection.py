@@ -8,6 +8,7 @@ by which one connection could be any number of clients that do not read.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -244,7 +245,9 @@ class _Applications:
         return hand_in
 
 
+@functools.cache
 def _config() -> Config:
+    """One for all connections."""
     config = Config()
     config.errorlog = logger
     config.include_server_header = False
