@@ -201,12 +201,14 @@ class Visitor:
         server, seen: of all of them.
         dice: its own.
         num_requests: how many different ones there are.
+        doing: what it is about just now.
     """
 
     server: Server
     seen: Seen
     dice: random.Random
     num_requests: int
+    doing: str = "nothing"
 
     async def visit(self) -> None:
         """Do one thing or another, and do it again where the house is full."""
@@ -222,10 +224,12 @@ class Visitor:
         }
         [plan] = self.dice.choices(list(plans), list(plans.values()))
         number = self.dice.randrange(self.num_requests)
-        while True:
+        for attempt in itertools.count(1):
+            self.doing = f"{plan.__name__}({number}), attempt {attempt}"
             try:
                 await plan(number)
             except _Told as told:
+                self.doing += f", told to wait for {told.after_s} s"
                 await trio.sleep(told.after_s * self.dice.uniform(1, 1.5))
             else:
                 self.seen.done[plan.__name__] += 1
@@ -348,7 +352,7 @@ async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, 
             with trio.move_on_after(300) as patience:
                 await visitor.visit()
             if patience.cancelled_caught:
-                seen.problems.append("a visit took more than 300 s")
+                seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_take_samples, server, seen, began)
@@ -404,9 +408,23 @@ async def rounds_alone_s(server: Server) -> list[float]:
     return seen.gaps_s
 
 
-async def time_until_left_s(server: Server, *, in_prefill: bool) -> list[float]:
-    """Seconds from a hang-up until the server says that nobody is there, for clients alone in the house."""
-    dice, took_s = random.Random(7), []
+async def first_token_s(server: Server) -> float:
+    """Seconds for one token after a short prompt that is cached."""
+    began = time.monotonic()
+    await ask(server.port, request("POST", "/v1/completions", {"prompt": DEMO_PROMPTS[0], "max_tokens": 1}))
+    return time.monotonic() - began
+
+
+async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[float], list[float]]:
+    """Seconds from a hang-up, by a client alone in the house, until two things are so.
+
+    Args:
+        server: it.
+        in_prefill: hang up while a long prompt is being read, else within the answer.
+
+    Returns: until the server says that nobody is there; until somebody who came then had a token.
+    """
+    dice, left_s, free_s = random.Random(7), [], []
     for _ in range(PROBES):
         prompt = long_prompt(dice) if in_prefill else DEMO_PROMPTS[0]
         with await connect(server.port) as client, await connect(server.port) as doctor:
@@ -423,8 +441,10 @@ async def time_until_left_s(server: Server, *, in_prefill: bool) -> list[float]:
                 assert answer is not None
                 if answer.json()["streams"] == 0:
                     break
-            took_s.append(time.monotonic() - began)
-    return took_s
+            left_s.append(time.monotonic() - began)
+            await first_token_s(server)
+            free_s.append(time.monotonic() - began)
+    return left_s, free_s
 
 
 # --- what is said of it ---------------------------------------------------------------------------
@@ -465,8 +485,12 @@ async def main(minutes: float, num_clients: int, seed: int) -> bool:
         alone_s = await rounds_alone_s(server)
         print(f"between the chunks of a stream alone: {spread(alone_s)}")
         print(f"between the chunks of one among others: {spread(seen.gaps_s)}")
-        print(f"from hang-up to gone, in an answer: {spread(await time_until_left_s(server, in_prefill=False))}")
-        print(f"from hang-up to gone, in a prompt: {spread(await time_until_left_s(server, in_prefill=True))}")
+        print(f"one token, alone: {spread([await first_token_s(server) for _ in range(PROBES)])}")
+        for in_prefill, where in ((False, "an answer"), (True, "a prompt")):
+            left_s, free_s = await after_hanging_up_s(server, in_prefill=in_prefill)
+            print(
+                f"from hanging up in {where} until gone: {spread(left_s)}; until another had a token: {spread(free_s)}"
+            )
         print(f"the server said: {server.said[1:] or 'nothing'}")
         return not (seen.problems or wrong or server.said[1:])
 

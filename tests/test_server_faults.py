@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,17 @@ import pytest
 import trio
 import trio.testing
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
-from scripted import ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
+from scripted import (
+    VOCAB_SIZE,
+    Script,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    priced,
+    simulated,
+    truthful,
+)
 from test_stops import Letters
 
 from runtime.server.answering import Limits
@@ -508,3 +519,26 @@ async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bo
         answer = await ask(server.port, completion())
         assert (answer.status, answer.json()["error"]["code"]) == (503, "models_unavailable")
         await server.settled()
+
+
+def numb_from(position: int) -> Script:
+    """A model that knows the true text, and has no numbers for it from a position on."""
+    return lambda history: truthful(history) if len(history) < position else (math.nan,) * VOCAB_SIZE
+
+
+async def test_logits_that_are_no_numbers_end_their_answer_and_no_other() -> None:
+    numb = numb_from(len(PROMPT) + 10)
+    async with served(ScriptedModel(numb), ScriptedModel(truthful)) as server:
+        whole = await ask(server.port, completion(num_tokens=40))
+        assert (whole.status, whole.json()["error"]["code"]) == (500, "generation_failed")
+        *pieces, error = (await ask(server.port, completion(num_tokens=40, stream=True))).events()
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == true_text(10)
+        assert error == whole.json()
+        assert "NaN" in error["error"]["message"]
+        await server.assert_unharmed()
+
+
+async def test_a_drafter_whose_logits_are_no_numbers_is_not_missed() -> None:
+    async with served(draft=ScriptedModel(numb_from(len(PROMPT) + 10))) as server:
+        assert (await ask(server.port, completion(num_tokens=40))).text == true_text(40)
+        await server.assert_unharmed()
