@@ -79,6 +79,7 @@ class Actor(ABC, Generic[S]):
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
         self._parts: dict[int, S] = {}
         self._nursery: trio.Nursery | None = None
+        self._when_over: list[Callable[[], None]] = []
 
     # A Ctrl-C belongs to the user's task, never into the middle of the books.
     @trio.lowlevel.enable_ki_protection
@@ -91,16 +92,45 @@ class Actor(ABC, Generic[S]):
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
-            async for message in self._inbox:
-                # A session that is over here may still be spoken to by the other side.
-                if (part := self._parts.get(message.session)) is None:
-                    continue
-                try:
-                    part.receive(message)
-                except OutriderError as error:
-                    # A session that is in disorder ends; the others know nothing of it.
-                    part.session.end(error)
-                    part.scope.cancel()
+            try:
+                async for message in self._inbox:
+                    self._hand_over(message)
+            finally:
+                # A nursery closes when the last task in it ends, which may be long before the runtime is left.
+                self._nursery = None
+                for call in self._when_over:
+                    call()
+
+    def _hand_over(self, message: Message) -> None:
+        # A session that is over here may still be spoken to by the other side.
+        if (part := self._parts.get(message.session)) is None:
+            return
+        try:
+            part.receive(message)
+        except OutriderError as error:
+            # A session that is in disorder ends; the others know nothing of it.
+            part.session.end(error)
+            part.scope.cancel()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether sessions can begin."""
+        return self._nursery is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can do its work; may be asked in any thread."""
+        return self.is_serving
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Have a function called as soon as no session can begin any more; at once where that is so.
+
+        Args:
+            call: must neither wait nor raise.
+        """
+        self._when_over.append(call)
+        if not self.is_serving:
+            call()
 
     def open_session(self, session: Session) -> None:
         """Begin a session. Never waits."""
@@ -180,6 +210,11 @@ class ModelActor(Actor[S]):
         self.worker = worker
         # Of the thread, as the lines are: only jobs touch it.
         self._kept = KeptLines(model, prefix_cache_bytes)
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Actor.is_alive`; its worker must do jobs, too."""
+        return self.is_serving and self.worker.is_alive
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """See `Actor.serve`. In the end, what was kept for other sessions is dropped, too."""

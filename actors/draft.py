@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +25,7 @@ from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
 from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
+from protocol.turns import Turns
 
 logger = logging.getLogger("outrider")
 
@@ -130,8 +132,8 @@ class DraftPart(Part):
         """Committed tokens that the drafter has not read."""
         return len(self.books.committed) - len(self.held)
 
-    def view(self, now: float) -> View:
-        """What the policy may look at."""
+    def view(self, now: float, slack: float = 0.0) -> View:
+        """What the policy may look at; see `View` for the slack."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
         limit = MAX_LOOKAHEAD if self.books.remaining is None else min(MAX_LOOKAHEAD, self.books.remaining - 1)
         return View(
@@ -144,20 +146,21 @@ class DraftPart(Part):
             due=self.due if self.books.state is State.VERIFYING else None,
             in_flight=self.drafting.node if self.drafting else None,
             in_flight_until=self.drafting.until if self.drafting else 0.0,
+            slack=slack,
         )
 
-    def next_expansion(self, now: float) -> Node | None:
+    def next_expansion(self, now: float, slack: float = 0.0) -> Node | None:
         """What to draft after next, or None to do nothing until something changes."""
         if self.books.state not in (State.PROPOSING, State.VERIFYING):
             return None
-        return self.policy.expansion(self.view(now))
+        return self.policy.expansion(self.view(now, slack))
 
-    def next_proposal(self, now: float) -> Proposal | None:
+    def next_proposal(self, now: float, slack: float = 0.0) -> Proposal | None:
         """What to send now, or None to draft on, or because it is not the drafter's turn."""
         books = self.books
         if books.state is not State.PROPOSING or not self.is_ready:
             return None
-        nodes = self.policy.proposal(self.view(now))
+        nodes = self.policy.proposal(self.view(now, slack))
         if nodes is None:
             return None
         guesses = [node.guess for node in nodes if node.guess is not None]
@@ -219,6 +222,7 @@ class DraftActor(ModelActor[DraftPart]):
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        turns: Turns | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -226,11 +230,13 @@ class DraftActor(ModelActor[DraftPart]):
             target: the target's mailbox.
             target_vocab_size: the width of its logits.
             make_policy: decides how far a session is drafted ahead.
+            turns: at the target; None where it has no other sessions than one.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
+        self._turns = turns or Turns()
         self.chains: bool | None = None
 
     def _join(self, session: Session) -> DraftPart:
@@ -270,11 +276,31 @@ class DraftActor(ModelActor[DraftPart]):
             if part.books.state is State.RESTING and part.policy.should_catch_up(part.num_behind):
                 await self._catch_up(part, line)
                 continue
-            node = part.next_expansion(self.worker.clock())
+            node = self._next_expansion(part)
             if node is None:
                 await part.change()
             else:
                 await self._draft(part, line, node)
+
+    def _next_expansion(self, part: DraftPart) -> Node | None:
+        now = self.worker.clock()
+        return part.next_expansion(now, self._slack(part, now))
+
+    def _slack(self, part: DraftPart, now: float) -> float:
+        """See `View.slack`."""
+        if part.books.state is not State.VERIFYING:
+            return self._turns.left(now)
+        if self._is_waited_for_by_others(part):
+            # What they need is sure to be of use, and the target will have it.
+            return math.inf
+        return self._turns.of_others(part.id)
+
+    def _is_waited_for_by_others(self, part: DraftPart) -> bool:
+        return any(
+            other.books.state is State.PROPOSING and other.is_ready
+            for other in self._parts.values()
+            if other is not part
+        )
 
     async def _draft(self, part: DraftPart, line: Line, node: Node) -> None:
         """Draft after a node, and on down the drafter's own choices, as long as nothing else is wanted."""
@@ -290,7 +316,8 @@ class DraftActor(ModelActor[DraftPart]):
             self.worker.clock,
             self.chains,
         )
-        leash = part.policy.leash(part.view(self.worker.clock()), node)
+        now = self.worker.clock()
+        leash = part.policy.leash(part.view(now, self._slack(part, now)), node)
         tail = part.session.shaping.tail(part.books.committed, part.tree.path(node))
         steps = Steps(
             "draft",
@@ -310,7 +337,9 @@ class DraftActor(ModelActor[DraftPart]):
     def _begin_step(self, part: DraftPart, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
         drafting.node = node
         drafting.beside = part.books.state is State.VERIFYING
-        drafting.until = self.worker.clock() + self.prices.draft(num_tokens, beside=drafting.beside)
+        drafting.until = self.worker.clock() + self.prices.draft(
+            num_tokens, beside=drafting.beside or self._turns.is_busy
+        )
         drafting.steps.round = part.books.round
 
     def _heed(self, part: DraftPart, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
@@ -320,7 +349,9 @@ class DraftActor(ModelActor[DraftPart]):
         node, drafting.node = drafting.node, None
         match outcome:
             case Drafted():
-                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=drafting.beside)
+                # By now, since a step may have waited for others'.
+                beside = drafting.beside or self._turns.was_busy_since(job.began)
+                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=beside)
                 part.can_look_ahead = outcome.can_look_ahead
                 part.held.follow(outcome.fed)
                 # The text may have gone another way meanwhile, and taken the node with it.
@@ -345,7 +376,7 @@ class DraftActor(ModelActor[DraftPart]):
         """
         if (drafting := part.drafting) is None:
             return
-        if drafting.node is None or drafting.node is not part.next_expansion(self.worker.clock()):
+        if drafting.node is None or drafting.node is not self._next_expansion(part):
             drafting.steps.interrupt()
 
     def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
@@ -395,10 +426,10 @@ class DraftActor(ModelActor[DraftPart]):
 
     def _propose(self, part: DraftPart) -> None:
         now = self.worker.clock()
-        if (proposal := part.next_proposal(now)) is not None:
+        if (proposal := part.next_proposal(now, self._slack(part, now))) is not None:
             part.books.propose(proposal)
             self._target.send_nowait(proposal)
-            part.due = now + self.prices.verify(1 + len(proposal.tokens))
+            part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
             self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _hear(self, part: DraftPart, verdict: Verdict) -> None:
@@ -423,7 +454,8 @@ class DraftActor(ModelActor[DraftPart]):
         self._reconsider(part)
 
     def _count_hit(self, part: DraftPart, verdict: Verdict, was_hit: bool) -> None:
-        self.prices.hits.observe(float(was_hit))
+        # Others' passes hide a miss as well as a hit does.
+        self.prices.hits.observe(float(was_hit or self._turns.is_busy))
         if was_hit:
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -10,6 +11,7 @@ import attrs
 import mlx.core as mx
 
 from actors.model import Line, Rung
+from actors.peaks import Peaks
 from actors.session import Session
 from actors.shaping import Tail, pad
 from actors.worker import Step
@@ -111,6 +113,7 @@ class DraftSteps:
                 launched = self._guess(self.line.feed_lazy(lazy.choice), position + 1, 0, tail)
                 mx.async_eval(*launched.arrays())
         found = lazy.read()
+        lazy.peaks.check(0, position, "draft")
         token = found[0].token
         if launched is not None:
             self.line.check(position + 1)
@@ -133,7 +136,9 @@ class DraftSteps:
 
     def _guess(self, rows: mx.array, position: int, trail: int, tail: Tail) -> LazyGuesses:
         logits = self.session.shaping.shape(pad(rows, self.vocab_size), tail, position)
-        return guesses(logits, self.session.opened, position, trail, self.vocab_size, self.num_guesses)
+        # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
+        peaks = Peaks.of(rows, rows)
+        return guesses(logits, peaks, self.session.opened, position, trail, self.vocab_size, self.num_guesses)
 
     def _can_look_ahead(self) -> bool:
         return self.line.prepare(1, self.settled) is not Rung.SINGLE
@@ -152,6 +157,7 @@ class LazyGuesses:
 
     Attributes:
         choice: (1,) the drafter's choice.
+        peaks: of the draft model's own row.
         others: (1, k) further tokens, and (1, k) how sure the drafter is of each: under the match rule the choice
             is the first of them.
         expected: () how sure it is of the choice; None under the match rule.
@@ -159,31 +165,34 @@ class LazyGuesses:
     """
 
     choice: mx.array
+    peaks: Peaks
     others: tuple[mx.array, mx.array]
     expected: mx.array | None = None
     probs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        return [array for array in (self.choice, *self.others, self.expected, self.probs) if array is not None]
+        arrays = (self.choice, *self.peaks.arrays(), *self.others, self.expected, self.probs)
+        return [array for array in arrays if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
         """The guesses, the choice first."""
         mx.eval(*self.arrays())
         if self.expected is None:
             return _ranked(self.others)
-        token, confidence = cast(int, self.choice.item()), cast(float, self.expected.item())
+        token, confidence = cast(int, self.choice.item()), _share(cast(float, self.expected.item()))
         others = [guess for guess in _ranked(self.others, first=1) if guess.token != token]
         return Guess(token, confidence, self.probs, raw=confidence), *others[: self.others[0].shape[1] - 1]
 
 
 def guesses(
-    logits: mx.array, opened: Open, position: int, trail: int, vocab_size: int, num_guesses: int
+    logits: mx.array, peaks: Peaks, opened: Open, position: int, trail: int, vocab_size: int, num_guesses: int
 ) -> LazyGuesses:
     """What may come at a position.
 
     Args:
-        logits: (1, V) of the draft model, lazy or not.
+        logits: (1, V) of the draft model, shaped; lazy or not.
+        peaks: of its own row.
         opened: of the session.
         position: absolute.
         trail: of the text before; of no account under the match rule.
@@ -193,12 +202,12 @@ def guesses(
     settings, seed = opened.settings, opened.seed
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
-        return LazyGuesses(found[0][:, 0], found)
+        return LazyGuesses(found[0][:, 0], peaks, found)
     # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
     # what a draw from this q may expect, not what this draw may.
     probs = distribution(logits[0], settings.temperature)
     drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-    return LazyGuesses(drawn[None], likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
+    return LazyGuesses(drawn[None], peaks, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
 
 
 def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
@@ -206,10 +215,15 @@ def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ..
     (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
     return tuple(
         Guess(token, share, rank=rank, raw=share)
-        for rank, (token, share) in enumerate(zip(tokens, shares, strict=True), start=first)
+        for rank, (token, share) in enumerate(zip(tokens, map(_share, shares), strict=True), start=first)
         # What a filter left out is no guess, unless it is all there is.
         if share > 0.0 or rank == 0
     )
+
+
+def _share(share: float) -> float:
+    """Of a row in which processors left nothing it is NaN, and what comes there is as unlikely as can be."""
+    return 0.0 if math.isnan(share) else share
 
 
 def catch_up(
@@ -234,6 +248,10 @@ def catch_up(
     else:
         probs = distribution(logits, settings.temperature)
         tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
-    mx.eval(tokens, shares)
+    peaks = Peaks.of(rows, rows)
+    mx.eval(tokens, shares, *peaks.arrays())
     line.check(end)
-    return list(zip(cast(list[int], tokens.tolist()), cast(list[float], shares.tolist()), strict=True))
+    if (num_sound := peaks.num_sound()) < num_rows:
+        peaks.check(num_sound, start + num_sound, "draft")
+    found = map(_share, cast(list[float], shares.tolist()))
+    return list(zip(cast(list[int], tokens.tolist()), found, strict=True))

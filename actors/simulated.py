@@ -130,6 +130,11 @@ class SimulatedWorker:
                 pass
 
     @property
+    def is_alive(self) -> bool:
+        """See `Worker.is_alive`."""
+        return True
+
+    @property
     def busy_seconds(self) -> float:
         """See `Worker.busy_seconds`."""
         return self._busy_seconds

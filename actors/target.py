@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -12,6 +12,7 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
+from actors.peaks import Peaks
 from actors.prefill import prefill
 from actors.session import Session
 from actors.shaping import Shaping, Tail
@@ -33,6 +34,9 @@ from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
 from protocol.trace import Event
+from protocol.turns import Turns
+
+T = TypeVar("T")
 
 # Turns of the event loop that an answer takes where it is there already: into the drafter's mailbox, and back.
 TURNS_OF_AN_ANSWER = 4
@@ -46,6 +50,7 @@ class TargetPart(Part):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.seconds = 0.0  # of verify passes
+        self.pass_seconds = 0.0  # of the last pass
         self.was_plain = False  # the round before
 
     @property
@@ -90,6 +95,7 @@ class TargetActor(ModelActor[TargetPart]):
         drafter: trio.MemorySendChannel[Message] | None = None,
         beside_another: bool = True,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        turns: Turns | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -97,11 +103,14 @@ class TargetActor(ModelActor[TargetPart]):
             on_failure: called once the model has failed, after which no session can go on.
             drafter: the drafter's mailbox.
             beside_another: whether a drafter, if there is one, has a model too.
+            turns: where the drafter sees what this has to do.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
         self.drafter = drafter
         self.beside_another = beside_another
+        self._turns = turns or Turns()
+        self._num_in_rounds = 0
 
     def _join(self, session: Session) -> TargetPart:
         return TargetPart(session)
@@ -136,18 +145,25 @@ class TargetActor(ModelActor[TargetPart]):
         What was committed before goes to the consumer once the models are at work again, or have to be waited for:
         what a consumer does with a token takes time in the same thread.
         """
-        began = self.worker.clock() + await self._wait_for_room(part.session)
-        for _ in range(TURNS_OF_AN_ANSWER):
-            if part.books.state is not State.PROPOSING:
-                break
-            await trio.lowlevel.checkpoint()
-        while part.books.state is State.PROPOSING:
-            await self._deliver(part.session)
-            await part.change()
-        proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
-        verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
-        # A job that runs is not abandoned, so the session may have been closed under it.
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._wait_for_room(part.session)
+        began, busy_before = self.worker.clock(), self.worker.busy_seconds
+        self._num_in_rounds += 1
+        try:
+            for _ in range(TURNS_OF_AN_ANSWER):
+                if part.books.state is not State.PROPOSING:
+                    break
+                await trio.lowlevel.checkpoint()
+            while part.books.state is State.PROPOSING:
+                await self._deliver(part.session)
+                await part.change()
+            proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
+            verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
+            # A job that runs is not abandoned, so the session may have been closed under it.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            idle = max(0.0, self.worker.clock() - began - (self.worker.busy_seconds - busy_before))
+            seconds = part.pass_seconds + idle / self._num_in_rounds
+        finally:
+            self._num_in_rounds -= 1
         verdict = self._read(part, verdict)
         commit = part.books.apply(verdict)
         if commit is None:
@@ -156,7 +172,6 @@ class TargetActor(ModelActor[TargetPart]):
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
         if commit.round > 0:  # the first waits for the other's prefill
-            seconds = self.worker.clock() - began
             if proposal is None:
                 # The first after a proposal cannot work ahead, nor can what it costs be avoided.
                 if part.was_plain:
@@ -165,6 +180,16 @@ class TargetActor(ModelActor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
+
+    async def _pass(self, part: TargetPart, job: Job[T], expected_s: float) -> T:
+        """Have a round's job done in its turn; several that wait could be one pass, if lines could be fed together."""
+        self._turns.enter(part.id, expected_s, self.worker.clock())
+        try:
+            result = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))
+        finally:
+            self._turns.leave(part.id, self.worker.clock())
+        part.pass_seconds = job.seconds
+        return result
 
     def _read(self, part: TargetPart, verdict: Verdict) -> Verdict:
         """The verdict, which ends the text where a stop string does.
@@ -175,13 +200,11 @@ class TargetActor(ModelActor[TargetPart]):
             return verdict
         return attrs.evolve(verdict, stop=part.session.find_stop(part.books.preview(verdict)))
 
-    async def _wait_for_room(self, session: Session) -> float:
-        """Wait for a slow consumer, if what was committed last has no room; returns for how many seconds."""
-        began = self.worker.clock()
+    async def _wait_for_room(self, session: Session) -> None:
+        """Wait for a slow consumer, if what was committed last has no room."""
         statistics = session.commits.statistics()
         if statistics.current_buffer_used >= statistics.max_buffer_size:
             await self._deliver(session)
-        return self.worker.clock() - began
 
     async def _deliver(self, session: Session) -> None:
         """Give the consumer what was committed and is not given yet; waits for room."""
@@ -209,7 +232,7 @@ class TargetActor(ModelActor[TargetPart]):
             len(plan.feed) + len(proposal.tokens),
             proposal.round,
         )
-        verified = await self.worker.run(job, meanwhile=partial(self._deliver_now, part.session))
+        verified = await self._pass(part, job, self.prices.verify(job.num_tokens))
         self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
@@ -244,12 +267,9 @@ class TargetActor(ModelActor[TargetPart]):
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
         go_ahead = goes_on and (books.remaining is None or books.remaining > 1) and part.decoder.can_go_ahead
         tail = part.session.shaping.tail(books.committed)
-        token, likelihoods = await self.worker.run(
-            Job(
-                "decode", partial(part.decoder.step, plan, tail, books.next_position, go_ahead), part.id, 1, books.round
-            ),
-            meanwhile=partial(self._deliver_now, part.session),
-        )
+        step = partial(part.decoder.step, plan, tail, books.next_position, go_ahead)
+        expected_s = self.prices.plain.value or self.prices.verify(1)
+        token, likelihoods = await self._pass(part, Job("decode", step, part.id, 1, books.round), expected_s)
         part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, books.round, books.next_position, 0, token, likelihoods=likelihoods)
 
@@ -282,6 +302,10 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
     pass predicts one token, and the first drafted one is compared with it. So it is where replay has become
     dear enough to settle it.
+
+    What was accepted before a row that no token can be chosen from stands, as it would where nobody drafts.
+
+    Raises: NotANumberError, ProcessorError: there is no such row before it.
     """
     width = len(plan.feed) + len(proposal.tokens)
     single_step = bool(proposal.tokens) and (settle or line.prepare(width, proposal.start) is Rung.SINGLE)
@@ -290,10 +314,18 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     logits = line.feed(plan.feed + fed, 1 + len(fed))
     assert logits is not None
     processed = session.shaping.process(logits, tail, proposal.start)
-    judgement = judge(session.shaping.filter(processed, proposal.start), drafted, proposal, session.opened)
+    peaks = Peaks.of(logits, processed)
+    filtered = session.shaping.filter(processed, proposal.start)
+    judgement = judge(filtered, drafted, proposal, session.opened, peaks.arrays())
+    num_fed = 0 if single_step else judgement.num_accepted
+    if judgement.num_accepted + (judgement.token is not None) > (num_sound := peaks.num_sound()):
+        if num_sound == 0:
+            peaks.check(0, proposal.start, "target")
+        # The next round asks for the row that is missing, and so feeds the token before it again.
+        judgement, num_fed = Judgement(num_sound, None), num_sound - 1
     tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
     likely = asked_likelihoods(processed, tokens, session.opened)
-    length = line.rewind(proposal.start + (0 if single_step else judgement.num_accepted))
+    length = line.rewind(proposal.start + num_fed)
     line.check(length)
     return Verified(judgement, len(plan.feed) + len(fed), length, single_step, likely)
 
@@ -304,11 +336,20 @@ def asked_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -
     return likelihoods(logits, tokens, num_top) if num_top else ()
 
 
-def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open) -> Judgement:
-    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens."""
+def judge(
+    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open, beside: Sequence[mx.array]
+) -> Judgement:
+    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens; evaluates `beside`, too."""
     settings = opened.settings
     if settings.rule == "match":
-        return judge_by_match(logits, drafted, temperature=settings.temperature, seed=opened.seed, start=proposal.start)
+        return judge_by_match(
+            logits,
+            drafted,
+            temperature=settings.temperature,
+            seed=opened.seed,
+            start=proposal.start,
+            beside=beside,
+        )
     return judge_by_rejection(
         logits,
         drafted,
@@ -316,7 +357,26 @@ def judge(logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened
         temperature=settings.temperature,
         seed=opened.seed,
         start=proposal.start,
+        beside=beside,
     )
+
+
+@attrs.frozen
+class _Launched:
+    """A token that is being computed.
+
+    Attributes:
+        token: (1,) id.
+        logits: (1, V) processed, of which it comes.
+        peaks: of that row.
+    """
+
+    token: mx.array
+    logits: mx.array
+    peaks: Peaks
+
+    def launch(self) -> None:
+        mx.async_eval(self.token, *self.peaks.arrays())
 
 
 class PlainDecoder:
@@ -330,7 +390,7 @@ class PlainDecoder:
         self._line = line
         self._opened = opened
         self._shaping = shaping
-        self._pending: tuple[mx.array, mx.array] | None = None  # (1,) the next token, launched and not read; its logits
+        self._pending: _Launched | None = None  # the next token, not read
 
     @property
     def is_ahead(self) -> bool:
@@ -350,27 +410,32 @@ class PlainDecoder:
             tail: of the text before the token.
             position: absolute, of the token wanted.
             go_ahead: whether a token after it will be wanted.
+
+        Raises: NotANumberError, ProcessorError: no token can be chosen.
         """
         if self._pending is None:
             rows = self._line.feed(plan.feed, 1)
             assert rows is not None
-            self._pending = self._choose(self._shaping.process(rows, tail, position), position)
-        token, logits = self._pending
-        self._pending = None
-        mx.async_eval(token)
+            self._pending = self._choose(rows, self._shaping.process(rows, tail, position), position)
+        now, self._pending = self._pending, None
+        now.launch()
         if go_ahead:
-            following = self._shaping.process_lazily(self._line.feed_lazy(token), tail, position, token)
-            self._pending = self._choose(following, position + 1)
-            mx.async_eval(self._pending[0])
+            rows = self._line.feed_lazy(now.token)
+            following = self._shaping.process_lazily(rows, tail, position, now.token)
+            self._pending = self._choose(rows, following, position + 1)
+            self._pending.launch()
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
-        chosen = cast(int, token.item())
-        return chosen, asked_likelihoods(logits, (chosen,), self._opened)
+        chosen = cast(int, now.token.item())
+        now.peaks.check(0, position, "target")
+        return chosen, asked_likelihoods(now.logits, (chosen,), self._opened)
 
-    def _choose(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """The token (1,) that comes of processed logits (1, V), and those; lazy."""
+    def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _Launched:
+        """What comes of the model's logits (1, V), once they are processed; lazy."""
         settings, seed = self._opened.settings, self._opened.seed
         filtered = self._shaping.filter(logits, position)
         if settings.rule == "match":
-            return choices(filtered, settings.temperature, seed, position, logits.shape[1]), logits
-        probs = distribution(filtered[0], settings.temperature)
-        return draw(probs, key_for(seed, Purpose.RECOVER, position))[None], logits
+            token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
+        else:
+            probs = distribution(filtered[0], settings.temperature)
+            token = draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
+        return _Launched(token, logits, Peaks.of(rows, logits))

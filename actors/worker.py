@@ -125,6 +125,11 @@ class JobError(OutriderError):
 class Worker(Protocol):
     """Does jobs, one at a time, in the order in which they were handed in."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it does jobs."""
+        ...
+
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Do a job and return its result.
 
@@ -136,7 +141,7 @@ class Worker(Protocol):
         the call waits for its end and returns its result, and the cancellation strikes at the caller's
         next checkpoint.
 
-        Raises: JobError: the job raised.
+        Raises: JobError: the job raised; or the worker has died, of the cause.
         """
         ...
 
@@ -159,7 +164,7 @@ class Worker(Protocol):
         ...
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Waiting:
     """A job in the queue, or the first of several steps, and the task that waits for it."""
 
@@ -193,6 +198,8 @@ class ThreadWorker:
         self._on_event = on_event
         self._jobs: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0
+        self._unfinished: set[_Waiting] = set()
+        self._death: BaseException | None = None
         self._stopped = trio.Event()
         # Not a daemon: a thread that is in mid-forward when the interpreter exits aborts the process.
         self._thread = threading.Thread(target=self._work, name=f"outrider-{actor}", daemon=False)
@@ -219,6 +226,11 @@ class ThreadWorker:
             raise interrupt
 
     @property
+    def is_alive(self) -> bool:
+        """See `Worker.is_alive`."""
+        return self._thread.is_alive() and not self._stopped.is_set()
+
+    @property
     def busy_seconds(self) -> float:
         """See `Worker.busy_seconds`."""
         return self._busy_seconds
@@ -238,6 +250,10 @@ class ThreadWorker:
 
     async def _done(self, waiting: _Waiting, meanwhile: Callable[[], None] | None = None) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
+        if self._stopped.is_set():
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            raise self._dead(waiting.job)
+        self._unfinished.add(waiting)
         self._jobs.put(waiting)
         if meanwhile is not None:
             meanwhile()
@@ -249,6 +265,7 @@ class ThreadWorker:
                         waiting.steps.interrupt()
                     return trio.lowlevel.Abort.FAILED
                 waiting.taken_back = True
+                self._unfinished.discard(waiting)
                 return trio.lowlevel.Abort.SUCCEEDED
 
         return await trio.lowlevel.wait_task_rescheduled(take_back)
@@ -256,23 +273,23 @@ class ThreadWorker:
     # --- on the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            with mx.stream(self._device or mx.default_device()):
-                while (waiting := self._jobs.get()) is not None:
-                    with waiting.lock:
-                        if waiting.taken_back:
-                            continue
-                        waiting.begun = True
-                    following: Job[Any] | None = waiting.job
-                    while following is not None:
-                        following = self._do(waiting, following)
-                    # Hold no result, and with it no array, while waiting for the next job.
-                    del waiting
-        finally:
-            # Without this, a process whose threads ran compiled models may abort as it exits.
-            mx.synchronize()
-            mx.clear_streams()
-            self._trio_token.run_sync_soon(self._stopped.set)
+        # Whatever ends it, those who wait for it hear of that.
+        outcomes = outcome.capture(self._do_jobs), outcome.capture(_release)
+        deaths = [ended.error for ended in outcomes if isinstance(ended, outcome.Error)]
+        self._trio_token.run_sync_soon(self._end, deaths[0] if deaths else None)
+
+    def _do_jobs(self) -> None:
+        with mx.stream(self._device or mx.default_device()):
+            while (waiting := self._jobs.get()) is not None:
+                with waiting.lock:
+                    if waiting.taken_back:
+                        continue
+                    waiting.begun = True
+                following: Job[Any] | None = waiting.job
+                while following is not None:
+                    following = self._do(waiting, following)
+                # Hold no result, and with it no array, while waiting for the next job.
+                del waiting
 
     def _do(self, waiting: _Waiting, job: Job[Any]) -> Job[Any] | None:
         """Do a job, or a step; returns the step that follows it."""
@@ -309,7 +326,27 @@ class ThreadWorker:
         if steps is not None and isinstance(result, outcome.Value):
             result = steps.hand_over(job, result.value, goes_on)
         if not goes_on:
+            self._unfinished.discard(waiting)
             trio.lowlevel.reschedule(waiting.task, result)
+
+    def _end(self, death: BaseException | None) -> None:
+        self._death = death
+        while self._unfinished and death is not None:
+            waiting = self._unfinished.pop()
+            trio.lowlevel.reschedule(waiting.task, outcome.Error(self._dead(waiting.job)))
+        self._stopped.set()
+
+    def _dead(self, job: Job[Any]) -> JobError:
+        why = "has ended" if self._death is None else f"has died of {self._death!r}"
+        error = JobError(f"{job.kind} is not done: the {self._actor}'s thread {why}")
+        error.__cause__ = self._death
+        return error
+
+
+def _release() -> None:
+    # Without this, a process whose threads ran compiled models may abort as it exits.
+    mx.synchronize()
+    mx.clear_streams()
 
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:

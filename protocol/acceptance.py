@@ -18,7 +18,8 @@ The logits here are those after processors and filters, which leave a token out 
 be applied.
 
 Everything here is lazy until the one `mx.eval` in `judge_*`, so that a round costs one
-synchronisation, and another one where log-probabilities are asked for.
+synchronisation, and another one where log-probabilities are asked for. What else is to be known of the same logits is
+evaluated in that one, too (`beside`).
 """
 
 from __future__ import annotations
@@ -141,7 +142,13 @@ def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
 
 
 def judge_by_match(
-    logits: mx.array, drafted: tuple[int, ...], *, temperature: float, seed: int, start: int
+    logits: mx.array,
+    drafted: tuple[int, ...],
+    *,
+    temperature: float,
+    seed: int,
+    start: int,
+    beside: Sequence[mx.array] = (),
 ) -> Judgement:
     """Judge a proposal by the match rule.
 
@@ -152,11 +159,14 @@ def judge_by_match(
         temperature: >= 0.
         seed: of the session.
         start: absolute position of the first drafted token.
+        beside: what else to evaluate, while it costs no synchronisation of its own.
 
     Raises: ProtocolError: the number of rows fits neither.
     """
     _check_rows(logits, drafted)
-    chosen = cast(list[int], choices(logits, temperature, seed, start, logits.shape[1]).tolist())
+    chosen_lazily = choices(logits, temperature, seed, start, logits.shape[1])
+    mx.eval(chosen_lazily, *beside)
+    chosen = cast(list[int], chosen_lazily.tolist())
     num_accepted = count_matches(chosen, drafted)
     return Judgement(num_accepted, chosen[num_accepted] if num_accepted < len(chosen) else None)
 
@@ -218,6 +228,7 @@ def judge_by_rejection(
     temperature: float,
     seed: int,
     start: int,
+    beside: Sequence[mx.array] = (),
 ) -> Judgement:
     """Judge a proposal by the rejection rule.
 
@@ -231,6 +242,7 @@ def judge_by_rejection(
         temperature: > 0.
         seed: of the session.
         start: absolute position of the first drafted token.
+        beside: as in `judge_by_match`.
 
     Raises: ProtocolError: the numbers of rows, tokens and distributions do not fit.
     """
@@ -239,7 +251,9 @@ def judge_by_rejection(
         raise ProtocolError(f"{len(drafted)} drafted tokens came with {len(draft_probs)} distributions")
     p = distribution(logits, temperature)
     if not drafted:
-        return Judgement(0, _to_int(draw(p[0], key_for(seed, Purpose.RECOVER, start))))
+        token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
+        mx.eval(token, *beside)
+        return Judgement(0, _to_int(token))
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
@@ -249,7 +263,7 @@ def judge_by_rejection(
     row = mx.minimum(accepted, logits.shape[0] - 1)
     keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
     token_after = draw(residual(p[row], q[row]), keys[row])
-    mx.eval(accepted, token_after)
+    mx.eval(accepted, token_after, *beside)
     num_accepted = _to_int(accepted)
     return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
 

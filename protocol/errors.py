@@ -58,7 +58,7 @@ class RuntimeClosedError(OutriderError):
 
 
 class ProcessorError(OutriderError):
-    """A logits processor of yours raised, which is the cause, or returned something else than logits."""
+    """A logits processor of yours raised, which is the cause, returned something else than logits, or left no token."""
 
 
 # --- what happened to you -------------------------------------------------------------------------
@@ -66,6 +66,10 @@ class ProcessorError(OutriderError):
 
 class RuntimeBrokenError(OutriderError):
     """The target model failed and took the runtime with it; the original error is the cause."""
+
+
+class NotANumberError(OutriderError):
+    """A model's logits are NaN or infinite, so that no token can be chosen by them; it ends that stream alone."""
 
 
 # --- ours: one of these in the wild is a bug in Outrider ------------------------------------------

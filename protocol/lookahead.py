@@ -7,6 +7,7 @@ from and on time, never on the drawn token itself. So a proposal is made of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -15,6 +16,7 @@ import attrs
 from protocol.calibration import Calibration
 from protocol.leash import NO_LEASH, Leash, Worth
 from protocol.prices import Prices
+from protocol.settings import MAX_LOOKAHEAD
 from protocol.tree import LookaheadTree, Node
 
 
@@ -32,6 +34,8 @@ class View:
         due: when the verdict is expected; None where it is the drafter's turn.
         in_flight: the node that is being drafted after, or None.
         in_flight_until: when that is expected to be done.
+        slack: seconds for which the target has passes of other sessions to go on with, >= 0. From now on, where it is
+            the drafter's turn; else from the verdict on, and then inf where others wait for the drafter.
     """
 
     tree: LookaheadTree
@@ -43,6 +47,7 @@ class View:
     due: float | None = None
     in_flight: Node | None = None
     in_flight_until: float = 0.0
+    slack: float = 0.0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -215,14 +220,24 @@ class Auto:
     def _gain_by_drafting(self, view: View, end: Node) -> float:
         """Tokens, beyond what else the time would bring, of waiting for the drafter to go on after a node."""
         worth, per_token = self.prices.rate, self.prices.verify.per_token
-        price, gain, reach = worth * (per_token + self._wait(view, end)), 0.0, end.reach
+        reached = self._wait(view, end)
+        price, gain, reach = worth * (per_token + self._late(view, 0.0, reached)), 0.0, end.reach
         for _ in range(view.limit - view.tree.depth(end)):
             reach *= self.calibration.mean
             if reach <= price:
                 break
             gain += reach - price
-            price = worth * (per_token + self.prices.draft(1, beside=False))
+            before, reached = reached, reached + self.prices.draft(1, beside=reached < view.slack)
+            price = worth * (per_token + self._late(view, before, reached))
         return gain
+
+    def _late(self, view: View, begin: float, end: float) -> float:
+        """Seconds by which the target is later for drafting between two moments, counted from now.
+
+        While it has passes of other sessions, only by how much the two slow each other down.
+        """
+        hidden = max(0.0, min(end, view.slack) - begin)
+        return end - begin - hidden + self.prices.verify.delay * hidden
 
     def _wait(self, view: View, end: Node) -> float:
         """Seconds until the chain is one token longer."""
@@ -230,7 +245,7 @@ class Auto:
         if view.in_flight is end:
             return left
         # A drafter that has fallen behind catches up once; that is not the price of this token.
-        return left + self.prices.draft(1, beside=False)
+        return left + self.prices.draft(1, beside=left < view.slack)
 
     def expansion(self, view: View) -> Node | None:
         """See `Policy.expansion`."""
@@ -251,11 +266,22 @@ class Auto:
 
     def _is_worth_drafting(self, view: View, node: Node) -> bool:
         assert view.due is not None
-        return self._worth(view.width(node), view.due)(node.reach, view.now)
+        return self._worth(view, view.width(node), view.due)(node.reach, view.now)
 
-    def _worth(self, width: int, due: float) -> Worth:
+    def _worth(self, view: View, width: int, due: float) -> Worth:
         prices = self.prices
-        return Worth(prices.draft(width, beside=True), prices.draft(1, beside=False), prices.verify.delay, due)
+        step = prices.draft(1, beside=False)
+        # What can be drafted once the verdict is there, while the target has others' passes, saves it no time.
+        saved = 0.0 if self._num_wanted * step <= view.slack and view.slack > 0.0 else step
+        return Worth(prices.draft(width, beside=True), saved, prices.verify.delay, due)
+
+    @property
+    def _num_wanted(self) -> int:
+        """How many tokens would be proposed if nobody had to wait for them, as far as can be said beforehand."""
+        mean, price = self.calibration.mean, self.prices.rate * self.prices.verify.per_token
+        if mean >= 1.0 or price <= 0.0:
+            return MAX_LOOKAHEAD
+        return max(0, min(MAX_LOOKAHEAD, int(math.log(min(price, 1.0)) / math.log(max(mean, 1e-9)))))
 
     def leash(self, view: View, node: Node) -> Leash:
         """See `Policy.leash`."""
@@ -266,10 +292,14 @@ class Auto:
         further = -1 - view.tree.depth(node)
         if view.due is None:
             # Up to a proposal: as long as `_gain_by_drafting` will say to wait for another token.
-            price = self.prices.rate * (self.prices.verify.per_token + self.prices.draft(1, beside=False))
+            step = self.prices.draft(1, beside=view.slack > 0.0)
+            price = self.prices.rate * (self.prices.verify.per_token + self._late(view, 0.0, step))
             most = min(view.limit, view.depth) + further
+            if view.slack > 0.0:
+                # What a step costs then changes where others' passes end.
+                most = min(most, int(view.slack / max(step, 1e-9)))
             return Leash(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
-        worth = self._worth(1, view.due)
+        worth = self._worth(view, 1, view.due)
         return Leash(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
 
     def _rival(self, view: View, node: Node) -> float:

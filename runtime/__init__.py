@@ -12,6 +12,7 @@ from protocol.errors import (
     ConversationBusyError,
     ModelError,
     NoRuntimeError,
+    NotANumberError,
     OutriderError,
     ProcessorError,
     PromptError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from runtime.conversation import Conversation
     from runtime.engine import Runtime, open, serve, stream
     from runtime.grammar import Grammar
+    from runtime.health import Health
     from runtime.many import Completions
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
@@ -52,10 +54,12 @@ __all__ = [
     "ConversationBusyError",
     "Event",
     "Grammar",
+    "Health",
     "Instant",
     "LogitsProcessor",
     "ModelError",
     "NoRuntimeError",
+    "NotANumberError",
     "OutriderError",
     "ProcessorError",
     "PromptError",
@@ -96,6 +100,7 @@ _HOMES = {
     "stream": "runtime.engine",
     "Completions": "runtime.many",
     "Grammar": "runtime.grammar",
+    "Health": "runtime.health",
     "Completion": "runtime.streaming",
     "Conversation": "runtime.conversation",
     "Token": "runtime.streaming",

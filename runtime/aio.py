@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import trio
@@ -28,13 +28,19 @@ from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, streaming
 from runtime.aio_many import Completions, CompletionSource
+from runtime.conversation import Conversation as TrioConversation
+from runtime.errand import Errand
+from runtime.health import Health
 from runtime.many import check_max_concurrent, is_list
 from runtime.opening import Source, check_source
 from runtime.relay import Relay, S
+from runtime.saved_session import FilePath
 from runtime.streaming import STREAM_CLOSED, Completion, Token, complete
 from runtime.text import Prompt
 from runtime.thinking import Answer
 from runtime.trio_thread import TrioThread, asyncio_loop
+
+T = TypeVar("T")
 
 _NOTHING = Answer(None, ())
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
@@ -92,6 +98,9 @@ class Runtime:
         self._thread = thread
         self._runtime = runtime
 
+    def __repr__(self) -> str:
+        return repr(self._runtime)
+
     def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
         """Begin a generation.
 
@@ -143,11 +152,26 @@ class Runtime:
         make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
         return Conversation(self, make)
 
+    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+        """A conversation from a file of `Conversation.save`, of either kind, to go on with where it was left.
+
+        Args, Raises: as `runtime.Runtime.load`, and:
+            WrongEventLoopError: this is not the loop that the runtime was opened in.
+
+        Cancellation: waits for the job that is running; there is no conversation then.
+        """
+        made = await self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **settings))
+        return Conversation(self, self._anew(made), made)
+
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
         figures may be in it and some not.
         """
         return self._runtime.statistics()
+
+    def health(self) -> Health:
+        """As `runtime.Runtime.health`."""
+        return self._runtime.health()
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
@@ -173,6 +197,20 @@ class Runtime:
             return Relay(self._thread, make_source)
         except trio.RunFinishedError:
             raise RuntimeClosedError(_RUNTIME_CLOSED) from None
+
+    async def _done_in_trio(self, do: Callable[[], Awaitable[T]]) -> T:
+        self._check_loop()
+        self._runtime._check_open()
+        try:
+            errand = Errand(self._thread, self._runtime._check_open, do)
+        except trio.RunFinishedError:
+            raise RuntimeClosedError(_RUNTIME_CLOSED) from None
+        return await errand.result()
+
+    def _anew(self, made: TrioConversation) -> Callable[[], TrioConversation]:
+        """Makes a conversation like one that there is, in which nothing was said yet."""
+        system = made._system[0]["content"] if made._system else None
+        return partial(self._runtime.conversation, system, thinking=made._thinking, **made._settings)
 
     def _nothing_yet(self) -> Statistics:
         return Counts().snapshot(
@@ -387,16 +425,22 @@ class Conversation:
     As `runtime.Conversation`, for asyncio: chat templates are filled in, and their texts tokenised, off the loop.
     """
 
-    def __init__(self, runtime: Runtime, make: Callable[[], conversation.Conversation]) -> None:
-        """See `Runtime.conversation`.
+    def __init__(
+        self,
+        runtime: Runtime,
+        make: Callable[[], conversation.Conversation],
+        made: conversation.Conversation | None = None,
+    ) -> None:
+        """See `Runtime.conversation` and `Runtime.load`.
 
         Args:
             runtime: whose.
             make: makes the conversation itself, in trio's thread.
+            made: one that there is already; `make` makes another like it, without what was said.
         """
         self._runtime = runtime
         self._make = make
-        self._made: conversation.Conversation | None = None
+        self._made = made
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
 
     @property
@@ -429,6 +473,17 @@ class Conversation:
         """
         return await complete(cast(Any, self.stream(text, **overrides)))
 
+    async def save(self, path: FilePath) -> int:
+        """Save the conversation to a file, for `Runtime.load`, here or in trio; see `runtime.Conversation.save`.
+
+        Args, Returns, Raises: as there.
+
+        Cancellation: leaves what was there, or, at the very last, the whole new file.
+        """
+        self._runtime._check_loop()
+        self._check_idle("save the conversation")
+        return await self._runtime._done_in_trio(partial(self._save, path))
+
     def reset(self) -> None:
         """Forget everything but the system's message.
 
@@ -447,9 +502,15 @@ class Conversation:
 
     def _open(self, text: str, overrides: dict[str, Any]) -> streaming.TokenStream:
         """In trio's thread, where one turn begins after the other."""
+        return self._there().stream(text, **overrides)
+
+    async def _save(self, path: FilePath) -> int:
+        return await self._there().save(path)
+
+    def _there(self) -> conversation.Conversation:
         if self._made is None:
             self._made = self._make()
-        return self._made.stream(text, **overrides)
+        return self._made
 
 
 def _own(prompt: Prompt) -> Prompt:

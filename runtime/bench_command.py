@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from runtime.bench import Benchmark, Measured, Plan, Row
+    from runtime.bench_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
@@ -90,6 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_list,
         help="for this runtime (default: 0,1,2,3,4,6,8,auto)",
     )
+    what.add_argument(
+        "--streams",
+        metavar="LIST",
+        nargs="?",
+        const="1,2,4,8,16",
+        help="measure so many streams at once instead, against one after another and mlx-lm's BatchGenerator; without "
+        "LIST, %(const)s; --lookahead is then of the streams (default: auto)",
+    )
     what.add_argument("--dtype", metavar="TYPE", help="cast the models to float32, bfloat16 or float16")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -110,20 +119,26 @@ def _list(text: str) -> list[int | float | str]:
     return [] if text == "none" else [_number(part.strip()) for part in text.split(",")]
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _plan(arguments: argparse.Namespace) -> Plan | StreamsPlan:
     """What was asked for.
 
     Raises: SettingsError, PromptError: something is out of its range, or cannot be read.
     """
     from runtime.bench import Plan
+    from runtime.bench_streams import StreamsPlan
 
-    names = {field.name for field in attrs.fields(Plan)}
+    kind = Plan if arguments.streams is None else StreamsPlan
+    names = {field.name for field in attrs.fields(kind)}
     given = {name: value for name, value in vars(arguments).items() if name in names and name != "prompts"}
     if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
         given["prompts"] = read_prompts(Path(arguments.prompts))
-    return Plan(**given)
+    if arguments.streams is not None:
+        given["streams"] = _list(arguments.streams)
+        if "num_draft_tokens" in vars(arguments):
+            raise SettingsError("num-draft-tokens is not for --streams: mlx-lm's BatchGenerator cannot speculate")
+    return kind(**given)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -174,13 +189,12 @@ def bench(
         raise SettingsError("bench compares ways to speculate, and needs a draft model: give --draft")
     plot = _check_plot(arguments.plot)
     plan = _plan(arguments)
-    from runtime.bench import Measured, measure
-
-    measured, outcome = Measured(plan), Outcome()
+    measured, measuring = _measuring(plan, target, draft)
+    outcome = Outcome()
 
     async def work() -> None:
         try:
-            await measure(target, draft, measured=measured, on_progress=display.doing)
+            await measuring(display.doing)
         finally:
             if measured.result().is_complete:
                 outcome.finish_reason = "length"
@@ -191,20 +205,35 @@ def bench(
     return outcome
 
 
-def _show(measured: Measured, outcome: Outcome, as_json: bool, plot: Path | None) -> None:
+def _measuring(
+    plan: Plan | StreamsPlan, target: str | Path, draft: str | Path
+) -> tuple[Measured | StreamsMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
+    """Where figures are collected, and what collects them, saying what it does."""
+    from runtime import bench, bench_streams
+
+    if isinstance(plan, bench_streams.StreamsPlan):
+        streams = bench_streams.StreamsMeasured(plan)
+        return streams, lambda say: bench_streams.measure_streams(target, draft, measured=streams, on_progress=say)
+    measured = bench.Measured(plan)
+    return measured, lambda say: bench.measure(target, draft, measured=measured, on_progress=say)
+
+
+def _show(measured: Measured | StreamsMeasured, outcome: Outcome, as_json: bool, plot: Path | None) -> None:
+    from runtime import bench_plot
+    from runtime.bench_streams import StreamsBenchmark as OfStreams
+    from runtime.bench_streams_table import print_streams
+
     result = measured.result()
     if as_json:
         if outcome.failure is None or result.repeats_done:
             print_text(json.dumps(attrs.asdict(result)) + "\n")
     elif result.repeats_done:
-        print_benchmark(result)
+        print_streams(result) if isinstance(result, OfStreams) else print_benchmark(result)
     if not result.repeats_done:
         if outcome.signal is not None:
             say("nothing was measured yet")
     elif plot is not None:
-        from runtime.bench_plot import draw
-
-        draw(result, plot)
+        bench_plot.draw_streams(result, plot) if isinstance(result, OfStreams) else bench_plot.draw(result, plot)
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -216,7 +245,7 @@ def print_benchmark(result: Benchmark) -> None:
     Raises: OutputError: it cannot be written.
     """
     with printing(PIPE_WIDTH) as console:
-        show_sections(console, [("bench", list(_circumstances(result)))])
+        show_sections(console, [("bench", list(circumstances(result, result.num_prompts)))])
         console.print()
         console.print(_table(result))
         if notes := list(_notes(result)):
@@ -229,17 +258,14 @@ def print_benchmark(result: Benchmark) -> None:
             show_sections(console, sections)
 
 
-def _circumstances(result: Benchmark) -> Iterator[tuple[str, str]]:
+def circumstances(result: Benchmark | StreamsBenchmark, num_texts: int | str) -> Iterator[tuple[str, str]]:
+    """What was measured with, and how much of it."""
     yield "target", f"{result.target}, {', '.join(result.dtypes['target'])}"
     yield "draft", ", ".join([result.draft, *result.dtypes.get("draft", ())])
-    yield "texts", f"{result.num_prompts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
-    yield "repeats", _repeats(result)
-    yield from result.machine.items()
-
-
-def _repeats(result: Benchmark) -> str:
+    yield "texts", f"{num_texts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
     cut = "" if result.is_complete else ", the last perhaps in part: it was interrupted"
-    return f"{result.repeats_done} of {result.repeats}{cut}"
+    yield "repeats", f"{result.repeats_done} of {result.repeats}{cut}"
+    yield from result.machine.items()
 
 
 def _table(result: Benchmark) -> Table:
@@ -274,18 +300,19 @@ def _cells(row: Row) -> Iterator[str]:
         return
     yield f"{row.median:.1f}"
     yield f"{row.low:.1f}–{row.high:.1f}"
-    yield _or_dash(row.vs_plain, ".2f")
-    yield _or_dash(row.vs_best_speculative, ".2f")
-    yield _or_dash(row.acceptance, ".0%")
-    yield _or_dash(row.tokens_per_round, ".2f")
-    yield _or_dash(row.hit_rate, ".0%")
+    yield or_dash(row.vs_plain, ".2f")
+    yield or_dash(row.vs_best_speculative, ".2f")
+    yield or_dash(row.acceptance, ".0%")
+    yield or_dash(row.tokens_per_round, ".2f")
+    yield or_dash(row.hit_rate, ".0%")
     busy = row.target_busy is not None and row.draft_busy is not None
     yield f"{row.target_busy:.0%} {row.draft_busy:.0%}" if busy else "–"
-    yield _or_dash(row.of_limit, ".2f")
+    yield or_dash(row.of_limit, ".2f")
     yield "–" if row.same_texts is None else f"{row.same_texts}/{row.num_texts}"
 
 
-def _or_dash(value: float | None, form: str) -> str:
+def or_dash(value: float | None, form: str) -> str:
+    """A figure in some form; a dash where there is none."""
     return "–" if value is None else format(value, form)
 
 

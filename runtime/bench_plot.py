@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from protocol.errors import SettingsError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from runtime.bench import Benchmark
+    from runtime.bench_streams import StreamsBenchmark
 
 _COLOURS = {"mlx-lm": "#9aa0a6", "outrider": "#2563eb"}
 
@@ -54,6 +57,47 @@ def draw(result: Benchmark, path: Path) -> None:
     axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
     axes.margins(x=0.2)
     axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_streams(result: StreamsBenchmark, path: Path) -> None:
+    """Draw tokens per second over the number of streams, a line for each way, with the slowest and fastest repeat.
+
+    Args, Raises: as `draw`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row.name for row in result.rows):
+        rows = [row for row in result.rows if row.name == name and row.median is not None]
+        if not rows:
+            continue
+        medians = [row.median or 0.0 for row in rows]
+        below = [median - (row.low or 0.0) for row, median in zip(rows, medians, strict=True)]
+        above = [(row.high or 0.0) - median for row, median in zip(rows, medians, strict=True)]
+        axes.errorbar(
+            [row.streams for row in rows],
+            medians,
+            yerr=[below, above],
+            label=name,
+            color=_COLOURS["mlx-lm" if rows[0].kind == "batched" else "outrider"],
+            linestyle="--" if rows[0].kind == "one after another" else "-",
+            marker="o",
+            capsize=3,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(result.streams, [str(number) for number in result.streams])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("streams")
+    axes.set_ylabel("tokens of all streams per second")
+    axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path)
     except OSError as error:

@@ -395,6 +395,7 @@ class Command:
 
 async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
+    say("forgotten; the conversation begins anew")
 
 
 def _file(argument: str) -> str:

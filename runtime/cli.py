@@ -14,6 +14,7 @@ Whatever can be checked without a model is checked before one is loaded.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import json
 import math
@@ -33,7 +34,7 @@ from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
 from runtime import bench_command, blas, chat_command, serve_command
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.settings_arguments import add_settings, settings_of, value
+from runtime.settings_arguments import add_settings, in_options, settings_of, value
 from runtime.simulate_command import add_simulate
 from runtime.terminal import (
     BY_SIGNAL,
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return BY_SIGNAL + signal.SIGPIPE
-        say(f"error: {error}")
+        say(f"error: {in_options(str(error)) if isinstance(error, SettingsError) else error}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
@@ -87,7 +88,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is written, or fails, as everything else here."""
+    """A parser whose help is written, or fails, as everything else here, and which says what may have been meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        # Of a command, too, so that its usage is shown.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
+        return parsed, unknown
+
+    def _hint(self, unknown: list[str]) -> str:
+        known = list(self._option_string_actions)
+        found = (difflib.get_close_matches(name.partition("=")[0], known, n=1) for name in unknown if name[:1] == "-")
+        meant = [near[0] for near in found if near]
+        return f"; did you mean {' '.join(meant)}?" if meant else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(str(value), action.choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(action.choices)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
+        super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:
         print_text(self.format_help())
@@ -301,7 +322,10 @@ def _schema(file: str) -> str:
         raise SettingsError(f"cannot read the JSON schema from {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"the JSON schema in {file} is not valid text: {error}; write it as UTF-8") from error
-    check_json_schema(schema)
+    try:
+        check_json_schema(schema)
+    except SettingsError as error:
+        raise SettingsError(f"--json-schema {file}: {error}") from error
     return schema
 
 

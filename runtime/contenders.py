@@ -104,23 +104,32 @@ class Run:
     estimates: dict[str, Any] | None = None
 
 
+@attrs.frozen
+class Cast:
+    """Two models on their threads.
+
+    Attributes:
+        models, workers: by role, "target" and "draft"; each model was made on its worker. Without a drafter,
+            the runtime looks up instead.
+        events: where the workers announce their spans.
+    """
+
+    models: dict[str, MLXModel]
+    workers: dict[str, Worker]
+    events: Switch
+
+
 class Stage:
     """Two models on their threads, on which contenders take turns.
 
     Nothing of one contender is under way any more when the next begins.
     """
 
-    def __init__(self, models: dict[str, MLXModel], workers: dict[str, Worker], events: Switch) -> None:
-        """A stage on which nobody stands yet.
-
-        Args:
-            models, workers: by role, "target" and "draft"; each model was made on its worker. Without a drafter,
-                the runtime looks up instead.
-            events: where the workers announce their spans.
-        """
-        self._models = models
-        self._workers = workers
-        self._events = events
+    def __init__(self, cast: Cast) -> None:
+        """A stage on which nobody stands yet."""
+        self._models = cast.models
+        self._workers = cast.workers
+        self._events = cast.events
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # of the run that is under way
 

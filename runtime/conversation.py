@@ -94,6 +94,9 @@ class Conversation:
         self._turn: _Turn | None = None
         self._check_template()
 
+    def __repr__(self) -> str:
+        return f"<outrider Conversation: {len(self.messages)} messages>"
+
     @property
     def messages(self) -> list[Message]:
         """What was said so far, oldest first, the system's message included; a copy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import secrets
@@ -12,7 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-import attrs
 import mlx.core as mx
 import outcome
 import trio
@@ -43,9 +43,11 @@ from protocol.processors import can_be_speculated_with
 from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Actor, Event, Span
+from protocol.turns import Turns
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.grammar import Grammar
+from runtime.health import Health
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.opening import (
     Device,
@@ -55,6 +57,7 @@ from runtime.opening import (
     check_device,
     check_integer,
     check_source,
+    check_unknown,
     load_onto,
 )
 from runtime.places import Places
@@ -69,6 +72,8 @@ logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
+
+_CLOSED = "this runtime was closed; open another with runtime.open()"
 
 _warned_of: set[str] = set()  # logits processors, once a process
 
@@ -109,24 +114,6 @@ def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
     return call
 
 
-@attrs.frozen
-class Health:
-    """Whether the actors are alive.
-
-    Attributes:
-        target: whether new streams can begin.
-        draft: whether they would be drafted for; None where there is no drafter.
-    """
-
-    target: bool
-    draft: bool | None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.target and self.draft is not False
-
-
 class Runtime:
     """Two models at work; made by `runtime.open` and `runtime.serve`."""
 
@@ -156,6 +143,10 @@ class Runtime:
         self._clock = target.worker.clock
         self._began = self._clock()
         events.listen(self._attribute)
+
+    def __repr__(self) -> str:
+        state = "open" if self._closed is None else "closed"
+        return f"<outrider Runtime, {state}: {self.num_streams} streams, {self.num_waiting} waiting>"
 
     # --- for users --------------------------------------------------------------------------------
 
@@ -300,9 +291,12 @@ class Runtime:
         )
 
     def health(self) -> Health:
-        """Whether both models are at work."""
+        """Whether the models are still at work; for a server to say, since it asks nothing of them."""
         is_open = self._closed is None
-        return Health(is_open, None if self._draft is None else is_open)
+        return Health(
+            target=is_open and self._target.is_alive,
+            draft=None if self._draft is None else is_open and self._draft.is_alive,
+        )
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
@@ -566,6 +560,7 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
+        turns = Turns()
         target_actor = TargetActor(
             *target,
             events,
@@ -573,6 +568,7 @@ async def running(
             on_failure=on_failure,
             beside_another=draft != NGRAM,
             prefix_cache_bytes=prefix_cache_bytes,
+            turns=turns,
         )
         draft_actor: DraftActor | LookupActor | None = None
         if draft == NGRAM:
@@ -588,19 +584,25 @@ async def running(
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
                 prefix_cache_bytes=prefix_cache_bytes,
+                turns=turns,
             )
         if draft_actor is not None:
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
         runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
+        end = partial(runtime._close, RuntimeClosedError(_CLOSED))
+        for actor in (target_actor, draft_actor):
+            if actor is not None:
+                # A cancellation from further out ends the actors, and the block in its own time.
+                actor.when_over(end)
         before = _current.get()
         _current.set(runtime)
         try:
             yield runtime
         finally:
             _current.set(before)
-            runtime._close(RuntimeClosedError("this runtime was closed; open another with runtime.open()"))
+            end()
 
 
 @asynccontextmanager
@@ -619,6 +621,7 @@ async def open(
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     trace: Trace = None,
+    **unknown: Any,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
@@ -644,11 +647,12 @@ async def open(
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
+        **unknown: refused.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
     Raises: before the block is entered, with nothing left half open:
-        SettingsError: an option is out of its range.
+        SettingsError: an option is unknown or out of its range.
         ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
             way to rewind that was insisted on.
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -661,6 +665,7 @@ async def open(
         raise WrongEventLoopError(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
         )
+    check_unknown(unknown, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     devices: dict[Actor, mx.Device | None] = {
         "target": check_device("target", target_device),
@@ -714,6 +719,13 @@ async def open(
             prefix_cache_bytes=prefix_cache_bytes,
         ) as runtime:
             yield runtime
+
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(open).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
 
 
 async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx_model import CacheOptions, MLXModel, load, tokenizer_wrapper
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
-from protocol.settings import NGRAM
+from protocol.settings import NGRAM, Settings
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
@@ -57,6 +59,8 @@ def check_source(role: str, source: Any) -> Source:
         if not has_config:
             raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
         return path
+    if role == "draft" and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), n=1, cutoff=0.75):
+        raise SettingsError(f'draft {str(source)!r} is no model; did you mean "{NGRAM}", which looks up without one?')
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -99,6 +103,17 @@ def check_cache_options(
     if kv_bits is not None and max_kv_size is not None:
         raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
     return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+
+
+def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises: SettingsError: there is an option of `open` that it does not have."""
+    for name in options:
+        if name in {field.name for field in attrs.fields(Settings)}:
+            hint = "it is a setting of stream() and the like"
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+        raise SettingsError(f"open() has no option {name!r}; {hint}")
 
 
 def check_integer(name: str, value: Any, low: int) -> None:

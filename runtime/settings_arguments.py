@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for name, metavar, read, text in options:
             group.add_argument(
-                f"--{name.replace('_', '-')}",
+                _option(name),
                 metavar=metavar,
                 type=read,
                 default=argparse.SUPPRESS,
@@ -111,6 +112,22 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = {name: given for name, given in vars(arguments).items() if name in names}
     settings_from(settings)
     return settings
+
+
+def in_options(message: str) -> str:
+    """What a message says of settings, with the names that they have here.
+
+    A name that is a word as well is one where the message begins with it.
+    """
+    names = {field.name for field in attrs.fields(Settings)} - {"logits_processors", "reuse_prefix"}
+    begins, _, rest = message.partition(" ")
+    words = [name for name in names if "_" in name]
+    begins = _option(begins) if begins in names else begins
+    return re.sub(rf"(?<![-\w])({'|'.join(words)})\b", lambda found: _option(found[1]), f"{begins} {rest}".strip())
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _default(name: str) -> str:

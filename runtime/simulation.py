@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -31,7 +32,7 @@ from protocol.errors import RewindError, SettingsError
 from protocol.prices import Prices
 from protocol.settings import MAX_SEED
 from protocol.statistics import Statistics
-from runtime.engine import Events, running
+from runtime.engine import Events, Runtime, running
 
 VOCAB_SIZE = 64
 
@@ -358,6 +359,27 @@ async def play(
 
     Raises: SettingsError: a setting is out of its range.
     """
+    async with _runtime(scenario, make_policy) as runtime:
+        return _as_played(await _read(runtime, PROMPT, num_tokens, lookahead))
+
+
+def _as_played(statistics: Statistics) -> Played:
+    return Played(statistics.generated_tokens / statistics.elapsed, statistics.elapsed, statistics)
+
+
+async def _read(
+    runtime: Runtime, prompt: tuple[int, ...], num_tokens: int, lookahead: int | Literal["auto"]
+) -> Statistics:
+    """Read a text to its end."""
+    stream = runtime.stream(prompt, max_tokens=num_tokens, lookahead=lookahead)
+    async with stream:
+        async for _ in stream:
+            pass
+    return stream.statistics()
+
+
+@asynccontextmanager
+async def _runtime(scenario: Scenario, make_policy: MakePolicy) -> AsyncIterator[Runtime]:
     contention, events = Contention(scenario.contention), Events()
 
     def verify_price(job: Job[Any]) -> float:
@@ -373,9 +395,76 @@ async def play(
     with trio.fail_after(_TOO_LONG):
         await warm_up(*models, prices)
         async with running(*models, events=events, prices=prices, make_policy=make_policy) as runtime:
-            stream = runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=lookahead)
-            async with stream:
-                async for _ in stream:
-                    pass
-            statistics = stream.statistics()
-    return Played(statistics.generated_tokens / statistics.elapsed, statistics.elapsed, statistics)
+            yield runtime
+
+
+# --- several streams ------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class PlayedStreams:
+    """What came of several texts in one scenario.
+
+    Attributes:
+        speed: tokens of all per T_v(1).
+        seconds: simulated, from the call to the last token of all, in units of T_v(1).
+        target_busy, draft_busy: fractions of that in which either model was at work.
+        statistics: of the streams, in the order of their ends.
+    """
+
+    speed: float
+    seconds: float
+    target_busy: float
+    draft_busy: float
+    statistics: tuple[Statistics, ...]
+
+    @property
+    def proposal(self) -> float:
+        """Tokens proposed for a pass of the target, on average."""
+        return sum(each.proposed for each in self.statistics) / sum(each.rounds for each in self.statistics)
+
+
+def played_streams(
+    scenario: Scenario,
+    num_streams: int,
+    *,
+    at_once: bool,
+    num_tokens: int = 500,
+    lookahead: int | Literal["auto"] = "auto",
+) -> PlayedStreams:
+    """Generate several different texts on one runtime, in simulated time, in an event loop of its own.
+
+    Args:
+        scenario: what to simulate.
+        num_streams: how many texts, in [1, 64].
+        at_once: whether all begin together; else one after another.
+        num_tokens: length of each, >= 1.
+        lookahead: as in `Settings`; 0 is plain decoding.
+
+    Raises: SettingsError: a setting is out of its range.
+    """
+    if not 1 <= num_streams <= VOCAB_SIZE:
+        raise SettingsError(f"num_streams must be in [1, {VOCAB_SIZE}], got {num_streams!r}")
+
+    async def main() -> PlayedStreams:
+        done: list[Statistics] = []
+        async with _runtime(scenario, policy_by_settings) as runtime:
+            began, before = trio.current_time(), runtime.statistics()
+
+            async def read(first_token: int) -> None:
+                done.append(await _read(runtime, (first_token,), num_tokens, lookahead))
+
+            async with trio.open_nursery() as nursery:
+                for first_token in range(num_streams):
+                    if at_once:
+                        nursery.start_soon(read, first_token)
+                    else:
+                        await read(first_token)
+            seconds, after = trio.current_time() - began, runtime.statistics()
+        target, draft = (
+            (getattr(after, name) * after.elapsed - getattr(before, name) * before.elapsed) / seconds
+            for name in ("target_busy", "draft_busy")
+        )
+        return PlayedStreams(num_streams * num_tokens / seconds, seconds, target, draft, tuple(done))
+
+    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -141,6 +141,10 @@ class TokenStream:
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
+    def __repr__(self) -> str:
+        state = self._finish_reason or ("closed" if self._is_closed else "under way")
+        return f"<outrider TokenStream, {state}: {self._num_given} tokens given>"
+
     @property
     def session(self) -> int:
         """The number by which a trace names this generation."""

@@ -149,7 +149,7 @@ class Recorder(ABC):
         except OSError as error:
             self._has_failed = True
             self._events.clear()
-            logger.warning("the trace in %s is not whole: %s", self.path, error.strerror)
+            logger.warning("the trace in %s is not whole: %s", self.path, error.strerror or error)
 
     async def _on_a_thread(self, call: Callable[..., object], *args: Any) -> None:
         await trio.to_thread.run_sync(call, *args, limiter=self._limiter)

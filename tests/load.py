@@ -33,6 +33,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
 
 MAX_STREAMS = 4
 STALLED_S = 5
+PREFILL_STEP_SIZE = 64
 
 # Of the time that everything takes, this part goes by before the server's size is taken note of.
 WARM_UP = 0.25
@@ -96,7 +97,8 @@ async def served(*arguments: str) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
         command = [sys.executable, "-m", "runtime", "serve", "--port", "0", "--max-streams", str(MAX_STREAMS)]
-        command += ["--target", str(pair[0]), "--draft", str(pair[1]), "--stalled-seconds", str(STALLED_S), *arguments]
+        command += ["--target", str(pair[0]), "--draft", str(pair[1]), "--stalled-seconds", str(STALLED_S)]
+        command += ["--prefill-step-size", str(PREFILL_STEP_SIZE), *arguments]
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
                 partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
@@ -146,7 +148,7 @@ def asked(number: int) -> dict[str, Any]:
 
 def long_prompt(dice: random.Random) -> str:
     """One that takes some passes to read, and is not cached."""
-    return "".join(f"value_{dice.randrange(10**6)} = {dice.randrange(10**6)}\n" for _ in range(60))
+    return "".join(f"value_{dice.randrange(10**6)} = {dice.randrange(10**6)}\n" for _ in range(30))
 
 
 # --- how clients behave ---------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Visitor:
             await client.send(request("POST", "/v1/completions", {"prompt": prompt, "stream": True}))
             await self._begin(client)
             await client.event()
-            await trio.sleep(self.dice.uniform(0, 2))
+            await trio.sleep(self.dice.uniform(0, 10))
             await self._go(client)
 
     async def leave_in_answer(self, number: int) -> None:

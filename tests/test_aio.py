@@ -28,6 +28,8 @@ import runtime
 from protocol.trace import Event, Instant, Span
 from runtime.trio_thread import TrioThread
 
+pytestmark = pytest.mark.usefixtures("spare_buffers")
+
 PROMPT = tuple(prompt_of(33))
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}
@@ -975,6 +977,113 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             assert ids(alone) == ids(third)
             conversation.reset()
             assert conversation.messages == []
+
+    run(main)
+
+
+def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    settings: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+
+    def opened() -> Any:
+        return runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT)
+
+    async def main() -> None:
+        async with opened() as rt:
+            conversation = rt.conversation("# a stack\n", **settings)
+            await conversation.generate("class Stack:\n")
+            async with conversation.stream("\n\ndef push(") as stream:
+                with pytest.raises(runtime.ConversationBusyError):
+                    await conversation.save(path)
+                assert [token async for token in stream]
+            assert await conversation.save(path) == path.stat().st_size
+            messages = conversation.messages
+            expected = await conversation.generate("\n\ndef pop(")
+        async with opened() as rt:
+            loaded = await rt.load(path)
+            assert loaded.messages == messages
+            found = await loaded.generate("\n\ndef pop(")
+            assert ids(found) == ids(expected)
+            assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+            # What it forgets is what was said, and not how.
+            loaded.reset()
+            assert loaded.messages == []
+            anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
+            assert ids(anew) == ids(fresh)
+
+    run(main)
+
+
+def test_a_conversation_that_was_not_begun_is_saved_and_loaded(run: Run, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+            await rt.conversation("Be kind.", max_tokens=5).save(tmp_path / "session")
+            loaded = await rt.load(tmp_path / "session", max_tokens=3)
+            assert [message["content"] for message in loaded.messages] == ["Be kind."]
+            assert len((await loaded.generate(" I am")).tokens) == 3
+
+    run(main)
+
+
+def test_what_cannot_be_saved_or_loaded_is_said(run: Run, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+            conversation = rt.conversation()
+            with pytest.raises(runtime.SettingsError, match="path"):
+                await conversation.save(3)  # type: ignore[arg-type]
+            with pytest.raises(runtime.SessionFileError, match="no/such"):
+                await conversation.save(tmp_path / "no/such")
+            with pytest.raises(runtime.SessionFileError, match="no/such"):
+                await rt.load(tmp_path / "no/such")
+            await conversation.save(tmp_path / "session")
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                await rt.load(tmp_path / "session", max_tokens=0)
+        with pytest.raises(runtime.RuntimeClosedError):
+            await conversation.save(tmp_path / "later")
+        with pytest.raises(runtime.RuntimeClosedError):
+            await rt.load(tmp_path / "session")
+        assert [path.name for path in tmp_path.iterdir()] == ["session"]
+
+    run(main)
+
+
+def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run: Run, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+            conversation = rt.conversation(max_tokens=3)
+            await conversation.generate("def f(")
+            for number in range(6):
+                saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
+                await turns(number)
+                saving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await saving
+                for path in tmp_path.iterdir():
+                    # Nothing, or all of it.
+                    assert path.name == "session"
+                    assert (await rt.load(path)).messages == conversation.messages
+            loading = asyncio.ensure_future(rt.load(tmp_path / "session"))
+            await turns(1)
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            await conversation.generate("\n")
+
+    run(main)
+
+
+def test_a_save_under_way_when_the_runtime_is_left_is_told_that_it_is_closed(run: Run, tmp_path: Path) -> None:
+    async def main() -> None:
+        for number in range(4):
+            async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+                conversation = rt.conversation(max_tokens=3)
+                await conversation.generate("def f(")
+                saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
+                await turns(number)
+            try:
+                assert await saving == (tmp_path / "session").stat().st_size
+            except runtime.RuntimeClosedError:
+                continue
 
     run(main)
 

@@ -444,3 +444,21 @@ async def test_a_stream_that_is_over_stays_over() -> None:
         assert [token async for token in stream] == []
         await stream.aclose()
         assert [token async for token in stream] == []
+
+
+# --- options that are none ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("max_stream", "did you mean 'max_streams'"),
+        ("kv_bit", "did you mean 'kv_bits'"),
+        ("xyzzy", "the options are target_device, "),
+        ("max_tokens", "it is a setting of stream"),
+    ],
+)
+async def test_an_option_that_open_does_not_have_is_refused_with_a_hint(option: str, hint: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=f"open\\(\\) has no option '{option}'; {hint}"):
+        async with runtime.open("/no/such/model", **{option: 1}):
+            pass

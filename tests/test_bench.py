@@ -31,10 +31,12 @@ from actors.mlx_model import CacheOptions, MLXModel
 from actors.worker import Job, ThreadWorker
 from protocol.trace import Span
 from runtime import bench_command, cli
-from runtime.bench import Benchmark, Measured, Plan, Row, measure, order
+from runtime.bench import Benchmark, Measured, Plan, Row, measure
+from runtime.bench_setup import order
 from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates
 from runtime.contenders import (
     PLAIN,
+    Cast,
     Contender,
     Moment,
     Run,
@@ -388,7 +390,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
         for role, model in zip(("target", "draft"), pair, strict=True):
             workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
             made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
-        stage = Stage(made, workers, events)
+        stage = Stage(Cast(made, workers, events))
         await stage.open_runtimes(stack, [ours])
         (rt, _) = stage._runtimes[ours]
 

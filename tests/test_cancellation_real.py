@@ -23,6 +23,8 @@ from models import Wrapped, greedy, llama, near, prompt_of
 import runtime
 from protocol.trace import Event, Instant, Span
 
+pytestmark = pytest.mark.usefixtures("spare_buffers")
+
 PROMPT = tuple(prompt_of(33))
 # A lookahead of its own choice might leave such small models undrafted, and nothing would hit or miss.
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}

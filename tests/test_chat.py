@@ -112,9 +112,10 @@ async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endle
 
 
 async def test_a_reset_forgets_what_was_said(endless: str) -> None:
-    _, out, _ = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
+    _, out, err = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
     first, second, again = out.splitlines()
     assert first == again != second
+    assert err == "outrider: forgotten; the conversation begins anew\n"
 
 
 async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> None:
@@ -146,7 +147,7 @@ async def test_two_slashes_say_one_to_the_model(endless: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--max-tokens", "0"], "--max-tokens must be"),
         (["--target", "/nowhere"], "does not exist"),
         (["--thinking"], "thinking=True cannot be told"),
     ],

@@ -467,7 +467,45 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     with pytest.raises(runtime.SettingsError) as refusal:
         runtime.Settings(**{setting: value})
     assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
-    assert capfd.readouterr() == ("", f"outrider: error: {refusal.value}\n")
+    said = str(refusal.value)
+    assert said.startswith(setting) or setting == "stop"
+    # By the name that was typed.
+    assert capfd.readouterr() == ("", f"outrider: error: {said.replace(setting, option, 1)}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        (["generate", "--max-tokns", "5", "hi"], "outrider generate ", "--max-tokns hi; did you mean --max-tokens?"),
+        (["chat", "--temperatur=1"], "outrider chat ", "--temperatur=1; did you mean --temperature?"),
+        (["doctor", "--xyzzy"], "outrider doctor ", "unrecognized arguments: --xyzzy\n"),
+        (["generat", "hi"], "outrider ", "there is no command 'generat'; did you mean generate?"),
+        (["xyzzy"], "outrider ", "there is no command 'xyzzy'; the commands are generate, "),
+    ],
+)
+def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, usage, message, capfd):
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"usage: {usage}")
+    assert message in err
+
+
+@pytest.mark.parametrize("name", ["ngrm", "NGRAM", "n-gram"])
+def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
+    assert run_here(PROMPT, "--draft", name) == 2
+    assert capfd.readouterr().err == (
+        f'outrider: error: draft {name!r} is no model; did you mean "ngram", which looks up without one?\n'
+    )
+
+
+def test_a_schema_that_cannot_be_followed_is_named_by_its_file(tmp_path, capfd):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "nothing"}')
+    assert run_here(PROMPT, "--json-schema", str(file)) == 2
+    assert capfd.readouterr().err.startswith(f"outrider: error: --json-schema {file}: ")
 
 
 def broken_config(model: Path) -> None:
@@ -625,7 +663,8 @@ class Interrupted(runtime.terminal.Display):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(cli, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
-    models = ["--target", endless, "--draft", endless]
+    # Not "auto", which may let so slow a drafter rest until the machine has other things to do.
+    models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
     out, err = capfd.readouterr()
     said = json.loads(out)

@@ -110,6 +110,7 @@ def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | N
 async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_new(of: Any) -> None:
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
+        assert repr(conversation) == "<outrider Conversation: 1 messages>"
         messages = [{"role": "system", "content": "You are brief."}]
         assert conversation.messages == messages
         known = 0

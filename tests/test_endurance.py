@@ -54,6 +54,7 @@ async def settled(rt: runtime.Runtime) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("spare_buffers")
 async def test_a_thousand_streams_leave_no_memory_no_task_and_no_thread() -> None:
     target, draft = llama(seed=1), llama(seed=2, hidden_size=32)
     async with runtime.open((target, None), (draft, None)) as rt:

@@ -9,13 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def run(name: str) -> list[str]:
+def run(name: str, *arguments: str) -> list[str]:
     """The lines that an example prints."""
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        [sys.executable, ROOT / "examples" / name, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -95,3 +97,23 @@ def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout()
     assert int(free[1]) > len(shown)
     assert re.fullmatch(r"timeout: after half a second and \d+ tokens", timeout)
     assert sorted(many) == ["prompt 0: 8 tokens", "prompt 1: 8 tokens"]
+
+
+def test_first_of_three_has_a_winner_and_leaves_the_models_free():
+    *race, end = run("first_of_three.py")
+    outcomes = [line for line in race if line.startswith("the answer of seed ")]
+    assert len(outcomes) == 3
+    wins = [re.fullmatch(r"the answer of seed \d wins, after (\d+) characters", line) for line in outcomes]
+    cancelled = [re.fullmatch(r"the answer of seed \d was cancelled, after \d+ characters", line) for line in outcomes]
+    assert [bool(line) for line in wins] == [not line for line in cancelled]
+    (winner,) = filter(None, wins)
+    text = "\n".join(race[len(outcomes) :])
+    assert text.startswith("def quicksort(items):")
+    assert len(text) - len("def quicksort(items):") == int(winner[1])
+    assert re.fullmatch(r"the models were free: the next answer began after \d+ ms", end)
+
+
+@pytest.mark.parametrize("name", ["terminal.py", "trio_service.py"])
+def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(name):
+    said = "\n".join(run(name, "--help"))
+    assert f"python examples/{name}" in said

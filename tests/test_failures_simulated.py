@@ -86,8 +86,10 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
 
     total = run(num_feeds, "draft", PRICES[price], lookahead, num_tokens)
     assert total > 8
-    # The last drafts may still run when the text is over, and then their failure is nobody's.
-    for n in range(1, total - 3):
+    # The last drafts may still run when the text is over, and then their failure is nobody's. "auto" feeds the drafter
+    # some hundred times: each of the first, in which it finds out about the models, and of the others each third.
+    failing = range(1, total - 3)
+    for n in failing if lookahead != "auto" else [*failing[:24], *failing[24::3]]:
         run(fail_at, n)
 
 
@@ -234,6 +236,43 @@ async def test_a_target_whose_cache_lost_count_ends_that_session_and_no_other(au
             with pytest.raises(RewindError):
                 await anext(stream)
             assert await text_of(simulation, [1, 2], max_tokens=12) == continuation([1, 2], 12)
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("draft", "alive"), [("model", True), ("ngram", True), ("none", None)])
+async def test_a_runtime_is_healthy_until_it_is_left(draft: str, alive: bool | None, autojump_clock: Any) -> None:
+    drafters = {"model": drafter(), "ngram": "ngram", "none": None}
+    async with simulated(ScriptedModel(truthful), drafters[draft]) as simulation:
+        for _ in range(2):
+            health = simulation.runtime.health()
+            assert health == runtime.Health(target=True, draft=alive)
+            assert health.ok
+            await text_of(simulation, PROMPT, **SETTINGS)
+    health = simulation.runtime.health()
+    assert health == runtime.Health(target=False, draft=None if alive is None else False)
+    assert not health.ok
+
+
+async def test_a_target_that_fails_is_no_longer_healthy_and_a_drafter_that_fails_is(autojump_clock: Any) -> None:
+    target, draft = ScriptedModel(truthful, fails={"feed": {30}}), drafter(fails={"feed": {4}})
+    async with simulated(target, draft) as simulation:
+        assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+        assert simulation.runtime.statistics().draft_failures == 1
+        assert simulation.runtime.health().ok
+        with pytest.raises(RuntimeBrokenError):
+            await text_of(simulation, PROMPT, max_tokens=100, lookahead=2)
+        assert not simulation.runtime.health().target
+        assert not simulation.runtime.health().ok
+
+
+async def test_a_runtime_that_is_cancelled_from_further_out_is_no_longer_healthy(autojump_clock: Any) -> None:
+    with trio.move_on_after(10):
+        async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(20)
+            assert simulation.runtime.health() == runtime.Health(target=False, draft=False)
 
 
 # --- messages that have no place ------------------------------------------------------------------

@@ -25,18 +25,26 @@ NUM_TOKENS = 1000
 
 def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> float:
     """Tokens per T_v(1) of drafting so many tokens, then verifying them, then drafting again."""
+    prices = {"draft": scenario.draft_seconds, "verify": scenario.verify_seconds}
+    return num_tokens / sum(prices[kind](width) for kind, width in passes(scenario.acceptance, lookahead, num_tokens))
+
+
+@cache
+def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str, int]]:
+    """Whose turn it is, and how many tokens are read in it; what that costs changes nothing about it."""
+    scenario = Scenario(acceptance, cost_ratio=1.0)
     target = ScriptedTarget(scenario).open_line(beside_another=True)
     draft = ScriptedDraft(scenario).open_line(beside_another=True)
-    text, num_read, seconds = list(PROMPT), 0, 0.0
+    text, num_read, found = list(PROMPT), 0, []
     target.feed(PROMPT, 0)
     while len(text) < len(PROMPT) + num_tokens:
         drafted: list[int] = []
         for _ in range(min(lookahead, len(PROMPT) + num_tokens - len(text) - 1)):
             unread = tuple((text + drafted)[num_read:])
             drafted.append(choice(draft, unread))
-            seconds += scenario.draft_seconds(len(unread))
+            found.append(("draft", len(unread)))
             num_read += len(unread)
-        seconds += scenario.verify_seconds(1 + len(drafted))
+        found.append(("verify", 1 + len(drafted)))
         agreed = len(text)
         for token in (*drafted, None):
             text.append(choice(target, ()))
@@ -46,7 +54,7 @@ def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> flo
             agreed += 1
         num_read = min(num_read, agreed)
         draft.rewind(num_read)
-    return num_tokens / seconds
+    return found
 
 
 def choice(line, tokens) -> int:

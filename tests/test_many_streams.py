@@ -327,3 +327,17 @@ async def test_real_streams_are_as_right_with_one_place_as_with_many() -> None:
             streams = [rt.stream(prompt_of(9 + n, seed=n), max_tokens=12, **MIXED[n]) for n in range(5)]
             texts.append([await collect(stream) for stream in streams])
     assert texts[0] == texts[1] == texts[2]
+
+
+async def test_what_is_printed_of_a_runtime_says_how_it_stands(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), max_streams=1) as simulation:
+        rt = simulation.runtime
+        first, second = (rt.stream([token], max_tokens=2) for token in (1, 2))
+        assert repr(rt) == "<outrider Runtime, open: 1 streams, 1 waiting>"
+        await anext(first)
+        assert repr(first) == "<outrider TokenStream, under way: 1 tokens given>"
+        await anext(first)
+        assert repr(first) == "<outrider TokenStream, length: 2 tokens given>"
+        await second.aclose()
+        assert repr(second) == "<outrider TokenStream, closed: 0 tokens given>"
+    assert repr(rt) == "<outrider Runtime, closed: 0 streams, 0 waiting>"

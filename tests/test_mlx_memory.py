@@ -9,6 +9,8 @@ import pytest
 
 from actors import mlx_memory
 
+pytestmark = pytest.mark.usefixtures("spare_buffers")
+
 
 def keep_something() -> None:
     mx.eval(mx.ones((256, 256)) + 1)

@@ -59,7 +59,7 @@ def true_text(num_tokens: int = NUM_TOKENS) -> str:
 
 
 def completion(*, num_tokens: int = NUM_TOKENS, **more: Any) -> bytes:
-    return request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": num_tokens, **more})
+    return request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": num_tokens, "lookahead": 3, **more})
 
 
 def chat(**more: Any) -> bytes:
@@ -488,13 +488,15 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
 # --- models that fail ---------------------------------------------------------------------------------
 
 
-async def test_a_drafter_that_fails_in_the_middle_is_not_missed() -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     draft = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
     async with served(draft=draft) as server:
-        for stream in (False, True):
-            answer = await ask(server.port, completion(num_tokens=40, stream=stream))
-            assert (answer.status, answer.is_whole, answer.text) == (200, True, true_text(40))
+        answer = await ask(server.port, completion(num_tokens=40, stream=stream))
+        assert (answer.status, answer.is_whole, answer.text) == (200, True, true_text(40))
+        assert server.simulation.runtime.statistics().draft_failures > 0
         await server.assert_unharmed()
+    assert_said_to_have_failed(caplog, "draft")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -521,6 +523,14 @@ async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bo
         await server.settled()
 
 
+def assert_said_to_have_failed(caplog: pytest.LogCaptureFixture, model: str) -> None:
+    """That, once a text, and nothing else is in the log."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said
+    assert all(model in message for message in said), said
+    caplog.clear()
+
+
 def numb_from(position: int) -> Script:
     """A model that knows the true text, and has no numbers for it from a position on."""
     return lambda history: truthful(history) if len(history) < position else (math.nan,) * VOCAB_SIZE
@@ -538,7 +548,8 @@ async def test_logits_that_are_no_numbers_end_their_answer_and_no_other() -> Non
         await server.assert_unharmed()
 
 
-async def test_a_drafter_whose_logits_are_no_numbers_is_not_missed() -> None:
+async def test_a_drafter_whose_logits_are_no_numbers_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
     async with served(draft=ScriptedModel(numb_from(len(PROMPT) + 10))) as server:
         assert (await ask(server.port, completion(num_tokens=40))).text == true_text(40)
         await server.assert_unharmed()
+    assert_said_to_have_failed(caplog, "draft")

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import shutil
 import signal
 import threading
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import trio
-from models import llama, prompt_of
+from models import greedy, llama, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
 
 import runtime
@@ -503,6 +504,78 @@ async def test_a_disk_that_fails_in_the_middle_is_not_asked_again(tmp_path, capl
     assert len(asked) == 1
     assert recorder._events == []
     assert len(caplog.records) == 1
+
+
+class Disk:
+    """A file that fails when it is told to, and on from there."""
+
+    def __init__(self, file: Any, call: str, at: int, error: OSError) -> None:
+        self._file = file
+        self._call = call
+        self._left = at
+        self._error = error
+        self.is_closed = False
+
+    def write(self, text: str) -> None:
+        self._fail_if_told("write")
+        self._file.write(text)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._file.close()
+        self._fail_if_told("close")
+
+    def _fail_if_told(self, call: str) -> None:
+        if call == self._call:
+            self._left -= 1
+            if self._left <= 0:
+                raise self._error
+
+
+@pytest.mark.parametrize("kind", [ChromeFile, TimelineFile])
+@pytest.mark.parametrize(("call", "at"), [("write", 1), ("write", 2), ("write", 5), ("close", 1)])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(OSError(28, "No space left on device"), "No space left on device"), (OSError("gone"), "gone")],
+)
+async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
+    kind: Any, call: str, at: int, error: OSError, reason: str, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    disks: list[Disk] = []
+
+    class Failing(kind):
+        def _open(self) -> Any:
+            disks.append(Disk(super()._open(), call, at, error))
+            return disks[0]
+
+    models = target(), drafter()
+    async with Failing(tmp_path / "trace") as recorder:
+        async with runtime.open((models[0], None), (models[1], None), trace=recorder) as rt:
+            completion = await rt.generate(prompt_of(8), max_tokens=30)
+        assert [token.id for token in completion.tokens] == greedy(models[0], prompt_of(8), 30)
+    # A page is written in one go.
+    is_met = at == 1 or kind is ChromeFile
+    expected = [f"the trace in {tmp_path / 'trace'} is not whole: {reason}"] if is_met else []
+    assert [record.getMessage() for record in caplog.records] == expected
+    assert disks[0].is_closed
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+async def test_a_directory_that_is_removed_costs_the_trace_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    where = tmp_path / "traces"
+    where.mkdir()
+    model = target()
+    for name in ("trace.json", "page.html"):
+        where.mkdir(exist_ok=True)
+        async with runtime.open((model, None), trace=where / name) as rt:
+            stream = rt.stream(prompt_of(8), max_tokens=30)
+            got = [(await anext(stream)).id]
+            shutil.rmtree(where)
+            got += [token.id async for token in stream]
+        assert got == greedy(model, prompt_of(8), 30)
+        assert not where.exists()
 
 
 async def test_a_recorder_ends_though_all_of_trios_threads_are_taken(tmp_path):

@@ -481,3 +481,62 @@ async def test_many_workers_in_a_row_leave_no_thread() -> None:
         async with ThreadWorker("target") as worker:
             assert await worker.run(job(lambda number=number: (mx.ones(2) * number).tolist())) == [number, number]
         assert threading.active_count() == before
+
+
+# --- a thread that dies ---------------------------------------------------------------------------
+
+
+def deadly() -> Any:
+    """What the thread itself fails on, and not the job."""
+    return "no step"
+
+
+async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wait() -> None:
+    async with ThreadWorker("target", "no device") as worker:  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(JobError, match="target's thread has died of") as raised:
+                await worker.run(job(lambda: None))
+            assert raised.value.__cause__ is not None
+        with pytest.raises(JobError, match="has died"):
+            await worker.run_steps(steps_of(counting(lambda number: number, 3), []))
+        assert not worker.is_alive
+    assert worker_threads() == []
+
+
+async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_comes() -> None:
+    gate = Gate()
+    errors: list[JobError] = []
+    async with ThreadWorker("draft") as worker:
+        assert worker.is_alive
+        async with trio.open_nursery() as nursery:
+
+            async def fail(call: Callable[[], Any]) -> None:
+                with pytest.raises(JobError, match="has died of AttributeError") as raised:
+                    await call()
+                errors.append(raised.value)
+
+            nursery.start_soon(worker.run, job(gate))
+            await gate.begun()
+            nursery.start_soon(fail, lambda: worker.run_steps(steps_of(deadly, [])))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(fail, lambda: worker.run(job(lambda: None)))
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as waiting:
+                    waiting.start_soon(worker.run, job(lambda: None))
+                    await trio.testing.wait_all_tasks_blocked()
+                    scope.cancel()
+            gate.let_go_on()
+        await fail(lambda: worker.run(job(lambda: None)))
+        assert not worker.is_alive
+    assert len(errors) == 3
+    assert all(isinstance(error.__cause__, AttributeError) for error in errors)
+    assert worker_threads() == []
+
+
+async def test_a_job_for_a_worker_that_was_left_is_an_error() -> None:
+    async with ThreadWorker("target") as worker:
+        pass
+    assert not worker.is_alive
+    with pytest.raises(JobError, match="thread has ended"):
+        await worker.run(job(lambda: None))

@@ -1,0 +1,62 @@
+/** The figures of an answer, as they grow. */
+
+const NONE = "–";
+
+const count = (n) => n.toLocaleString("en");
+const percent = (share) => `${Math.round(100 * share)} %`;
+const rate = (perSecond) => perSecond.toFixed(perSecond < 10 ? 1 : 0);
+/** Of seconds. */
+const duration = (s) => (s < 0.9995 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(s < 9.95 ? 2 : 1)} s`);
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** Each as one would say it, and what it is made of; null where there is nothing to say. */
+const TOLD = {
+  acceptance: ({ proposed, accepted }) => (proposed > 0 ? [percent(accepted / proposed), `${count(accepted)} of ${count(proposed)}`] : null),
+  speed: ({ generation_tps }) => (generation_tps > 0 ? [rate(generation_tps)] : null),
+  tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),
+  first: ({ time_to_first_token }) => (isNumber(time_to_first_token) ? [duration(time_to_first_token)] : null),
+  read: ({ prompt_tokens }) => (isNumber(prompt_tokens) ? [count(prompt_tokens)] : null),
+};
+
+export class Figures {
+  #places;
+  #frame = 0;
+  #counts = {};
+
+  /** @param {HTMLElement} list has an element for each of `TOLD`, with that for its id. */
+  constructor(list) {
+    this.#places = Object.fromEntries(Object.keys(TOLD).map((name) => [name, list.querySelector(`#${name}`)]));
+  }
+
+  get promptTokens() {
+    return this.#counts.prompt_tokens ?? null;
+  }
+
+  get tokens() {
+    return this.#counts.generated_tokens ?? null;
+  }
+
+  clear() {
+    this.#counts = {};
+    this.flush();
+  }
+
+  /** @param {object} counts what is known now, by the server's names; shown with the next frame. */
+  count(counts) {
+    for (const [name, value] of Object.entries(counts)) if (value !== undefined) this.#counts[name] = value;
+    this.#frame ||= requestAnimationFrame(() => this.flush());
+  }
+
+  flush() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    for (const [name, told] of Object.entries(TOLD)) {
+      const [words, made] = told(this.#counts) ?? [NONE];
+      this.#places[name].textContent = words;
+      if (made === undefined) continue;
+      const small = document.createElement("small");
+      small.textContent = made;
+      this.#places[name].append(small);
+    }
+  }
+}

@@ -1,0 +1,218 @@
+/** One answer, from the request to its end; and what the server says of itself. */
+
+import { Broken, eventData } from "./sse.js";
+
+/** Why an answer failed, in words for a person. */
+export class Failure extends Error {
+  /**
+   * @param {string} message
+   * @param {{retryAfter?: number | null, wantsKey?: boolean}} more `retryAfter` in seconds, where the server says so.
+   */
+  constructor(message, { retryAfter = null, wantsKey = false } = {}) {
+    super(message);
+    this.retryAfter = retryAfter;
+    this.wantsKey = wantsKey;
+  }
+}
+
+const UNREACHABLE = "The server cannot be reached. Is it still running?";
+const CUT = "The connection was lost in mid-answer. What was written by then is kept.";
+const CUT_EARLY = "The connection was lost before the first word.";
+const UNREADABLE = "The server sent something that cannot be read as an answer.";
+
+const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/**
+ * The first of the server's models.
+ *
+ * @param {string | null} key
+ * @returns {Promise<{id: string, has_chat_template: boolean, draft: string | null}>}
+ * @throws {Failure}
+ */
+export async function model(key) {
+  const response = await asked("/v1/models", { headers: headers(key), cache: "no-store" });
+  if (!response.ok) throw await refusal(response);
+  const models = await response.json().catch(() => null);
+  if (typeof models?.data?.[0]?.id !== "string") throw new Failure("The server says nothing of its models.");
+  return models.data[0];
+}
+
+async function asked(path, request) {
+  try {
+    return await fetch(path, request);
+  } catch (problem) {
+    if (problem.name === "AbortError") throw problem;
+    throw new Failure(UNREACHABLE);
+  }
+}
+
+async function refusal(response) {
+  const said = await response.json().catch(() => null);
+  const message = typeof said?.error?.message === "string" && said.error.message !== "" ? said.error.message : null;
+  return new Failure(message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".", {
+    retryAfter: response.status === 429 || response.status === 503 ? seconds(response.headers.get("Retry-After")) : null,
+    wantsKey: response.status === 401,
+  });
+}
+
+/** From a Retry-After, which is a number of seconds or a date; null where it is neither. */
+function seconds(retryAfter) {
+  if (retryAfter === null) return null;
+  if (/^\d+$/.test(retryAfter.trim())) return Number(retryAfter);
+  const at = Date.parse(retryAfter);
+  return Number.isNaN(at) ? null : Math.max(0, Math.ceil((at - Date.now()) / 1000));
+}
+
+/**
+ * A request for an answer, and what comes of it.
+ *
+ * `state` is "connecting", "waiting", "reading", "writing", and at the end "done", "stopped" or "failed". After the end
+ * nothing is told any more, whatever the server still sends.
+ */
+export class Generation {
+  #abort = new AbortController();
+  #listener;
+
+  /** Of the answer, as the server names it; null before its first word. */
+  id = null;
+  state = "connecting";
+  /** "stop" or "length", once the text has ended. */
+  finishReason = null;
+  /** @type {Failure | null} */
+  failure = null;
+  /** When the server was last heard, in ms of `performance.now()`. */
+  heardAt = performance.now();
+
+  /**
+   * @param {{
+   *   changed(): void,
+   *   wrote(pieces: {text: string, isDrafted: boolean, isThought: boolean}[]): void,
+   *   counted(statistics: object): void,
+   *   worked(spans: {actor: string, kind: string, began: number, ended: number}[]): void,
+   * }} listener
+   */
+  constructor(listener) {
+    this.#listener = listener;
+  }
+
+  get isOver() {
+    return ["done", "stopped", "failed"].includes(this.state);
+  }
+
+  /**
+   * Ask, and tell the listener until it is over; never throws.
+   *
+   * @param {string} prompt
+   * @param {{id: string, has_chat_template: boolean}} model
+   * @param {object} settings fields of the request.
+   * @param {string | null} key
+   */
+  async run(prompt, model, settings, key) {
+    const [path, asking] = model.has_chat_template
+      ? ["/v1/chat/completions", { messages: [{ role: "user", content: prompt }] }]
+      : ["/v1/completions", { prompt }];
+    const options = { include_usage: true, include_speculation: true };
+    try {
+      const response = await asked(path, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", Accept: "text/event-stream", ...headers(key) },
+        body: JSON.stringify({ model: model.id, ...asking, ...settings, stream: true, stream_options: options }),
+        cache: "no-store",
+        signal: this.#abort.signal,
+      });
+      if (!response.ok) throw await refusal(response);
+      if (!response.headers.get("Content-Type")?.startsWith("text/event-stream")) throw new Failure(UNREADABLE);
+      this.#heard();
+      this.#become("waiting");
+      await this.#read(response.body);
+    } catch (problem) {
+      if (!(problem instanceof Failure || this.isOver)) reportError(problem);
+      this.fail(problem instanceof Failure ? problem : new Failure(`This page failed: ${problem}`));
+    }
+    this.#abort.abort(); // nobody listens any more
+  }
+
+  /** End it at once; harmless where it is over. */
+  stop() {
+    this.#become("stopped");
+    this.#abort.abort();
+  }
+
+  /** @param {Failure} failure ends it; nothing comes of it where it is over. */
+  fail(failure) {
+    if (!this.isOver) this.failure = failure;
+    this.#become("failed");
+  }
+
+  async #read(body) {
+    try {
+      for await (const data of eventData(body)) {
+        if (this.isOver || data === "[DONE]") break;
+        this.#heard();
+        this.#take(chunk(data));
+      }
+    } catch (problem) {
+      if (!(problem instanceof Broken)) throw problem;
+    }
+    if (this.finishReason !== null) this.#become("done");
+    else this.fail(new Failure(this.state === "writing" ? CUT : CUT_EARLY));
+  }
+
+  #take(chunk) {
+    if (chunk.error) throw new Failure(String(chunk.error.message ?? UNREADABLE));
+    this.id ??= typeof chunk.id === "string" ? chunk.id : null;
+    const { speculation } = chunk;
+    if (speculation?.spans?.length) {
+      if (this.state === "waiting") this.#become("reading");
+      this.#listener.worked(speculation.spans);
+    }
+    const pieces = piecesOf(chunk);
+    if (pieces.length) {
+      this.#become("writing");
+      this.#listener.wrote(pieces);
+    }
+    if (speculation?.statistics) this.#listener.counted(speculation.statistics);
+    else if (chunk.usage) this.#listener.counted(countsOf(chunk.usage));
+    this.finishReason = chunk.choices?.[0]?.finish_reason ?? this.finishReason;
+  }
+
+  #heard() {
+    this.heardAt = performance.now();
+  }
+
+  #become(state) {
+    if (this.isOver || this.state === state) return;
+    this.state = state;
+    this.#listener.changed();
+  }
+}
+
+function chunk(data) {
+  try {
+    const read = JSON.parse(data);
+    if (read !== null && typeof read === "object" && !Array.isArray(read)) return read;
+  } catch {
+    // Told below.
+  }
+  throw new Failure(UNREADABLE);
+}
+
+/** What a chunk adds to the text; by its tokens, where the server names them. */
+function piecesOf(chunk) {
+  if (Array.isArray(chunk.speculation?.tokens))
+    return chunk.speculation.tokens
+      .filter((token) => token.text)
+      .map((token) => ({ text: token.text, isDrafted: token.from_draft === true, isThought: token.is_thinking === true }));
+  const choice = chunk.choices?.[0] ?? {};
+  return [
+    { text: choice.delta?.reasoning_content, isDrafted: false, isThought: true },
+    { text: choice.text ?? choice.delta?.content, isDrafted: false, isThought: false },
+  ].filter((piece) => piece.text);
+}
+
+const countsOf = (usage) => ({
+  prompt_tokens: usage.prompt_tokens,
+  generated_tokens: usage.completion_tokens,
+  proposed: usage.proposed_tokens,
+  accepted: usage.accepted_tokens,
+});

@@ -1,0 +1,82 @@
+/** What a person may set: fields on the page, kept by the browser, and what a request says of them. */
+
+import { browser } from "./memory.js";
+
+const DEFAULTS = { max_tokens: "", temperature: "", top_p: "", seed: "", stop_strings: "" };
+
+/** How each is told in short. */
+const IN_SHORT = {
+  max_tokens: (value) => `${Number(value).toLocaleString("en")} tokens`,
+  temperature: (value) => `temperature ${value}`,
+  top_p: (value) => `top p ${value}`,
+  seed: (value) => `seed ${value}`,
+  stop_strings: () => "stop texts",
+};
+
+const ESCAPES = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
+const unescaped = (line) => line.replace(/\\([ntr\\])/g, (_, letter) => ESCAPES[letter]);
+
+export class Settings {
+  #fields;
+  #changed;
+
+  /**
+   * @param {HTMLElement} form has a field for each name of `DEFAULTS`, with that for its id.
+   * @param {() => void} changed is told of each change.
+   */
+  constructor(form, changed) {
+    this.#changed = changed;
+    const kept = parsed(browser.recall("settings"));
+    const names = Object.keys(DEFAULTS);
+    this.#fields = Object.fromEntries(names.map((name) => [name, form.querySelector(`#${name}`)]));
+    this.#fill((name) => (typeof kept[name] === "string" ? kept[name] : DEFAULTS[name]));
+    form.addEventListener("input", () => this.#keep());
+  }
+
+  reset() {
+    this.#fill((name) => DEFAULTS[name]);
+    this.#keep();
+  }
+
+  /** The first field that says nothing that could be asked for, or null. */
+  get wrong() {
+    return Object.values(this.#fields).find((field) => !field.checkValidity()) ?? null;
+  }
+
+  /** What differs from the defaults, in short. */
+  get chosen() {
+    return Object.entries(IN_SHORT)
+      .filter(([name]) => this.#fields[name].value !== DEFAULTS[name] && this.#fields[name].value.trim() !== "")
+      .map(([name, told]) => told(this.#fields[name].value))
+      .join(", ");
+  }
+
+  /** The fields of a request; what is left empty is left to the server. */
+  get request() {
+    const request = {};
+    for (const name of ["max_tokens", "temperature", "top_p", "seed"])
+      if (this.#fields[name].value !== "") request[name] = Number(this.#fields[name].value);
+    const stops = this.#fields.stop_strings.value.split("\n").filter((line) => line !== "");
+    if (stops.length) request.stop = stops.map(unescaped);
+    return request;
+  }
+
+  #fill(value) {
+    for (const [name, field] of Object.entries(this.#fields)) field.value = value(name);
+  }
+
+  #keep() {
+    const values = Object.entries(this.#fields).map(([name, field]) => [name, field.value]);
+    browser.keep("settings", JSON.stringify(Object.fromEntries(values)));
+    this.#changed();
+  }
+}
+
+/** What was kept, by whatever version of this page. */
+function parsed(text) {
+  try {
+    return JSON.parse(text) ?? {};
+  } catch {
+    return {};
+  }
+}

@@ -1,0 +1,58 @@
+/** What went wrong, and what can be done about it: try again, maybe later, or with a key. */
+
+import { tab } from "./memory.js";
+
+const TICK_MS = 500;
+
+export class Trouble {
+  #place;
+  #counting = 0;
+
+  /**
+   * @param {(id: string) => HTMLElement} place finds an element.
+   * @param {() => void} retry
+   */
+  constructor(place, retry) {
+    this.#place = place;
+    place("retry").addEventListener("click", retry);
+    place("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      tab.keep("key", place("key").value);
+      retry();
+    });
+  }
+
+  hide() {
+    clearInterval(this.#counting);
+    this.#place("problem").hidden = this.#place("key-form").hidden = true;
+  }
+
+  /** @param {import("./generation.js").Failure} failure */
+  show(failure) {
+    if (failure.wantsKey) this.#askForKey();
+    else this.#tell(failure);
+  }
+
+  #tell({ message, retryAfter }) {
+    const at = performance.now() + 1000 * (retryAfter ?? 0);
+    const count = () => {
+      const left = Math.ceil((at - performance.now()) / 1000);
+      const when = left > 0 ? `Try again in ${left} s.` : "Try again now.";
+      this.#place("problem-when").textContent = retryAfter === null ? "" : when;
+      if (left <= 0) clearInterval(this.#counting);
+    };
+    this.#place("problem").hidden = false;
+    this.#place("problem-text").textContent = /[.!?]$/.test(message) ? message : `${message}.`;
+    clearInterval(this.#counting);
+    this.#counting = setInterval(count, TICK_MS);
+    count();
+  }
+
+  #askForKey() {
+    const refused = tab.recall("key") !== null;
+    this.#place("key-label").textContent = refused ? "This API key was refused" : "This server wants an API key";
+    this.#place("key-form").hidden = false;
+    this.#place("key").focus();
+    this.#place("key").select();
+  }
+}

@@ -1,0 +1,132 @@
+"""A terminal with somebody in front of it: keys go in, and what is on the screen can be looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import itertools
+import os
+import pty
+import struct
+import termios
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pyte
+import trio
+
+ALTERNATE_SCREEN = 1049
+
+# A way out of a hang, no expectation.
+HANGS_S = 30
+
+
+class TwoScreens(pyte.Screen):
+    """pyte's screen, and the alternate one, which pyte does not have."""
+
+    def __init__(self, columns: int, lines: int) -> None:
+        self._other: Any = None
+        super().__init__(columns, lines)
+
+    def set_mode(self, *modes: int, **kwargs: Any) -> None:
+        super().set_mode(*modes, **kwargs)
+        if ALTERNATE_SCREEN in modes and self._other is None:
+            self._other = copy.deepcopy(self.buffer), copy.copy(self.cursor)
+
+    def reset_mode(self, *modes: int, **kwargs: Any) -> None:
+        super().reset_mode(*modes, **kwargs)
+        if ALTERNATE_SCREEN in modes and self._other is not None:
+            (self.buffer, self.cursor), self._other = self._other, None
+
+
+class Person:
+    """Somebody at a terminal.
+
+    Attributes:
+        screen: what is on it; `screen.display` has its rows.
+        sent: all bytes that came.
+        given: the file descriptor of the side that a program has; this process holds it too, until `lets_go`.
+    """
+
+    def __init__(self, seen: trio.lowlevel.FdStream, given: int, columns: int, rows: int) -> None:
+        self.given = given
+        self.screen = TwoScreens(columns, rows)
+        self.sent = bytearray()
+        self._seen = seen
+        self._bytes = pyte.ByteStream(self.screen)
+        self._set_size(columns, rows)
+
+    async def types(self, keys: str | bytes) -> None:
+        await self._seen.send_all(keys.encode() if isinstance(keys, str) else keys)
+
+    def lets_go(self) -> None:
+        """Close the side that a program has, as far as this process holds it: nothing more comes once no other does."""
+        if self.given >= 0:
+            os.close(self.given)
+            self.given = -1
+
+    async def hangs_up(self) -> None:
+        """Close the window."""
+        await self._seen.aclose()
+
+    def resizes(self, columns: int, rows: int) -> None:
+        """Give the window another size; whoever is at work in it has to be told by a signal. What it showed is lost."""
+        self.screen.resize(rows, columns)
+        self.screen.erase_in_display(2)
+        self._set_size(columns, rows)
+
+    async def sees(self, wanted: str | Callable[[str], Any]) -> str:
+        """Look on until a text is on the screen, or what is there is as it should be.
+
+        Returns: what is there, row by row, without the blanks at their ends.
+        """
+        is_there = (lambda shown: wanted in shown) if isinstance(wanted, str) else wanted
+        while not is_there(self.shown):
+            try:
+                with trio.fail_after(HANGS_S):
+                    part = await self._seen.receive_some()
+            except (trio.BrokenResourceError, trio.TooSlowError):
+                part = b""
+            assert part, f"{wanted!r} never came, but\n{self.shown}"
+            self.sent += part
+            self._bytes.feed(bytes(part))
+        return self.shown
+
+    async def sees_the_end(self) -> str:
+        """Look on until nobody holds the terminal any more."""
+        with contextlib.suppress(trio.BrokenResourceError):
+            async for part in self._seen:
+                self.sent += part
+                self._bytes.feed(bytes(part))
+        return self.shown
+
+    @property
+    def shown(self) -> str:
+        return "\n".join(row.rstrip() for row in self.screen.display)
+
+    @property
+    def attributes(self) -> list[Any]:
+        """Of the terminal, as termios has them."""
+        return termios.tcgetattr(self.given)
+
+    def coloured(self, colour: str) -> str:
+        """All characters of a colour, in their order."""
+        places = itertools.product(range(self.screen.lines), range(self.screen.columns))
+        cells = (self.screen.buffer[row][column] for row, column in places)
+        return "".join(cell.data for cell in cells if cell.fg == colour)
+
+    def _set_size(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.given, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+@contextlib.asynccontextmanager
+async def person(columns: int = 80, rows: int = 24) -> AsyncIterator[Person]:
+    """Somebody at a terminal of that size."""
+    seen, given = pty.openpty()
+    async with trio.lowlevel.FdStream(seen) as stream:
+        somebody = Person(stream, given, columns, rows)
+        try:
+            yield somebody
+        finally:
+            somebody.lets_go()

@@ -1,0 +1,300 @@
+"""The benchmark of many streams: who runs when, and how figures are made of what they did. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from models import greedy, llama, mamba, near, save
+from test_bench import Interrupted, outrider_threads
+
+import runtime
+from runtime import bench_command, cli
+from runtime.bench_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan, StreamsRow, measure_streams
+from runtime.contenders import Moment
+from runtime.demo import STREAM_PROMPTS
+from runtime.stream_contenders import BATCHED, Group, StreamStage, Way, grouped
+
+PROMPTS = ([1, 2, 3], [5, 8, 13, 21], [34, 55])
+ONE_BY_ONE, AT_ONCE = Way("one after another", "auto"), Way("at once", "auto")
+
+
+def small(**changes: Any) -> StreamsPlan:
+    """A plan that takes a moment."""
+    settings: dict[str, Any] = {"prompts": PROMPTS, "streams": (1, 3), "max_tokens": 16, "repeats": 2}
+    return StreamsPlan(**settings | changes)
+
+
+# --- what is to be measured -----------------------------------------------------------------------
+
+
+def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last():
+    assert StreamsPlan().ways == (ONE_BY_ONE, AT_ONCE, BATCHED)
+    ways = small(lookaheads=(0, "auto")).ways
+    assert ways == (Way("one after another", 0), Way("at once", 0), ONE_BY_ONE, AT_ONCE, BATCHED)
+    assert [way.name for way in ways[1:4]] == [
+        "outrider at once, lookahead 0", "outrider one after another", "outrider at once"
+    ]  # fmt: skip
+
+
+def test_by_default_up_to_sixteen_streams_have_a_prompt_each():
+    assert StreamsPlan().streams == (1, 2, 4, 8, 16)
+    assert len(set(STREAM_PROMPTS)) == len(STREAM_PROMPTS) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"streams": (0,)}, r"streams must be whole numbers in \[1, 256\], got 0 among them"),
+        ({"streams": ("many",)}, "got 'many' among them"),
+        ({"lookaheads": (65,)}, "lookaheads must be whole numbers"),
+        ({"max_tokens": 15}, "max_tokens must be a whole number of at least 16, got 15"),
+        ({"repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(changes, complaint):
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        small(**changes)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def moments(*at: float) -> list[Moment]:
+    return [Moment(i, False, moment) for i, moment in enumerate(at)]
+
+
+def test_a_group_ends_with_the_last_token_of_all_and_its_longest_wait_is_within_one_stream():
+    group = grouped([moments(11.0, 12.0, 15.0), moments(14.0, 14.5)], began=10.0)
+    assert (group.num_tokens, group.seconds, group.first_tokens, group.longest_wait) == (5, 5.0, (1.0, 4.0), 3.0)
+    assert group.texts == ((0, 1, 2), (0, 1))
+    assert group.target_seconds is group.rounds is None
+
+
+def a_group(seconds: float, texts: tuple[tuple[int, ...], ...] = ((7, 8), (9, 9)), **changes: Any) -> Group:
+    return Group(**{"texts": texts, "seconds": seconds, "first_tokens": (0.5, 1.5), "longest_wait": 0.25} | changes)
+
+
+OF_OURS = {
+    "rounds": 2, "proposed": 6, "accepted": 3, "hits": 1, "misses": 3, "drafted": 8,
+    "target_seconds": 0.5, "draft_seconds": 0.25,
+}  # fmt: skip
+
+
+def scripted(**changes: Any) -> StreamsMeasured:
+    """Two repeats of two streams: one after another they take a second, at once half of it, in a batch a quarter."""
+    measured = StreamsMeasured(small(streams=(2,), **changes), alone=[(7, 8), (9, 9), (1,)])
+    for repeat in range(2):
+        measured.turns[repeat, 2] = {
+            ONE_BY_ONE: a_group(1.0 + repeat, **OF_OURS),
+            AT_ONCE: a_group(0.5, longest_wait=0.5 + repeat, **OF_OURS),
+            BATCHED: a_group(0.25, ((7, 8), (9, repeat))),
+        }
+    return measured
+
+
+def test_streams_are_held_to_the_same_ones_one_after_another_and_to_batches():
+    one_by_one, at_once, batched = scripted().result().rows
+    assert (one_by_one.speeds, one_by_one.median, one_by_one.low, one_by_one.high) == ((4.0, 2.0), 3.0, 2.0, 4.0)
+    assert (one_by_one.vs_one_after_another, at_once.vs_one_after_another) == (1.0, 8 / 3)
+    assert (batched.vs_one_after_another, batched.vs_batched, at_once.vs_batched) == (None, 1.0, 0.5)
+
+
+def test_the_rest_is_counted_over_all_groups():
+    one_by_one, at_once, batched = scripted().result().rows
+    assert (at_once.target_busy, at_once.draft_busy) == (1.0, 0.5)
+    assert (at_once.tokens_per_round, at_once.proposal, at_once.acceptance) == (2.0, 3.0, 0.5)
+    assert (at_once.hit_rate, at_once.drafted_per_token) == (0.25, 2.0)
+    assert (at_once.first_token, at_once.longest_wait, one_by_one.longest_wait) == (1.0, 1.5, 0.25)
+    assert (batched.target_busy, batched.proposal, batched.acceptance, batched.hit_rate) == (None,) * 4
+
+
+def test_texts_that_differ_from_what_a_prompt_gives_alone_are_counted_and_not_above_temperature_0():
+    assert [(row.same_texts, row.num_texts) for row in scripted().result().rows] == [(4, 4), (4, 4), (2, 4)]
+    assert {row.same_texts for row in scripted(temperature=0.5).result().rows} == {None}
+
+
+def test_more_streams_than_prompts_are_compared_with_the_prompts_again():
+    measured = scripted()
+    measured.alone = [(7, 8)]
+    assert measured.result().rows[1].same_texts == 2
+
+
+def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up_nobody():
+    measured = scripted()
+    del measured.turns[1, 2][AT_ONCE]
+    result = measured.result()
+    assert (result.repeats_done, result.is_complete) == (1, False)
+    assert [row.speeds for row in result.rows] == [(4.0,), (8.0,), (16.0,)]
+    measured = scripted()
+    measured.failures[BATCHED] = "no cache to merge"
+    for turn in measured.turns.values():
+        del turn[BATCHED]
+    result = measured.result()
+    assert result.is_complete
+    assert (result.rows[2].failure, result.rows[2].median, result.rows[1].vs_batched) == (
+        "no cache to merge",
+        None,
+        None,
+    )
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    target = llama()
+    return target, near(target, noise=0.02)
+
+
+async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
+    target, draft = pair
+    measured = StreamsMeasured(small(streams=(1, 4), lookaheads=("auto", 2)))
+    result = await measure_streams((target, None), (draft, None), measured=measured)
+    assert (result.is_complete, result.repeats_done, result.streams) == (True, 2, (1, 4))
+    alone = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
+    assert measured.alone == alone
+    for (_, streams), turn in measured.turns.items():
+        assert set(turn) == set(measured.plan.ways)
+        for way, group in turn.items():
+            # The fourth begins with the first prompt again.
+            assert group.texts == (*alone, alone[0])[:streams], way
+    for row in result.rows:
+        assert (row.same_texts, row.num_texts, row.failure) == (2 * row.streams, 2 * row.streams, None)
+        assert row.median is not None
+        assert row.first_token is not None
+        assert row.longest_wait is not None
+        if row.kind == "batched":
+            assert (row.target_busy, row.tokens_per_round) == (None, None)
+        else:
+            assert row.target_busy is not None
+            assert 0 < row.target_busy <= 1
+            assert row.tokens_per_round is not None
+            assert row.tokens_per_round >= 1
+    assert not outrider_threads()
+
+
+async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
+    target, draft = pair
+    measured = StreamsMeasured(small(streams=(3,), repeats=1))
+    most: dict[str, int] = {}
+    real: Callable[..., Any] = StreamStage._run_streams
+
+    async def watched(self: StreamStage, way: Way, *arguments: Any) -> Group:
+        (rt, events) = next(iter(self._runtimes.values()))
+        events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
+        return await real(self, way, *arguments)  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamStage, "_run_streams", watched)
+        await measure_streams((target, None), (draft, None), measured=measured)
+    assert most["at once"] == 3
+
+
+async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others_go_on(pair, monkeypatch):
+    target, draft = pair
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no cache to merge")
+
+    monkeypatch.setattr(runtime.stream_contenders, "BatchGenerator", refuse)
+    result = await measure_streams((target, None), (draft, None), small())
+    assert result.is_complete
+    assert [row.failure for row in result.rows if row.kind == "batched"] == ["no cache to merge"] * 2
+    assert {row.same_texts for row in result.rows if row.streams == 3 and row.kind != "batched"} == {6}
+
+
+async def test_streams_of_a_recurrent_target_are_measured_too():
+    target = mamba()
+    result = await measure_streams((target, None), (near(target, noise=0.02), None), small(repeats=1))
+    assert [row.same_texts for row in result.rows if row.kind == "at once"] == [1, 3]
+
+
+async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
+    target, draft = pair
+    measured = StreamsMeasured(small(repeats=5))
+    with trio.CancelScope() as scope:
+
+        def look(what: str) -> None:
+            if what.startswith("repeat 2 of 5, 3 streams"):
+                scope.cancel()
+
+        await measure_streams((target, None), (draft, None), measured=measured, on_progress=look)
+    assert scope.cancelled_caught
+    result = measured.result()
+    assert (result.repeats_done, result.is_complete) == (2, False)
+    assert [len(row.speeds) for row in result.rows] == [2, 2, 2, 1, 1, 1]
+    assert not outrider_threads()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A target and a drafter as `mlx_lm.load` finds them."""
+    where, target = tmp_path_factory.mktemp("models"), llama()
+    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
+
+
+def arguments(saved: tuple[str, str], *more: str) -> list[str]:
+    small = ["--streams", "1,2", "--prompt", "w1 w2 w3", "--prompt", "w4 w5", "--max-tokens", "16", "--repeats", "2"]
+    return ["bench", "--target", saved[0], "--draft", saved[1], *small, *more]
+
+
+def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(arguments(saved, "--plot", str(tmp_path / "streams.svg"))) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for way in ("one by one", "at once", "mlx-lm BatchGenerator"):
+        assert sum(way in line and " ms" in line for line in out.splitlines()) == 2
+    assert "each of 16 tokens, temperature 0" in out
+    assert "2 of 2" in out
+    assert b"<svg" in (tmp_path / "streams.svg").read_bytes()
+
+
+def test_json_has_all_that_was_measured(saved, capsys):
+    assert cli.main(arguments(saved, "--json", "--lookahead", "0,2")) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
+    said = json.loads(out)
+    assert said.keys() == attrs.fields_dict(StreamsBenchmark).keys()
+    assert (said["is_complete"], said["streams"], len(said["rows"])) == (True, [1, 2], 2 * 5)
+    for row in said["rows"]:
+        assert row.keys() == attrs.fields_dict(StreamsRow).keys()
+        assert row["same_texts"] == row["num_texts"] == 2 * row["streams"]
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--streams", "0"], "streams must be whole numbers in [1, 256], got 0 among them"),
+        (["--streams", "2,many"], "got 'many' among them"),
+        (["--num-draft-tokens", "2"], "mlx-lm's BatchGenerator cannot speculate"),
+        (["--lookahead", "2,always"], "got 'always' among them"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):
+    assert cli.main(arguments(saved, *more)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_a_signal_ends_it_and_what_was_measured_is_shown(saved, monkeypatch, capsys):
+    monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9, 2 streams"}))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(arguments(saved, "--repeats", "9")) == 130
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "2 of 9, the last perhaps in part: it was interrupted" in out
+    assert "mlx-lm BatchGenerator" in out
+    assert not outrider_threads()

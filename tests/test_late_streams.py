@@ -1,0 +1,154 @@
+"""What is begun while a runtime is being cancelled from further out: it is told that the runtime is closed, or ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import pytest
+import trio
+from scripted import ScriptedModel, Simulation, agreeing, collect, continuation, read_into, run, simulated, truthful
+
+from protocol.errors import RuntimeClosedError
+
+PROMPT = [5, 6, 7, 8, 9]
+# Turns of the event loop after the cancellation in which something is begun; by then the actors are long gone.
+TICKS = range(12)
+
+Begin = Callable[[Simulation], Awaitable[object]]
+Drafter = Literal["model", "ngram", "none"]
+
+
+def drafter(kind: Drafter) -> Any:
+    return {"model": ScriptedModel(agreeing(0.6)), "ngram": "ngram", "none": None}[kind]
+
+
+async def stream(simulation: Simulation) -> None:
+    got: list[int] = []
+    try:
+        await read_into(got, simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=2))
+    finally:
+        assert got == continuation(PROMPT, len(got))
+
+
+async def many(simulation: Simulation) -> None:
+    await simulation.runtime.generate_many([PROMPT, [1], [2]], max_concurrent=2, max_tokens=60)
+
+
+async def one_of_many(simulation: Simulation) -> None:
+    async for _ in simulation.runtime.generate_many([PROMPT, [1], [2]], max_concurrent=2, max_tokens=60):
+        pass
+
+
+async def cancel_and_begin(
+    begin: Begin, ticks: int, *, draft: Drafter, at: float, num_before: int, schedule: int, max_streams: int | None
+) -> None:
+    """Cancel a runtime whose block goes on for a while, and begin something so many turns later.
+
+    Args:
+        ticks: negative for turns before the cancellation.
+        at: seconds after which the runtime is cancelled.
+        num_before: streams that are at work by then.
+    """
+    outer = trio.CancelScope()
+    began = trio.Event()
+    over = trio.Event()
+    simulations: list[Simulation] = []
+
+    async def body() -> None:
+        with outer:
+            async with simulated(
+                ScriptedModel(truthful), drafter(draft), schedule=schedule, max_streams=max_streams
+            ) as simulation:
+                simulations.append(simulation)
+                began.set()
+                with trio.CancelScope(shield=True):
+                    await over.wait()
+
+    async def read_one(prompt: list[int]) -> None:
+        got: list[int] = []
+        with pytest.raises(RuntimeClosedError):
+            await read_into(got, simulations[0].runtime.stream(prompt, max_tokens=None, lookahead=2))
+        assert got == continuation(prompt, len(got))
+
+    async def cancel() -> None:
+        for _ in range(max(0, -ticks)):
+            await trio.lowlevel.checkpoint()
+        outer.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(body)
+        await began.wait()
+        for i in range(num_before):
+            nursery.start_soon(read_one, [i])
+        await trio.sleep(at)
+        nursery.start_soon(cancel)
+        for _ in range(1 + max(0, ticks)):
+            await trio.lowlevel.checkpoint()
+        try:
+            with pytest.raises(RuntimeClosedError):
+                await begin(simulations[0])
+            assert simulations[0].runtime.num_streams == simulations[0].runtime.num_waiting == 0
+        finally:
+            over.set()
+
+
+@pytest.mark.parametrize("draft", ["model", "ngram", "none"])
+@pytest.mark.parametrize("begin", [stream, many, one_of_many])
+@pytest.mark.parametrize(("num_before", "max_streams"), [(0, None), (3, None), (3, 1)])
+def test_what_is_begun_around_a_cancellation_of_the_runtime_is_told_that_it_is_closed(
+    begin: Begin, draft: Drafter, num_before: int, max_streams: int | None
+) -> None:
+    # In the middle of a job, which goes on for a while; and just as jobs begin and end.
+    for at in (10.25, 24.0):
+        for ticks in (*range(-3, 0), *TICKS):
+            run(
+                lambda at=at, ticks=ticks: cancel_and_begin(
+                    begin, ticks, draft=draft, at=at, num_before=num_before, schedule=ticks, max_streams=max_streams
+                )
+            )
+
+
+def test_a_stream_that_is_begun_while_the_last_job_runs_out_is_told_that_the_runtime_is_closed() -> None:
+    async def begin_after(seconds: float) -> None:
+        async with trio.open_nursery() as nursery:
+            simulations: list[Simulation] = []
+
+            async def body() -> None:
+                with trio.move_on_after(13.0):
+                    async with simulated(ScriptedModel(truthful), drafter("model")) as simulation:
+                        simulations.append(simulation)
+                        reading = simulation.runtime.stream(PROMPT, max_tokens=None)
+                        with trio.CancelScope(shield=True):
+                            await trio.sleep(40)
+                        with pytest.raises(RuntimeClosedError):
+                            await collect(reading)
+
+            nursery.start_soon(body)
+            await trio.sleep(seconds)
+            with pytest.raises(RuntimeClosedError, match="open another"):
+                await collect(simulations[0].runtime.stream(PROMPT, max_tokens=None))
+
+    for quarters in range(1, 31 * 4):
+        run(begin_after, 13.0 + quarters / 4)
+
+
+def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams() -> None:
+    async def cancelled_after(num_ticks: int, schedule: int) -> int:
+        num_begun = 0
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def cancel() -> None:
+                    for _ in range(num_ticks):
+                        await trio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                nursery.start_soon(cancel)
+                async with simulated(ScriptedModel(truthful), drafter("model"), schedule=schedule) as simulation:
+                    num_begun += 1
+                    with trio.CancelScope(shield=True), pytest.raises(RuntimeClosedError):
+                        await collect(simulation.runtime.stream(PROMPT, max_tokens=None))
+        return num_begun
+
+    assert sum(run(cancelled_after, n, schedule) for n in range(10) for schedule in range(5)) > 0

@@ -1,0 +1,280 @@
+"""Logits that are not numbers: a target's end that stream with an error, a drafter's cost speed and no text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+from models import greedy, llama, near, prompt_of
+from scripted import (
+    VOCAB_SIZE,
+    Script,
+    ScriptedModel,
+    agreeing,
+    always,
+    collect,
+    continuation,
+    ids,
+    never,
+    next_token,
+    read_into,
+    run,
+    simulated,
+    text_of,
+    within,
+)
+
+import runtime
+from actors.peaks import Peaks
+from protocol.errors import NotANumberError, ProcessorError
+
+PROMPT = [5, 6, 7, 8, 9]
+TEXT = continuation(PROMPT, 12)
+OTHER = [1, 2]
+
+
+def sure(history: Sequence[int]) -> Sequence[float]:
+    """The true token has all of the probability, at any temperature here."""
+    return [1000.0 if token == next_token(history) else 0.0 for token in range(VOCAB_SIZE)]
+
+
+def spoilt(row: Sequence[float], how: str) -> list[float]:
+    spoilt = list(row)
+    match how:
+        case "all NaN":
+            return [math.nan] * len(row)
+        case "one NaN":
+            spoilt[len(row) - 2] = math.nan
+        case "+inf":
+            spoilt[3] = math.inf
+        case "all -inf":
+            return [-math.inf] * len(row)
+    return spoilt
+
+
+KINDS = ("all NaN", "one NaN", "+inf", "all -inf")
+
+
+def failing_at(position: int, how: str, script: Script = sure) -> Script:
+    """Spoilt for the token at one position after the prompt, as far as the text is the true one of that prompt."""
+
+    def logits(history: Sequence[int]) -> Sequence[float]:
+        is_there = len(history) == position and list(history[: len(PROMPT)]) == PROMPT
+        return spoilt(script(history), how) if is_there else script(history)
+
+    return logits
+
+
+def shifted(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Changes nothing that anybody could see, and needs the text."""
+    return logits + 1.0
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "match": {"temperature": 0.7, "seed": 3},
+    "rejection": {"temperature": 0.7},
+    "filters": {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "top_k": 5, "acceptance": "rejection"},
+    "logprobs": {"logprobs": 2},
+    "penalties": {"presence_penalty": 0.1},
+    "processors": {"logits_processors": [runtime.stateless(shifted)]},
+    "bias": {"logit_bias": {1: -0.5}},
+}
+UNDOS: dict[str, dict[str, Any]] = {
+    "trim": {"undo": always},
+    "checkpoints": {"undo": never, "keeps_states": True},
+    "N=1": {"undo": never},
+    "until full": {"undo": within(10)},
+}
+
+
+async def ends_with_an_error(
+    position: int, how: str, settings: dict[str, Any], *, draft: Any, undo: str = "trim", reuse: bool = False
+) -> None:
+    target = ScriptedModel(failing_at(position, how), **UNDOS[undo])
+    async with simulated(target, draft, schedule=position) as simulation, trio.open_nursery() as nursery:
+
+        async def one_beside() -> None:
+            assert await text_of(simulation, OTHER, max_tokens=6, **settings) == continuation(OTHER, 6)
+
+        nursery.start_soon(one_beside)
+        stream = simulation.runtime.stream(PROMPT, max_tokens=12, reuse_prefix=reuse, **settings)
+        got: list[int] = []
+        with pytest.raises(NotANumberError, match=f"the target model gave .* at position {position};.*float16"):
+            await read_into(got, stream)
+        # All that could be said before, whoever drafted it.
+        assert got == TEXT[: position - len(PROMPT)]
+        with pytest.raises(NotANumberError):
+            await anext(stream)
+        await one_beside()
+        # Nothing of it is kept for others, who find a cache of their own.
+        if reuse:
+            await trio.sleep(1000)
+            assert len(simulation.runtime._target._kept) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+def test_a_target_without_numbers_ends_its_stream_after_what_came_before(mode: str, lookahead: Any) -> None:
+    settings = {**MODES[mode], "lookahead": lookahead}
+    for position in (5, 7, 12):
+        draft = ScriptedModel(agreeing(0.7))
+        run(lambda p=position, d=draft: ends_with_an_error(p, KINDS[p % 4], settings, draft=d))
+
+
+@pytest.mark.parametrize("undo", UNDOS)
+@pytest.mark.parametrize("mode", ["greedy", "rejection"])
+def test_so_it_is_however_caches_are_put_right(mode: str, undo: str) -> None:
+    settings = {**MODES[mode], "lookahead": 3}
+    for position in range(len(PROMPT), len(PROMPT) + 10):
+        how, draft = KINDS[position % 4], ScriptedModel(agreeing(0.7))
+        run(lambda p=position, h=how, d=draft: ends_with_an_error(p, h, settings, draft=d, undo=undo, reuse=True))
+
+
+@pytest.mark.parametrize("draft", ["ngram", None])
+@pytest.mark.parametrize("mode", MODES)
+def test_so_it_is_without_a_draft_model(mode: str, draft: Any) -> None:
+    for position in (6, 11):
+        run(lambda p=position: ends_with_an_error(p, KINDS[p % 4], MODES[mode], draft=draft, reuse=True))
+
+
+async def test_what_a_target_says_of_a_text_that_does_not_come_is_of_no_account(autojump_clock: Any) -> None:
+    def off_the_text(history: Sequence[int]) -> Sequence[float]:
+        generated = list(history[len(PROMPT) :])
+        return sure(history) if generated == continuation(PROMPT, len(generated)) else [math.nan] * VOCAB_SIZE
+
+    for settings in MODES.values():
+        async with simulated(ScriptedModel(off_the_text), ScriptedModel(agreeing(0.4))) as simulation:
+            completion = await simulation.runtime.generate(PROMPT, max_tokens=12, lookahead=4, **settings)
+            assert ids(completion.tokens) == TEXT
+            assert completion.statistics.rejected > 0
+
+
+# --- the drafter ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(mode: str, chains: bool) -> None:
+    async def fail_at(position: int) -> None:
+        draft = ScriptedModel(failing_at(position, KINDS[position % 4], agreeing(0.9)))
+        async with simulated(ScriptedModel(sure), draft, chains=chains) as simulation:
+            settings = {**MODES[mode], "lookahead": 3}
+            completion = await simulation.runtime.generate(PROMPT, max_tokens=12, **settings)
+            assert ids(completion.tokens) == TEXT
+            assert completion.statistics.draft_failures == 1
+            assert len(simulation.instants("withdraw")) == 1
+            again = await simulation.runtime.generate(OTHER, max_tokens=6, **settings)
+            assert again.statistics.draft_failures == 0
+            assert again.statistics.accepted > 0
+
+    for position in (5, 8, 11):
+        run(fail_at, position)
+
+
+async def test_a_drafter_without_numbers_is_warned_of(autojump_clock: Any, caplog: Any) -> None:
+    async with simulated(ScriptedModel(sure), ScriptedModel(failing_at(8, "one NaN"))) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=12, lookahead=2) == TEXT
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "the draft model gave logits that are not numbers (NaN) for the token at position 8" in record.getMessage()
+
+
+# --- processors -----------------------------------------------------------------------------------
+
+
+def leaving(what: float, at: int) -> Callable[[mx.array, mx.array], mx.array]:
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.full(logits.shape, what) if tokens.size == at else logits
+
+    return processor
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("mode", ["greedy", "match", "rejection", "filters", "logprobs"])
+async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(
+    mode: str, lookahead: int, what: float, autojump_clock: Any
+) -> None:
+    for position in (5, 11):
+        async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
+            processors = [runtime.stateless(leaving(what, position))]
+            stream = simulation.runtime.stream(
+                PROMPT, max_tokens=12, lookahead=lookahead, logits_processors=processors, **MODES[mode]
+            )
+            got: list[int] = []
+            with pytest.raises(ProcessorError, match=f"logits processors.* at position {position}; forbid"):
+                await read_into(got, stream)
+            assert got == TEXT[: position - len(PROMPT)]
+            assert await text_of(simulation, OTHER, max_tokens=6) == continuation(OTHER, 6)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "match", "rejection", "filters"])
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_forbidding_all_tokens_but_one_is_legal(mode: str, lookahead: int, autojump_clock: Any) -> None:
+    bias = {token: -math.inf for token in range(VOCAB_SIZE) if token != 17}
+    async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=8, lookahead=lookahead, logit_bias=bias, **MODES[mode])
+        assert await collect(stream) == [17] * 8
+
+
+# --- the look at it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("width", [1, 2, 9, 31, 64, 4099])
+def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int, dtype: mx.Dtype) -> None:
+    row = mx.random.normal((width,), key=mx.random.key(width)).astype(dtype)
+    for place in {0, width // 2, width - 1}:
+        for value in (math.nan, math.inf):
+            rows = mx.stack([row, row, row])
+            rows[1, place] = value
+            assert Peaks.of(rows, rows).num_sound() == 1
+            assert Peaks.of(mx.zeros_like(rows), rows).num_sound() == 1
+    forbidden = mx.full((width,), -math.inf, dtype)
+    assert Peaks.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 1
+    forbidden[width - 1] = 0.0
+    assert Peaks.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 2
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+def damaged(model: nn.Module) -> nn.Module:
+    """One weight is not a number, as after a download that went wrong."""
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight[3, 5] = math.nan
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
+async def test_a_damaged_target_is_said_to_be_and_the_runtime_goes_on(draft: str) -> None:
+    drafters = {"none": None, "ngram": "ngram", "model": (llama(2), None)}
+    async with runtime.open((damaged(llama(0)), None), drafters[draft]) as rt:
+        for settings in ({}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 1}):
+            with pytest.raises(runtime.NotANumberError, match="at position 8"):
+                await rt.generate(prompt_of(8), max_tokens=4, **settings)
+
+
+async def test_numbers_that_overflow_in_float16_are_said_to() -> None:
+    model = llama(0)
+    model.set_dtype(mx.float16)
+    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 60_000.0
+    model.model.norm.weight = model.model.norm.weight * 60_000.0
+    mx.eval(model.parameters())
+    async with runtime.open((model, None)) as rt:
+        with pytest.raises(runtime.NotANumberError, match="overflowed in float16"):
+            await rt.generate(prompt_of(8), max_tokens=4)
+
+
+async def test_a_damaged_drafter_costs_no_token() -> None:
+    target = llama(0)
+    async with runtime.open((target, None), (damaged(near(target, noise=0.1)), None)) as rt:
+        completion = await rt.generate(prompt_of(8), max_tokens=20, lookahead=2)
+        assert ids(completion.tokens) == greedy(target, prompt_of(8), 20)
+        assert completion.statistics.draft_failures == 1

@@ -1,0 +1,889 @@
+"""The page of `outrider serve`, in a real browser, before a server that does what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, expect
+from scripted_server import Exchange, ScriptedServer
+from visitors import Tab, chromium, visitor
+
+pytestmark = pytest.mark.browser
+
+Open = Callable[..., Tab]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer().serving() as serving:
+        yield serving
+
+
+@pytest.fixture
+def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
+    """Opens tabs at the page, each with a browser of its own unless it is told whose; in them nothing may go wrong."""
+    tabs: list[Tab] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_tab(context: BrowserContext | None = None, *, loaded: bool = True, **options: Any) -> Tab:
+            tab = Tab(context or stack.enter_context(visitor(started, server.url, **options)), server.url)
+            tabs.append(tab)
+            if loaded:
+                tab.load()
+            return tab
+
+        yield open_tab
+        for tab in tabs:
+            tab.check()
+
+
+@pytest.fixture
+def tab(opened: Open) -> Tab:
+    return opened()
+
+
+def writing(tab: Tab, server: ScriptedServer, prompt: str = "Once", *words: Any) -> Exchange:
+    """An answer that is being written."""
+    tab.ask(prompt)
+    exchange = server.next()
+    exchange.start()
+    exchange.write(*(words or (" upon",)))
+    tab.expect_state("writing")
+    return exchange
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server, "Once", (" upon", "drafted"), (" a", "drafted"), " time")
+    tab.expect_text("Once upon a time")
+    exchange.write(" there", (" was", "drafted"), (" a", "drafted"), " king")
+    tab.expect_text("Once upon a time there was a king")
+    assert tab.runs == [
+        ["prompt", "Once"],
+        ["drafted", " upon a"],
+        ["", " time there"],
+        ["drafted", " was a"],
+        ["", " king"],
+    ]
+    style = "span => [getComputedStyle(span).textDecorationLine, getComputedStyle(span).backgroundColor]"
+    drafted, own = (tab.page.locator("#text span").nth(i).evaluate(style) for i in (1, 2))
+    assert (drafted[0], own[0]) == ("underline", "none")
+    assert drafted[1] != own[1]
+    exchange.finish()
+    tab.expect_state("done")
+
+
+def test_thoughts_stand_apart(tab: Tab, server: ScriptedServer) -> None:
+    server.model["has_chat_template"] = True
+    tab.load()
+    exchange = writing(
+        tab, server, "How many?", ("Let me", "thought drafted"), (" count.", "thought"), ("Four", "drafted"), "."
+    )
+    exchange.finish()
+    tab.expect_text("Let me count.\nFour.")
+    assert tab.runs == [["thought drafted", "Let me"], ["thought", " count."], ["drafted", "Four"], ["", "."]]
+    expect(tab["thought-key"]).to_be_visible()
+
+
+def test_a_model_that_chats_is_asked_a_question(tab: Tab, server: ScriptedServer) -> None:
+    server.model["has_chat_template"] = True
+    tab.load()
+    exchange = writing(tab, server, "How many?", "Four")
+    assert exchange.path == "/v1/chat/completions"
+    assert exchange.body["messages"] == [{"role": "user", "content": "How many?"}]
+    assert "prompt" not in exchange.body
+    expect(tab["question"]).to_have_text("How many?")
+    tab.expect_text("Four")
+
+
+def test_what_somebody_wrote_stays_text(opened: Open, server: ScriptedServer) -> None:
+    nasty = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>&amp;"
+    server.model |= {"id": nasty, "draft": nasty}
+    tab = opened()
+    exchange = writing(tab, server, nasty, (nasty, "drafted"))
+    tab.expect_text(nasty * 2)
+    exchange.event({"error": {"message": nasty}})
+    tab.expect_failed(f"{nasty}.")
+    assert tab.page.locator("b", has_text="bold").count() == 2  # the names of the models, which are bold
+    assert tab.page.locator("img").count() == 0
+    assert tab.page.title() == "Outrider"
+
+
+def test_a_long_text_is_shown_whole_in_few_pieces(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server, "Count:", "\n")
+    words = [f" {i}" + ("\n\n" if i % 97 == 0 else "\n" if i % 11 == 0 else "") for i in range(20_000)]
+    for i in range(0, len(words), 100):
+        exchange.write(*((word, "drafted" if i // 500 % 2 else "") for word in words[i : i + 100]))
+    exchange.finish()
+    tab.expect_state("done")
+    tab.expect_text("Count:\n" + "".join(words))
+    assert tab["text"].evaluate("text => text.children.length") > 10
+    assert len(tab.runs) < 200
+
+
+def test_the_answer_is_copied_as_it_is(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(permissions=["clipboard-read", "clipboard-write"])
+    line = "x" * 1500 + "\n"
+    exchange = writing(tab, server, "Once", ("hm", "thought"), line, line, "\n", line, " end")
+    exchange.finish()
+    tab["copy"].click()
+    expect(tab["copy"]).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == line * 2 + "\n" + line + " end"
+
+
+def test_the_page_follows_the_text_unless_its_reader_went_up(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(viewport={"width": 800, "height": 700})
+    exchange = writing(tab, server, "Once", *["\nline"] * 80)
+    at_end = "scrollY + innerHeight >= document.documentElement.scrollHeight - 4"
+    expect(tab["text"]).to_contain_text("line")
+    assert tab.page.evaluate(at_end)
+    expect(tab["follow"]).to_be_hidden()
+    tab.page.mouse.move(400, 400)
+    tab.page.mouse.wheel(0, -300)
+    expect(tab["follow"]).to_be_visible()
+    up = tab.page.evaluate("scrollY")
+    exchange.write(*["\nmore"] * 80)
+    expect(tab["text"]).to_contain_text("more")
+    assert tab.page.evaluate("scrollY") <= up  # a wheel turns on for a while
+    tab["follow"].click()
+    assert tab.page.evaluate(at_end)
+    exchange.write(*["\nyet more"] * 80)
+    expect(tab["text"]).to_contain_text("yet more")
+    assert tab.page.evaluate(at_end)
+
+
+# --- how it comes about ---------------------------------------------------------------------------
+
+
+def test_the_states_of_an_answer(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    tab.expect_state("connecting")
+    exchange = server.next()
+    exchange.start()
+    tab.expect_state("waiting")
+    exchange.write(prompt_tokens=1234)
+    exchange.stream(b": keep-alive\n\n")
+    tab.expect_state("waiting")
+    exchange.write(spans=[("target", "prefill", 0.0, 0.5)], prompt_tokens=1234)
+    tab.expect_state("reading")
+    expect(tab["state-more"]).to_contain_text("1,234 tokens")
+    exchange.write(" upon")
+    tab.expect_state("writing")
+    exchange.finish("length")
+    tab.expect_state("done")
+    expect(tab["state-more"]).to_have_text("the limit on tokens is reached")
+    expect(tab["stop"]).to_be_hidden()
+    assert not server.was_asked
+
+
+def test_the_figures(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    exchange.write(generation_tps=63.4, proposed=184, accepted=123, generated_tokens=1200, prompt_tokens=77)
+    expect(tab["acceptance"]).to_have_text("67 %123 of 184")
+    expect(tab["speed"]).to_have_text("63")
+    expect(tab["tokens"]).to_have_text("1,200")
+    expect(tab["first"]).to_have_text("125 ms")
+    expect(tab["read"]).to_have_text("77")
+    exchange.write(proposed=0, accepted=0, time_to_first_token=2.5, generation_tps=4.25)
+    expect(tab["acceptance"]).to_have_text("–")
+    expect(tab["first"]).to_have_text("2.50 s")
+    expect(tab["speed"]).to_have_text("4.3")
+
+
+def test_the_figures_begin_anew_with_each_answer(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).finish()
+    expect(tab["tokens"]).to_have_text("1")
+    tab.ask("Twice")
+    server.next()
+    expect(tab["tokens"]).to_have_text("–")
+
+
+def coloured(tab: Tab, lane: int) -> float:
+    """The share of a lane of the strip that is covered by bars."""
+    share: float = tab["strip"].evaluate(
+        """async (canvas, lane) => {
+            await new Promise(requestAnimationFrame);  // by then it is drawn
+            const from = Math.round(56 * devicePixelRatio), y = Math.round((3 + 9 + lane * 23) * devicePixelRatio);
+            const row = canvas.getContext("2d").getImageData(from, y, canvas.width - from, 1).data;
+            let covered = 0;
+            for (let i = 0; i < row.length; i += 4) {
+                const [red, green, blue] = row.slice(i, i + 3);
+                covered += Math.max(red, green, blue) - Math.min(red, green, blue) >= 12;  // what is empty is grey
+            }
+            return covered / (row.length / 4);
+        }""",
+        lane,
+    )
+    return share
+
+
+def test_the_strip_shows_who_worked_when(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    expect(tab["beside"]).to_have_text("100 % of drafting")
+    tab.ask("Again")
+    exchange = server.next()
+    exchange.start()
+    exchange.write(spans=[("target", "verify", 0.0, 1.0), ("draft", "draft", 0.5, 1.5), ("target", "verify", 1.5, 2.0)])
+    exchange.finish()
+    tab.expect_state("done")
+    expect(tab["beside"]).to_have_text("50 % of drafting")
+    expect(tab["waiting"]).to_have_text("50 %")
+    expect(tab["all"]).to_have_attribute("aria-pressed", "true")
+    assert coloured(tab, 0) == pytest.approx(0.75, abs=0.02)
+    assert coloured(tab, 1) == pytest.approx(0.5, abs=0.02)
+    expect(tab["strip"]).to_have_attribute(
+        "aria-label",
+        "Timeline of this answer, 2.0 s: target busy 75 %, drafter busy 50 %; "
+        "50 % of drafting went on while the target worked",
+    )
+
+
+def test_the_strip_shows_the_latest_or_all(tab: Tab, server: ScriptedServer) -> None:
+    exchange = waiting(tab, server)
+    exchange.write(spans=[("target", "verify", i / 10, i / 10 + (0.01 if i < 100 else 0.1)) for i in range(200)])
+    exchange.write(" upon", spans=[("draft", "draft", 20.0, 20.0)])
+    tab.expect_text("Once upon")
+    assert coloured(tab, 0) > 0.85
+    tab["all"].click()
+    expect(tab["latest"]).to_have_attribute("aria-pressed", "false")
+    assert 0.5 < coloured(tab, 0) < 0.8
+    tab["latest"].click()
+    assert coloured(tab, 0) > 0.85
+
+
+def test_an_answer_that_is_over_has_its_timeline(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    expect(tab["timeline"]).to_be_hidden()
+    exchange.finish()
+    with tab.page.expect_popup() as popup:
+        tab["timeline"].click()
+    assert popup.value.url == f"{server.url}timelines/{exchange.id}"
+
+
+# --- ending it ------------------------------------------------------------------------------------
+
+
+def connecting(tab: Tab, server: ScriptedServer) -> Exchange:
+    tab.ask("Once")
+    tab.expect_state("connecting")
+    return server.next()
+
+
+def waiting(tab: Tab, server: ScriptedServer) -> Exchange:
+    exchange = connecting(tab, server)
+    exchange.start()
+    tab.expect_state("waiting")
+    return exchange
+
+
+def reading(tab: Tab, server: ScriptedServer) -> Exchange:
+    exchange = waiting(tab, server)
+    exchange.write(spans=[("target", "open", 0.0, 0.001)])
+    tab.expect_state("reading")
+    return exchange
+
+
+moments = pytest.mark.parametrize("under_way", [connecting, waiting, reading, writing])
+Moment = Callable[[Tab, ScriptedServer], Exchange]
+
+
+@moments
+def test_stop_ends_it_at_once_and_keeps_what_was_written(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+    exchange = under_way(tab, server)
+    tab["stop"].click()
+    # The server has not said a word since.
+    assert tab["state"].get_attribute("data-state") == "stopped"
+    expect(tab["state-word"]).to_have_text("Stopped")
+    exchange.wait_gone()
+    tab.expect_text("Once upon" if under_way is writing else "Once")
+    expect(tab["stop"]).to_be_hidden()
+    expect(tab["prompt"]).to_be_focused()
+    expect(tab["problem"]).to_be_hidden()
+
+
+def test_escape_ends_it_wherever_the_focus_is(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    tab["prompt"].focus()
+    tab.type("a new prompt")
+    tab.press("Escape")
+    exchange.wait_gone()
+    tab.expect_state("stopped")
+    expect(tab["prompt"]).to_have_value("a new prompt")
+    exchange = writing(tab, server)
+    tab["latest"].focus()
+    tab.press("Escape")
+    exchange.wait_gone()
+    tab.expect_state("stopped")
+
+
+@moments
+def test_a_new_prompt_ends_the_old_answer(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+    old = under_way(tab, server)
+    tab.ask("Twice")
+    old.wait_gone()
+    new = server.next()
+    assert new.body["prompt"] == "Twice"
+    new.start()
+    new.write(" as much")
+    tab.expect_text("Twice as much")
+    new.finish()
+    tab.expect_state("done")
+    tab.expect_text("Twice as much")
+
+
+def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, server: ScriptedServer) -> None:
+    old = writing(tab, server)
+    tab["prompt"].focus()
+    tab.type("Twice")
+    old.write(*[" late"] * 5000)  # which take longer to be read than a key to be pressed
+    tab.press("Enter")
+    old.wait_gone()
+    new = server.next()
+    new.start()
+    new.write(" as much")
+    new.finish()
+    tab.expect_state("done")
+    tab.expect_text("Twice as much")
+    expect(tab["tokens"]).to_have_text("1")
+
+
+@moments
+def test_loading_the_page_again_keeps_only_the_prompt(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+    exchange = under_way(tab, server)
+    tab.page.reload()
+    exchange.wait_gone()
+    expect(tab["prompt"]).to_have_value("Once")
+    expect(tab["prompt"]).to_be_focused()
+    expect(tab["models"]).to_be_visible()
+    assert not server.was_asked
+    tab.press("Enter")
+    assert server.next().body["prompt"] == "Once"
+
+
+def test_two_tabs_do_not_know_of_each_other(tab: Tab, opened: Open, server: ScriptedServer) -> None:
+    other = opened(tab.page.context)
+    exchange = writing(tab, server)
+    others = writing(other, server, "Twice", " as much")
+    tab.press("Escape")
+    exchange.wait_gone()
+    tab.expect_state("stopped")
+    others.write(" again")
+    other.expect_text("Twice as much again")
+    others.finish()
+    other.expect_state("done")
+    tab.expect_text("Once upon")
+    tab.page.reload()
+    expect(tab["prompt"]).to_have_value("Once")
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_full_house_says_when_to_try_again(tab: Tab, server: ScriptedServer) -> None:
+    tab.page.clock.install()
+    tab.ask("Once")
+    server.next().refuse(429, "36 answers are under way, the most there may be", Retry_After="30", Connection="close")
+    tab.expect_failed("36 answers are under way, the most there may be.")
+    expect(tab["problem-when"]).to_have_text("Try again in 30 s.")
+    tab.page.clock.fast_forward(20_000)
+    expect(tab["problem-when"]).to_have_text("Try again in 10 s.")
+    tab.page.clock.fast_forward(20_000)
+    expect(tab["problem-when"]).to_have_text("Try again now.")
+    tab["retry"].click()
+    exchange = server.next()
+    assert exchange.body["prompt"] == "Once"
+    expect(tab["problem"]).to_be_hidden()
+    exchange.start()
+    exchange.write(" upon")
+    tab.expect_text("Once upon")
+
+
+def test_when_to_try_again_may_be_a_date(tab: Tab, server: ScriptedServer) -> None:
+    tab.page.clock.install(time=1_800_000_000)
+    tab.page.clock.pause_at(1_800_000_001)
+    tab.ask("Once")
+    server.next().refuse(
+        429, "full.", Retry_After=email.utils.formatdate(1_800_000_091, usegmt=True), Connection="close"
+    )
+    tab.expect_failed("full.")
+    expect(tab["problem-when"]).to_have_text("Try again in 90 s.")
+
+
+def test_a_refusal_without_a_time_says_none(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    server.next().refuse(400, "max_tokens is 0, and must be at least 1", Connection="close")
+    tab.expect_failed("max_tokens is 0, and must be at least 1.")
+    expect(tab["problem-when"]).to_have_text("")
+    assert len(tab.failed_requests) == 1
+
+
+def test_an_error_in_mid_answer_keeps_the_text(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    exchange.event({"error": {"message": "the target failed", "type": "server_error", "param": None, "code": None}})
+    tab.expect_failed("the target failed.")
+    tab.expect_text("Once upon")
+    exchange.wait_gone()
+
+
+def test_a_connection_lost_in_mid_answer_is_said_to_be(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).cut()
+    tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
+    tab.expect_text("Once upon")
+
+
+def test_an_answer_that_stops_short_is_a_connection_lost(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).send(b"0\r\n\r\n")
+    tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
+
+
+@pytest.mark.parametrize("under_way", [waiting, reading])
+def test_a_connection_lost_before_the_first_word(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+    under_way(tab, server).cut()
+    tab.expect_failed("The connection was lost before the first word.")
+
+
+def test_a_server_that_is_not_there_is_said_not_to_be(tab: Tab, server: ScriptedServer) -> None:
+    tab.page.route("**/v1/completions", lambda route: route.abort("connectionrefused"))
+    tab.ask("Once")
+    tab.expect_failed("The server cannot be reached. Is it still running?")
+
+
+def test_an_event_that_makes_no_sense_ends_the_answer(tab: Tab, server: ScriptedServer) -> None:
+    for data in ("{", "[]", "null", "3", '"text"', "<html>"):
+        exchange = writing(tab, server)
+        exchange.event(data)
+        tab.expect_failed("The server sent something that cannot be read as an answer.")
+        tab.expect_text("Once upon")
+        exchange.wait_gone()
+
+
+def test_an_answer_that_is_no_stream_is_not_shown(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    exchange = server.next()
+    exchange.start("text/html")
+    exchange.stream(b"<b>hello</b>")
+    tab.expect_failed("The server sent something that cannot be read as an answer.")
+    tab.expect_text("Once")
+    exchange.wait_gone()
+
+
+def test_an_error_without_a_message_has_its_number(tab: Tab, server: ScriptedServer) -> None:
+    bodies = "<html>Bad gateway</html>", "{}", "[]", '{"error": "x"}', '{"error": {"message": 3}}'
+    for status, body in enumerate(bodies, start=500):
+        tab.ask("Once")
+        server.next().answer(status, body, {"Connection": "close"})
+        tab.expect_failed(f"The server answered {status} Whatever.")
+
+
+def test_chunks_that_lack_everything_are_nothing(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    for chunk in (
+        {},
+        {"choices": []},
+        {"choices": [{}]},
+        {"speculation": {}},
+        {"choices": [{"delta": {}}], "speculation": None},
+    ):
+        exchange.event(chunk)
+    exchange.event({"choices": [{"text": " a", "finish_reason": None}]})
+    tab.expect_text("Once upon a")
+    exchange.finish()
+    tab.expect_state("done")
+
+
+def test_a_server_without_speculation_will_do(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    exchange = server.next()
+    exchange.start()
+    exchange.event({"id": "x", "choices": [{"text": " upon", "finish_reason": None}]})
+    exchange.event({"id": "x", "choices": [{"text": "", "finish_reason": "stop"}]})
+    exchange.event({"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+    exchange.event("[DONE]")
+    tab.expect_state("done")
+    tab.expect_text("Once upon")
+    expect(tab["tokens"]).to_have_text("1")
+    expect(tab["acceptance"]).to_have_text("–")
+
+
+def test_a_target_without_a_drafter_has_no_legend_of_drafts(tab: Tab, server: ScriptedServer) -> None:
+    server.model["draft"] = None
+    tab.load()
+    expect(tab["models"]).to_have_text("tiny/target without a drafter")
+    writing(tab, server)
+    expect(tab.page.locator(".keys").first).not_to_be_visible()
+    tab.expect_text("Once upon")
+
+
+@moments
+def test_silence_is_said_to_be(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+    tab.page.clock.install()
+    exchange = under_way(tab, server)
+    if under_way is connecting:
+        tab.page.clock.fast_forward(7_000)
+        expect(tab["state-more"]).to_contain_text("7 s")
+        return
+    tab.page.clock.fast_forward(7_000)
+    expect(tab["state-more"]).to_contain_text("nothing heard for 7 s")
+    exchange.write(" a")
+    tab.page.clock.fast_forward(1_000)
+    expect(tab["state-more"]).not_to_contain_text("nothing heard")
+
+
+def test_a_server_that_was_not_there_can_be_met_later(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(loaded=False)
+    tab.page.route("**/v1/models", lambda route: route.abort())
+    tab.page.goto(server.url)
+    expect(tab["problem-text"]).to_have_text("The server cannot be reached. Is it still running?")
+    tab.ask("Once")
+    tab.expect_failed("The server cannot be reached. Is it still running?")
+    tab.page.unroute("**/v1/models")
+    tab["retry"].click()
+    exchange = server.next()
+    exchange.start()
+    exchange.write(" upon")
+    tab.expect_text("Once upon")
+
+
+# --- keys, settings, what is kept -----------------------------------------------------------------
+
+
+def test_a_server_with_a_key_is_asked_with_it(opened: Open, server: ScriptedServer) -> None:
+    server.key = "right"
+    tab = opened(loaded=False)
+    tab.page.goto(server.url)
+    expect(tab["key"]).to_be_focused()
+    tab.type("wrong")
+    tab.press("Enter")
+    expect(tab.page.get_by_label("This API key was refused")).to_be_focused()
+    tab.type("right")  # in place of the wrong one, which is selected
+    tab.press("Enter")
+    expect(tab["models"]).to_be_visible()
+    expect(tab["key-form"]).to_be_hidden()
+    exchange = writing(tab, server)
+    assert exchange.headers["Authorization"] == "Bearer right"
+    tab.load()
+    expect(tab["key-form"]).to_be_hidden()
+    kept = "[sessionStorage, localStorage].map((storage) => Object.values(storage).includes('right'))"
+    assert tab.page.evaluate(kept) == [True, False]
+
+
+def test_a_key_that_is_wanted_in_between_goes_on_with_the_prompt(tab: Tab, server: ScriptedServer) -> None:
+    server.key = "new"
+    tab.ask("Once")
+    expect(tab["key"]).to_be_focused()
+    tab.type("new")
+    tab.press("Enter")
+    exchange = server.next()
+    assert exchange.body["prompt"] == "Once"
+    exchange.start()
+    exchange.write(" upon")
+    tab.expect_text("Once upon")
+
+
+def test_a_request_without_settings_leaves_them_to_the_server(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    assert server.next().body == {
+        "model": "tiny/target",
+        "prompt": "Once",
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_speculation": True},
+    }
+
+
+def test_settings_are_sent_and_remembered(tab: Tab, opened: Open, server: ScriptedServer) -> None:
+    tab["settings-button"].click()
+    for label, value in (("Most tokens", "64"), ("Temperature", "0.8"), ("Top p", "0.95"), ("Seed", "7")):
+        tab.page.get_by_label(label).fill(value)
+    tab.page.get_by_label("Stop at").fill("\\n\\n\nEnd\\t\\\\")
+    expected = {"max_tokens": 64, "temperature": 0.8, "top_p": 0.95, "seed": 7, "stop": ["\n\n", "End\t\\"]}
+    expect(tab["chosen"]).to_have_text("64 tokens, temperature 0.8, top p 0.95, seed 7, stop texts")
+    other = opened(tab.page.context)
+    for one in (tab, other):
+        one.ask("Once")
+        exchange = server.next()
+        assert {name: exchange.body[name] for name in expected} == expected
+    other["settings-button"].click()
+    other["reset"].click()
+    expect(other["chosen"]).to_have_text("")
+    other.ask("Once")
+    assert not {"temperature", "top_p", "seed", "stop"} & set(server.next().body)
+
+
+def test_a_setting_out_of_range_is_not_sent(tab: Tab, server: ScriptedServer) -> None:
+    for label, value in (("Most tokens", "0"), ("Temperature", "-1"), ("Top p", "1.5"), ("Seed", "0.5")):
+        tab["settings-button"].click()
+        tab["reset"].click()
+        tab.page.get_by_label(label).fill(value)
+        tab["settings-button"].click()
+        tab.ask("Once")
+        expect(tab.page.get_by_label(label)).to_be_focused()
+        expect(tab["prompt"]).to_have_value("Once")
+        assert not server.was_asked
+        tab["settings-button"].click()
+
+
+def test_whatever_was_kept_the_page_begins(tab: Tab, server: ScriptedServer) -> None:
+    for kept in ("", "{", "null", "[]", "7", '{"temperature": {}, "seed": "x", "no such": 1}'):
+        tab.page.evaluate("kept => localStorage.setItem('outrider.settings', kept)", kept)
+        tab.load()
+        tab.ask("Once")
+        assert set(server.next().body) == {"model", "prompt", "stream", "stream_options"}
+
+
+def test_a_browser_that_keeps_nothing_will_do(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(loaded=False)
+    refuse = "{ get() { throw new DOMException('denied', 'SecurityError'); } }"
+    tab.page.add_init_script(
+        f"for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name, {refuse})"
+    )
+    tab.load()
+    writing(tab, server).finish()
+    tab.expect_state("done")
+
+
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+def test_a_prompt_may_have_lines_and_is_sent_as_it_is(tab: Tab, server: ScriptedServer) -> None:
+    prompt = "def f():\n    return \n"
+    tab.ask(prompt)
+    assert server.next().body["prompt"] == prompt
+    expect(tab["prompt"]).to_have_value("")
+
+
+def test_an_empty_prompt_is_not_sent(tab: Tab, server: ScriptedServer) -> None:
+    for prompt in ("", "  ", "\n"):
+        tab.ask(prompt)
+        tab["send"].click()
+    expect(tab["answer"]).to_be_hidden()
+    assert not server.was_asked
+
+
+def test_enter_that_ends_a_composition_does_not_send(tab: Tab, server: ScriptedServer) -> None:
+    tab["prompt"].fill("か")
+    tab["prompt"].dispatch_event("keydown", {"key": "Enter", "isComposing": True})
+    expect(tab["prompt"]).to_have_value("か")
+    assert not server.was_asked
+
+
+def test_the_last_prompt_can_be_had_again(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).finish()
+    tab.expect_state("done")
+    expect(tab["prompt"]).to_be_focused()
+    tab.press("ArrowUp")
+    expect(tab["prompt"]).to_have_value("Once")
+    tab["prompt"].fill("")
+    tab["edit"].click()
+    expect(tab["prompt"]).to_have_value("Once")
+    expect(tab["prompt"]).to_be_focused()
+
+
+def test_an_example_is_put_into_the_box(tab: Tab) -> None:
+    tab.page.get_by_role("button", name="def quicksort(items):").click()
+    expect(tab["prompt"]).to_have_value("def quicksort(items):")
+    expect(tab["prompt"]).to_be_focused()
+
+
+# --- for everybody --------------------------------------------------------------------------------
+
+
+def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) -> None:
+    expect(tab["prompt"]).to_be_focused()
+    tab.type("Once")
+    tab.press("Tab", "Enter")  # opens the settings
+    expect(tab["settings"]).to_be_visible()
+    tab.press("Tab", "Tab")
+    expect(tab["max_tokens"]).to_be_focused()
+    tab.press("ControlOrMeta+a")
+    tab.type("9")
+    tab.press("Escape")
+    expect(tab["settings"]).to_be_hidden()
+    expect(tab["settings-button"]).to_be_focused()
+    tab.press("Shift+Tab", "Enter")
+    exchange = server.next()
+    assert (exchange.body["prompt"], exchange.body["max_tokens"]) == ("Once", 9)
+    exchange.start()
+    exchange.write(" upon")
+    tab.expect_state("writing")
+    tab.press("Tab", "Tab")
+    expect(tab["stop"]).to_be_focused()
+    tab.press("Enter")
+    exchange.wait_gone()
+    tab.expect_state("stopped")
+    expect(tab["prompt"]).to_be_focused()
+    for control in ("copy", "edit", "timeline", "all"):
+        tab.press("Shift+Tab")
+        expect(tab[control]).to_be_focused()
+
+
+def test_the_focus_can_be_seen(tab: Tab) -> None:
+    for element in ("prompt", "settings-button", "send"):
+        tab[element].focus()
+        ring = "element => getComputedStyle(element.id === 'prompt' ? element.form : element).outlineStyle"
+        tab.press("Shift")  # from here on the keyboard is used
+        assert tab[element].evaluate(ring) == "solid"
+
+
+def test_states_are_read_out_and_tokens_are_not(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    live = "[...document.querySelectorAll('[aria-live], [role=status], [role=alert], [role=log]')].map(e => e.id)"
+    assert tab.page.evaluate(live) == ["said"]
+    expect(tab["text"]).to_have_attribute("aria-busy", "true")
+    expect(tab["said"]).to_have_text("Writing")
+    exchange.finish()
+    expect(tab["said"]).to_have_text("Done, the text ended by itself, 1 token")
+    expect(tab["text"]).to_have_attribute("aria-busy", "false")
+    tab.ask("Twice")
+    server.next().refuse(429, "full", Connection="close")
+    expect(tab["said"]).to_have_text("Failed, full")
+
+
+def test_every_control_has_a_name(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).finish()
+    tab["settings-button"].click()
+    for control in tab.page.locator("button:visible, a:visible, input:visible, textarea:visible, canvas:visible").all():
+        named = control.evaluate("e => (e.labels?.[0] ?? e).textContent.trim() || e.getAttribute('aria-label')")
+        assert named, control.evaluate("e => e.outerHTML")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+@pytest.mark.parametrize("touch", [False, True])
+def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int, touch: bool) -> None:
+    server.model |= {
+        "id": "a-publisher/with-a-very-long-name-of-a-model-8B-4bit",
+        "draft": "one/with-another-long-name",
+    }
+    tab = opened(viewport={"width": width, "height": 700}, has_touch=touch, is_mobile=touch)
+    assert tab.sideways == 0
+    exchange = writing(tab, server, "x" * 300, ("y" * 300, "drafted"), *[" word"] * 500)
+    exchange.write(proposed=12345, accepted=9999, generated_tokens=123456, prompt_tokens=123456, generation_tps=1234.5)
+    expect(tab["tokens"]).to_have_text("123,456")
+    assert tab.sideways == 0
+    for control in ("stop", "send", "settings-button", "prompt"):
+        expect(tab[control]).to_be_in_viewport(ratio=1)
+    expect(tab["state"]).to_be_in_viewport(ratio=1)
+    exchange.event({"error": {"message": "no" * 300}})
+    tab.expect_state("failed")
+    tab["settings-button"].click()
+    assert tab.sideways == 0
+    expect(tab["send"]).to_be_in_viewport(ratio=1)
+
+
+CONTRAST = """() => {
+    const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => x * a + below[i] * (1 - a));
+    const light = (c) => {
+        const [r, g, b] = c.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (e) => {
+        if (e === null) return [255, 255, 255];
+        const colour = channels(getComputedStyle(e).backgroundColor);
+        return (colour[3] ?? 1) === 1 ? colour : over(colour, behind(e.parentElement));
+    };
+    const poor = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    let seen = 0;
+    while (walker.nextNode()) {
+        const e = walker.currentNode.parentElement;
+        if (!walker.currentNode.data.trim() || !e.checkVisibility() || e.closest(".hidden, .skip, noscript")) continue;
+        seen += 1;
+        const below = behind(e), above = over(channels(getComputedStyle(e).color), below);
+        const [dark, bright] = [light(above), light(below)].sort((x, y) => x - y);
+        const contrast = (bright + 0.05) / (dark + 0.05);
+        if (contrast < 4.5) poor.push([walker.currentNode.data.trim(), contrast]);
+    }
+    return { seen, poor };
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_word_can_be_read(opened: Open, server: ScriptedServer, scheme: str) -> None:
+    tab = opened(color_scheme=scheme)
+    assert tab.page.evaluate(CONTRAST)["poor"] == []
+    exchange = writing(
+        tab, server, "Once", ("hm", "thought"), ("so", "thought drafted"), (" upon", "drafted"), " a time"
+    )
+    tab["settings-button"].click()
+    assert tab.page.evaluate(CONTRAST)["poor"] == []
+    exchange.event({"error": {"message": "it failed"}})
+    tab.expect_state("failed")
+    contrast = tab.page.evaluate(CONTRAST)
+    assert contrast["poor"] == []
+    assert contrast["seen"] > 30
+
+
+def test_nothing_moves_for_who_wants_nothing_to(opened: Open, server: ScriptedServer) -> None:
+    for motion, moves in (("reduce", False), ("no-preference", True)):
+        tab = opened(reduced_motion=motion)
+        writing(tab, server)
+        assert bool(tab.page.evaluate("document.getAnimations().length")) is moves
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+EVENTS = (
+    ": a comment\r\n\r\n"
+    'data: {"a": "é🎈"}\n\n'
+    "event: other\rid: 7\rdata:no blank\r\r"
+    "data: two\r\ndata: lines\r\n\r\n"
+    "data\n\n"
+    "data:  blank\nretry: 3\n\n"
+    "\n\n: keep-alive\n\n"
+    "database: no\n\n"
+    "data: [DONE]\n\ndata: never whole"
+).encode()
+READ = ['{"a": "é🎈"}', "no blank", "two\nlines", "", " blank", "[DONE]"]
+
+
+def test_events_are_read_wherever_they_are_cut(tab: Tab) -> None:
+    cuts = [[i] for i in range(len(EVENTS))]
+    cuts += [[i, i + 1] for i in range(len(EVENTS) - 1)]
+    cuts.append(list(range(len(EVENTS))))
+    read = tab.page.evaluate(
+        """async ([bytes, cuts]) => {
+            const { eventData } = await import("/page/sse.js");
+            const all = [];
+            for (const places of cuts) {
+                const parts = [0, ...places].map((from, i) => new Uint8Array(bytes.slice(from, places[i])));
+                const body = new ReadableStream({
+                    start(controller) {
+                        for (const part of parts) controller.enqueue(part);
+                        controller.close();
+                    },
+                });
+                const data = [];
+                for await (const one of eventData(body)) data.push(one);
+                all.push(JSON.stringify(data));
+            }
+            return all;
+        }""",
+        [list(EVENTS), cuts],
+    )
+    assert len(read) == len(cuts)
+    assert {tuple(json.loads(one)) for one in read} == {tuple(READ)}
+
+
+def test_an_answer_is_read_as_its_bytes_come(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    exchange = server.next()
+    exchange.start()
+    for word in (" é", " 🎈", " ő"):
+        for byte in f"data: {json.dumps(exchange.chunk(word), ensure_ascii=False)}\r\n\r\n".encode():
+            exchange.stream(bytes([byte]))
+    exchange.finish()
+    tab.expect_state("done")
+    tab.expect_text("Once é 🎈 ő")

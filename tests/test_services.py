@@ -1,0 +1,350 @@
+"""The example services, over real sockets, with clients that ask, cancel, hang up and send nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import fastapi_app
+import pytest
+import trio
+import trio.lowlevel
+import trio_service
+import uvicorn
+from models import near
+from test_aio import Held, let_go_on_after
+from test_cli import environment
+from test_conversation import target, tokenizer
+
+import runtime
+
+ROOT = Path(__file__).parent.parent
+
+# A way out of a hang, no expectation.
+HANGS_S = 60
+
+LONG = {"prompt": "a prompt that takes the target several passes to read, since it reads it in short steps"}
+
+
+# --- the trio service -----------------------------------------------------------------------------
+
+
+class Customer:
+    """A client of the trio service."""
+
+    def __init__(self, connection: trio.SocketStream) -> None:
+        self.connection = connection
+        self._unread = b""
+
+    async def asks(self, **what: Any) -> None:
+        await self.connection.send_all(json.dumps(what).encode() + b"\n")
+
+    async def hears(self) -> dict[str, Any] | None:
+        """The next line; None where the service has hung up."""
+        while b"\n" not in self._unread:
+            data = await self.connection.receive_some()
+            if not data:
+                return None
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    async def hears_all(self) -> tuple[str, dict[str, Any]]:
+        """A whole text, and how it ended."""
+        text = ""
+        while "end" not in (line := await self.hears() or {"end": "hung up"}):
+            text += line["text"]
+        return text, line
+
+
+@contextlib.asynccontextmanager
+async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtime, Callable[[], Any]]]:
+    """A service in this process, and what connects to it."""
+    with trio.fail_after(HANGS_S):
+        async with (
+            runtime.open((of, tokenizer(None)), **options) as rt,
+            contextlib.AsyncExitStack() as customers,
+            trio.open_nursery() as nursery,
+        ):
+            served = trio_service.Service(rt)
+            listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, served.welcome, listeners)
+            port = listeners[0].socket.getsockname()[1]
+
+            async def connect() -> Customer:
+                connection = await customers.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port))
+                return Customer(connection)
+
+            yield rt, connect
+            nursery.cancel_scope.cancel()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await trio.lowlevel.checkpoint()
+
+
+async def text_of(rt: runtime.Runtime, prompt: str, num_tokens: int) -> str:
+    return (await rt.generate(prompt, max_tokens=num_tokens)).text
+
+
+async def test_the_service_answers_many_clients_each_with_its_own_text() -> None:
+    async with service(target(), max_streams=3) as (rt, connect):
+        wanted = {prompt: await text_of(rt, prompt, 12) for prompt in ("x = 1", "import os", "def f(x):", "class A:")}
+        heard: dict[str, Any] = {}
+
+        async def talk(prompt: str) -> None:
+            customer = await connect()
+            for _ in range(2):
+                await customer.asks(prompt=prompt, max_tokens=12)
+                text, end = await customer.hears_all()
+                assert end == {"end": "length"}
+                heard.setdefault(prompt, []).append(text)
+
+        async with trio.open_nursery() as nursery:
+            for prompt in wanted:
+                nursery.start_soon(talk, prompt)
+        assert heard == {prompt: [text, text] for prompt, text in wanted.items()}
+
+
+@pytest.mark.parametrize("way", ["hangs up", "cancels", "asks anew"])
+@pytest.mark.parametrize("stage", ["reading", "writing"])
+async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None:
+    held = Held(target())
+    async with service(held) as (rt, connect):
+        customer = await connect()
+        async with let_go_on_after(held):
+            held.hold(after=0 if stage == "reading" else 6)
+            await customer.asks(**LONG, max_tokens=1000)
+            await until(held._is_in.is_set)
+            if way == "hangs up":
+                await customer.connection.aclose()
+            elif way == "cancels":
+                await customer.asks(cancel=True)
+            else:
+                await customer.asks(prompt="x = 1", max_tokens=4)
+            if way != "hangs up":
+                text, end = await customer.hears_all()
+                assert end == {"end": "cancelled"}
+                assert bool(text) == (stage == "writing")
+            # The models are in the middle of a pass, and nobody waits for it.
+            await until(lambda: rt.num_streams == (way == "asks anew"))
+            held.let_go_on()
+            if way == "asks anew":
+                assert (await customer.hears_all())[1] == {"end": "length"}
+            other = await connect()
+            await other.asks(prompt="y = 2", max_tokens=4)
+            assert await other.hears_all() == (await text_of(rt, "y = 2", 4), {"end": "length"})
+
+
+async def test_what_is_no_request_gets_its_message_and_loses_the_connection() -> None:
+    async with service(target()) as (rt, connect):
+        for sent, complaint in [
+            (b"hello\n", "JSON object"),
+            (b"\xff\xfe\n", "JSON object"),
+            (b"[" * 60_000 + b"\n", "JSON object"),
+            (b"[1]\n", "a line is"),
+            (b"{}\n", "a line is"),
+            (b'{"prompt": "x", "self": 1}\n', "no setting 'self'"),
+            (b"x" * (trio_service.MAX_LINE + 1), "at most 65,536 bytes"),
+        ]:
+            customer = await connect()
+            await customer.connection.send_all(sent)
+            said = await customer.hears()
+            assert said is not None
+            assert said["end"] == "error"
+            assert complaint in said["error"]
+            assert await customer.hears() is None
+        # What the runtime refuses is an answer like any other.
+        customer = await connect()
+        await customer.asks(prompt="x", temperature=-1)
+        assert "temperature" in (await customer.hears_all())[1]["error"]
+        await customer.asks(prompt="")
+        assert "empty" in (await customer.hears_all())[1]["error"]
+        await customer.asks(prompt="x = 1", max_tokens=3)
+        assert (await customer.hears_all())[1] == {"end": "length"}
+        await until(lambda: rt.num_streams == 0)
+
+
+async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio_service, "MAX_CLIENTS", 2)
+    async with service(target()) as (_, connect):
+        first, second = await connect(), await connect()
+        for customer in (first, second):
+            await customer.asks(prompt="x = 1", max_tokens=1)
+            await customer.hears_all()
+        third = await connect()
+        assert "2 clients already" in (await third.hears_all())[1]["error"]
+        assert await third.hears() is None
+
+
+async def test_a_signal_lets_texts_end_that_are_under_way() -> None:
+    process = await trio.lowlevel.open_process(
+        [sys.executable, str(ROOT / "examples" / "trio_service.py"), "--port", "0"], env=environment(), stdout=-1
+    )
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(HANGS_S):
+            said = b""
+            while not said.endswith(b"\n"):
+                said += await process.stdout.receive_some()
+            port = int(said.decode().strip().rpartition(":")[2])
+            async with (
+                await trio.open_tcp_stream("127.0.0.1", port) as one,
+                await trio.open_tcp_stream("127.0.0.1", port) as other,
+            ):
+                idle, busy = Customer(one), Customer(other)
+                await busy.asks(prompt="def quicksort(items):", max_tokens=24)
+                assert await busy.hears()
+                process.send_signal(signal.SIGTERM)
+                assert await idle.hears() is None
+                assert (await busy.hears_all())[1]["end"] in ("length", "stop", "cancelled")
+                assert await busy.hears() is None
+            async with process.stdout:
+                async for part in process.stdout:
+                    said += part
+            assert await process.wait() == 0
+            assert said.decode().splitlines()[1:] == ["ending; 1 texts are under way", "ended"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+
+
+# --- FastAPI --------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
+    """A FastAPI application under a real uvicorn in this loop, and the port that it listens at."""
+    app = fastapi_app.make_app((of, tokenizer(None)), (near(target(), noise=0.05), None), **options)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, ws="none", log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
+        )
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started:
+            assert not serving.done()
+            await asyncio.sleep(0.001)
+        try:
+            yield app, listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def request(port: int, path: str, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+async def answered(port: int, path: str, **body: Any) -> tuple[int, bytes]:
+    """Status and body."""
+    reader, writer = await request(port, path, **body)
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    if b"transfer-encoding: chunked" in head.lower():
+        chunks, content = content, b""
+        while chunks:
+            size, _, chunks = chunks.partition(b"\r\n")
+            content, chunks = content + chunks[: int(size, 16)], chunks[int(size, 16) + 2 :]
+    return int(head.split()[1]), content
+
+
+def in_asyncio(main: Callable[[], Any]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(HANGS_S):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def comes_true(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
+        await asyncio.sleep(0)
+
+
+def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
+    async def main() -> None:
+        async with served(target()) as (app, port):
+            wanted = (await app.state.runtime.generate("x = 1", max_tokens=12)).text
+            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=12)
+            said = json.loads(body)
+            assert (status, said["text"], said["finish_reason"], said["num_tokens"]) == (200, wanted, "length", 12)
+            status, body = await answered(port, "/stream", prompt="x = 1", max_tokens=12)
+            *pieces, end = [json.loads(line) for line in body.splitlines()]
+            assert (status, "".join(piece["text"] for piece in pieces)) == (200, wanted)
+            assert end == {"finish_reason": "length"}
+
+    in_asyncio(main)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/stream"])
+@pytest.mark.parametrize("stage", ["reading", "writing"])
+def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        async with served(held) as (app, port), let_go_on_after(held):
+            rt = app.state.runtime
+            held.hold(after=0 if stage == "reading" else 6)
+            reader, writer = await request(port, path, **LONG, max_tokens=1000)
+            await held.is_in()
+            if stage == "writing" and path == "/stream":
+                assert b"text" in await reader.readuntil(b"}\n")
+            assert rt.num_streams == 1
+            writer.close()
+            # The target is in the middle of a pass; nobody waits for it any more.
+            await comes_true(lambda: rt.num_streams == 0)
+            held.let_go_on()
+            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
+            assert (status, json.loads(body)["num_tokens"]) == (200, 4)
+
+    in_asyncio(main)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/stream"])
+def test_what_fails_before_the_first_token_has_a_status(path: str) -> None:
+    class Failing(Held):
+        fails = False
+
+        def __call__(self, inputs: Any, cache: Any = None) -> Any:
+            if self.fails:
+                raise ValueError("out of memory")
+            return super().__call__(inputs, cache)
+
+    failing = Failing(target())
+
+    async def main() -> None:
+        async with served(failing) as (_, port):
+            for body, wanted, complaint in [
+                ({"prompt": "x", "temperature": -1}, 422, "temperature"),
+                ({"prompt": "x", "max_tokens": 0}, 422, "max_tokens"),
+                ({"prompt": "x", "temperature": float("nan")}, 422, "temperature"),
+                ({"prompt": float("nan")}, 422, "prompt"),
+                ({"prompt": "x", "colour": "red"}, 422, "colour"),
+                ({}, 422, "prompt"),
+                ({"prompt": ""}, 400, "empty"),
+                ({"prompt": [{"role": "user", "content": "x"}]}, 400, "chat template"),
+            ]:
+                status, said = await answered(port, path, **body)
+                assert (status, complaint in json.loads(said)["error"]) == (wanted, True)
+            failing.fails = True
+            for _ in range(2):
+                status, said = await answered(port, path, prompt="x = 1")
+                assert (status, "out of memory" in json.loads(said)["error"]) == (503, True)
+
+    in_asyncio(main)

@@ -1,0 +1,132 @@
+"""People at a page, in a real browser: what they do goes through the browser's own input, and nothing goes unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import browser
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+
+# Generous, since it is no expectation but a way out of a hang.
+HANGS_MS = 60_000
+
+expect.set_options(timeout=HANGS_MS)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser; playwright keeps this thread's asyncio to itself until it is left."""
+    found = browser.find()
+    assert found is not None, f"no Chromium was found; install it, or say in {browser.VARIABLE} where it is"
+    arguments = ["--no-sandbox"] if sys.platform == "linux" and os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield started
+        started.close()
+
+
+class Tab:
+    """A tab with the page.
+
+    Attributes:
+        page: playwright's.
+        failed_requests: requests that the browser complains of, which a test expects or not.
+    """
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.page: Page = context.new_page()
+        self.page.set_default_timeout(HANGS_MS)
+        self.url = url
+        self.failed_requests: list[str] = []
+        self._wrong: list[str] = []
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self._wrong.append(str(error)))
+        self.page.on("request", self._see)
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type != "error":
+            return
+        # A page cannot keep the browser from saying so. Whatever else is an error is the page's own, and violations of
+        # its policy come here too.
+        network = "Failed to load resource" in message.text
+        (self.failed_requests if network else self._wrong).append(message.text)
+
+    def _see(self, request: Request) -> None:
+        if not request.url.startswith((self.url, "data:")):
+            self._wrong.append(f"asks another host: {request.url}")
+
+    def check(self) -> None:
+        """That nothing went wrong."""
+        assert self._wrong == []
+
+    # --- what is to be seen ---
+
+    def __getitem__(self, id: str) -> Locator:
+        return self.page.locator(f"#{id}")
+
+    def expect_state(self, state: str) -> None:
+        """Wait until it is."""
+        expect(self["state"]).to_have_attribute("data-state", state)
+
+    def expect_text(self, text: str) -> None:
+        """Wait until the answer is this, with its prompt, to the last blank."""
+        expect(self["text"]).to_have_js_property("innerText", text)
+
+    def expect_failed(self, message: str) -> None:
+        """Wait until it is."""
+        self.expect_state("failed")
+        expect(self["problem-text"]).to_have_text(message)
+
+    @property
+    def runs(self) -> list[list[str]]:
+        """The parts of the answer: of what kind each is, and its words."""
+        told: list[list[str]] = self.page.locator("#text span").evaluate_all(
+            "spans => spans.map((e) => [`${e.parentNode.className} ${e.className}`.trim(), e.textContent])"
+        )
+        return told
+
+    @property
+    def sideways(self) -> int:
+        """CSS pixels that the page is wider than the window."""
+        wider: int = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        return wider
+
+    # --- what is done ---
+
+    def load(self) -> None:
+        """Go to the page, and wait until it has met the server."""
+        self.page.goto(self.url)
+        expect(self["models"]).to_be_visible()
+
+    def press(self, *keys: str) -> None:
+        """One after another, wherever the focus is."""
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def type(self, text: str) -> None:
+        """Wherever the focus is; a new line is begun as a person would."""
+        for i, line in enumerate(text.split("\n")):
+            if i:
+                self.press("Shift+Enter")
+            self.page.keyboard.insert_text(line)
+
+    def ask(self, prompt: str) -> None:
+        """Put a prompt in the box in place of what is there, and send it."""
+        self["prompt"].focus()
+        self.press("ControlOrMeta+a", "Backspace")
+        self.type(prompt)
+        self.press("Enter")
+
+
+@contextlib.contextmanager
+def visitor(chromium: Browser, url: str, **options: Any) -> Iterator[BrowserContext]:
+    """A person with a browser of their own; options as `Browser.new_context` has them."""
+    context = chromium.new_context(base_url=url, **options)
+    try:
+        yield context
+    finally:
+        context.close()
