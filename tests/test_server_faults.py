@@ -485,6 +485,14 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
             assert await third.answer() is not None
 
 
+async def test_a_prompt_is_read_in_passes_between_which_others_have_their_turn() -> None:
+    async with served(limits=Limits(prefill_step_size=3)) as server:
+        await server.assert_unharmed()
+        read = server.simulation.spans("target", "prefill")
+        assert read
+        assert max(span.num_tokens for span in read) <= 3
+
+
 # --- models that fail ---------------------------------------------------------------------------------
 
 
