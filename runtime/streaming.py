@@ -151,6 +151,11 @@ class TokenStream:
         return self._session.opened.session
 
     @property
+    def began(self) -> float:
+        """When it was begun, in seconds on the clock of a trace's events; it may have waited for its turn since."""
+        return self._began
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
         return self._finish_reason

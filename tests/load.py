@@ -353,7 +353,10 @@ async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, 
             # Where the server lets somebody down, this is to end all the same.
             with trio.move_on_after(300) as patience:
                 await visitor.visit()
-            if patience.cancelled_caught:
+            if patience.cancelled_caught and "told to wait" in visitor.doing:
+                # Who comes when somebody leaves is in before who was told to come back.
+                seen.done["gave up"] += 1
+            elif patience.cancelled_caught:
                 seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
 
     async with trio.open_nursery() as nursery:

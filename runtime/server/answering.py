@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import trio
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, SettingsError
 from runtime.server.answers import Writer, writer_for
 from runtime.server.house import House
 from runtime.server.metrics import Meters
-from runtime.server.refusals import Refusal, refusal_of
-from runtime.server.requests import AnyText, ChatRequest, CompletionRequest, Request, SchemaJson, read
+from runtime.server.refusals import Refusal, refusal_of, short
+from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
 from runtime.server.timelines import Record, Timelines
 from runtime.streaming import Token, TokenStream
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
+    from runtime.grammar import Grammar
 
-logger = logging.getLogger("outrider")
+T = TypeVar("T")
 
 # Tokens that may wait for the network, beside the rounds that a stream buffers.
 _BUFFERED_TOKENS = 16
@@ -53,6 +54,7 @@ class Limits:
         prefill_step_size: tokens of a prompt that are read in one pass: so long others wait, and a client's leaving
             goes unheeded by the models.
         body_s: seconds within which a body must have come.
+        schema_s: seconds within which a JSON schema must be ready to be kept to.
         stalled_s: seconds that a client may leave what it is sent unread.
     """
 
@@ -62,7 +64,20 @@ class Limits:
     max_tokens_limit: int | None = None
     prefill_step_size: int = 512
     body_s: float = 30.0
+    schema_s: float = 10.0
     stalled_s: float = 60.0
+
+
+class Aside(Protocol):
+    """What does something while trio goes on with the rest."""
+
+    async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+        """What `do` returns; see `trio.to_thread.run_sync`."""
+
+
+async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+    """`trio.to_thread.run_sync`; in simulated time, which does not wait for threads, another takes its place."""
+    return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
 
 
 class ClientGone(Exception):
@@ -80,7 +95,9 @@ class Desk:
         house: for all of them.
         timelines: of those that are watched.
         meters: of what is done here.
-        tokenising: one prompt at a time, in a thread: a long one takes a while.
+        aside: tokenises and reads schemas, which may take a while.
+        tokenising: one prompt at a time.
+        reading_schemas: two at a time.
     """
 
     runtime: Runtime
@@ -89,7 +106,9 @@ class Desk:
     house: House
     timelines: Timelines
     meters: Meters
+    aside: Aside
     tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    reading_schemas: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
 
 
 @attrs.define
@@ -103,7 +122,7 @@ class _Attempt:
     """
 
     stream: TokenStream | None = None
-    failure: OutriderError | None = None
+    failure: Exception | None = None
     status: int | None = None
 
 
@@ -135,6 +154,9 @@ class Endpoint:
             raise
         except ClientGone:
             pass
+        except Exception as error:
+            attempt.failure, attempt.status = error, 500  # and the application says so
+            raise
         finally:
             desk.meters.count(attempt.stream, attempt.failure, attempt.status)
 
@@ -148,7 +170,7 @@ class Endpoint:
             prompt, settings = await self._prepared(request)
             stream = desk.runtime.stream(prompt, **settings)
         except OutriderError as error:
-            raise refusal_of(error) from error
+            raise refusal_of(error, request.prompt_field) from error
         attempt.stream = stream
         async with stream:
             writer = writer_for(
@@ -157,7 +179,7 @@ class Endpoint:
                 _tokenizer(desk.runtime),
                 **_thinking(request, stream),
             )
-            record = desk.timelines.watch(writer.id, stream.session) if request.speculation else None
+            record = desk.timelines.watch(writer.id, stream.session, stream.began) if request.speculation else None
             if request.stream:
                 attempt.failure = await _stream(request, stream, writer, record, send)
                 return
@@ -180,21 +202,55 @@ class Endpoint:
             **request.settings(),
         }
 
-        def prepare() -> tuple[tuple[int, ...], dict[str, Any]]:
-            grammar = _grammar(request, desk.runtime)
-            return _encoded(request, desk.runtime), {**settings, **grammar}
-
+        if (schema := _schema(request)) is not None:
+            settings["logits_processors"] = [await self._grammar(schema)]
         # Abandoned where the client leaves: no model is involved, and the result is of use to nobody.
-        prompt, settings = await trio.to_thread.run_sync(prepare, abandon_on_cancel=True, limiter=desk.tokenising)
+        prompt = await desk.aside(
+            partial(_encoded, request, desk.runtime), abandon_on_cancel=True, limiter=desk.tokenising
+        )
         most = desk.limits.max_prompt_tokens
         if most is not None and len(prompt) > most:
             raise Refusal(
                 400,
                 f"the prompt has {len(prompt)} tokens, and this server takes {most}; shorten it",
-                param="prompt",
+                param=request.prompt_field,
                 code="context_length_exceeded",
             )
         return prompt, settings
+
+    async def _grammar(self, schema: dict[str, Any] | bool) -> Grammar:
+        """The logits processor that a JSON schema stands for.
+
+        Raises: Refusal: it cannot be kept to, or takes too long to get ready.
+        """
+        desk, has_begun = self._desk, False
+        from runtime.grammar import Grammar
+
+        def make() -> Grammar:
+            nonlocal has_begun
+            has_begun = True
+            return Grammar.from_json_schema(schema, desk.runtime.tokenizer)
+
+        seconds = desk.limits.schema_s
+        # There are small schemas that take minutes. They are abandoned, and keep busy what only other schemas need.
+        with trio.move_on_after(seconds):
+            try:
+                return await desk.aside(make, abandon_on_cancel=True, limiter=desk.reading_schemas)
+            except SettingsError as error:
+                raise Refusal(400, str(error), param="response_format") from error
+        if has_begun:
+            raise Refusal(
+                400,
+                f"the JSON schema was not ready to be kept to within {seconds:g} s; simplify it",
+                param="response_format",
+            )
+        raise Refusal(
+            429,
+            "schemas of other requests are being read; try again in a while",
+            type="rate_limit_error",
+            code="schemas_waiting",
+            headers={"Retry-After": str(math.ceil(seconds))},
+        )
 
 
 # --- from a request to the runtime ----------------------------------------------------------------
@@ -203,7 +259,7 @@ class Endpoint:
 def _check_model(request: Request, name: str) -> None:
     if request.model is not None and request.model != name:
         raise Refusal(
-            404, f"there is no model {request.model!r} here; it is {name!r}", param="model", code="model_not_found"
+            404, f"there is no model {short(request.model)} here; it is {name!r}", param="model", code="model_not_found"
         )
 
 
@@ -232,15 +288,12 @@ def _encoded(request: Request, runtime: Runtime) -> tuple[int, ...]:
     return runtime.encode("".join(message["content"] for message in messages))
 
 
-def _grammar(request: Request, runtime: Runtime) -> dict[str, Any]:
-    """The logits processors that a response format stands for, as a setting."""
+def _schema(request: Request) -> dict[str, Any] | bool | None:
+    """What a response format has an answer keep to; None for nothing."""
     wanted = request.response_format
-    if wanted is None or isinstance(wanted, AnyText):
-        return {}
-    from runtime.grammar import Grammar
-
-    schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaJson) else {"type": "object"}
-    return {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
+    if isinstance(wanted, SchemaJson):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, AnyJson) else None
 
 
 def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:
@@ -368,11 +421,9 @@ async def _body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise Refusal(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
     too_long = Refusal(413, f"the body is longer than {limits.max_body_bytes} bytes; shorten it")
-    # Not read to its end: whoever sends too much is not waited for.
-    if (
-        headers.get(b"content-length", b"0").isdigit()
-        and int(headers.get(b"content-length", b"0")) > limits.max_body_bytes
-    ):
+    # Not read to its end: whoever sends too much is not waited for. Of too many digits Python makes no number.
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and (len(announced) > 18 or int(announced) > limits.max_body_bytes):
         raise too_long
     body = bytearray()
     with trio.move_on_after(limits.body_s):

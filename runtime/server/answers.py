@@ -337,7 +337,7 @@ class ChatWriter(Writer):
         """See `Writer`."""
         said, thought = self._apart(tokens)
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
-        if thought := thought.rstrip():
+        if thought:
             message["reasoning_content"] = thought
         choice = {
             "index": 0,
@@ -380,7 +380,8 @@ class ChatWriter(Writer):
 class Thoughts:
     """Tells thoughts from what is said, in a text that comes in pieces, and leaves out the tags and the blanks around.
 
-    By their text, so that a tag which is spread over pieces is found too; what may become one is withheld.
+    By their text, so that a tag which is spread over pieces is found too; what may become one is withheld, and so are
+    blanks that may be a thought's last. However a text is cut into pieces, the same is said and thought.
     """
 
     def __init__(self, tags: tuple[str, str], *, is_thinking: bool) -> None:
@@ -396,6 +397,7 @@ class Thoughts:
         self._matcher = self._watching()
         # What goes on now, with something to be seen. An answer may begin with blanks; what follows a tag does not.
         self._has_begun = not is_thinking
+        self._blanks = ""  # after what was thought
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """What is said, and what is thought, in what comes next."""
@@ -404,30 +406,35 @@ class Thoughts:
             given = self._matcher.add(text)
             if self._matcher.found is None:
                 break
-            num_before = len(given)
-            apart[self._is_thinking] += self._without_margin(given)
+            apart[self._is_thinking] += self._without_margins(given)
             # What was withheld of earlier pieces counts among what was given.
-            text = (self._seen + text)[num_before + len(self._matcher.found) :]
+            text = (self._seen + text)[len(given) + len(self._matcher.found) :]
             self._is_thinking = not self._is_thinking
-            self._matcher, self._has_begun, self._seen = self._watching(), False, ""
+            self._matcher, self._has_begun, self._seen, self._blanks = self._watching(), False, "", ""
         self._seen = (self._seen + text)[len(given) :]
         if is_last:
             given += self._matcher.finish()
-        apart[self._is_thinking] += self._without_margin(given)
+        apart[self._is_thinking] += self._without_margins(given)
         return apart[False], apart[True]
 
     def _watching(self) -> StopMatcher:
         return StopMatcher([self._tags[1 if self._is_thinking else 0]])
 
-    def _without_margin(self, given: str) -> str:
+    def _without_margins(self, given: str) -> str:
         if not self._has_begun:
             given = given.lstrip()
             self._has_begun = bool(given)
-        return given
+        if not self._is_thinking:
+            return given
+        whole = self._blanks + given
+        self._blanks = whole[len(whole.rstrip()) :]
+        return whole.rstrip()
 
 
 def _named(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+    # Of a part of a character, only that it is one can be told.
+    is_whole = "\ufffd" not in text
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
 
 
 def _finite(logprob: float | None) -> float:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import trio
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from runtime.server.answering import Desk, Endpoint, Limits
+from runtime.server.answering import Aside, Desk, Endpoint, Limits, in_thread
+from runtime.server.entry import AlwaysHeaders, Key, Names
 from runtime.server.house import House
 from runtime.server.metrics import Meters
 from runtime.server.openapi import description
@@ -41,10 +41,6 @@ _TIMELINE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
-_ALWAYS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
 
 
 @attrs.frozen
@@ -73,17 +69,18 @@ class Service:
     origins: Sequence[str] = ()
 
 
-def application(runtime: Runtime, service: Service, timelines: Timelines) -> Starlette:
+def application(runtime: Runtime, service: Service, timelines: Timelines, *, aside: Aside = in_thread) -> ASGIApp:
     """An ASGI application, for a server on trio.
 
     Args:
         runtime: whose models answer; its target has a tokenizer.
         service: what is offered.
         timelines: that the runtime was opened with, as its trace.
+        aside: see `Aside`.
     """
     meters = Meters(runtime)
-    house = House(service.max_streams, service.max_waiting, time.monotonic)
-    desk = Desk(runtime, service.model, service.limits, house, timelines, meters)
+    house = House(service.max_streams, service.max_waiting, trio.current_time)
+    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside)
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
     described = description(service.model, has_key=service.api_key is not None)
@@ -127,7 +124,7 @@ def application(runtime: Runtime, service: Service, timelines: Timelines) -> Sta
     async def openapi(request: Request) -> Response:
         return JSONResponse(described)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", index),
             Mount("/page", StaticFiles(packages=[("runtime", "server/page")])),
@@ -141,17 +138,24 @@ def application(runtime: Runtime, service: Service, timelines: Timelines) -> Sta
             Route("/v1/chat/completions", Endpoint(desk, ChatRequest), methods=["POST"]),
         ],
         middleware=[
-            Middleware(_AlwaysHeaders),
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts)),
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(service.origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type"],
-            ),
-            Middleware(_Key, key=service.api_key),
+            Middleware(Names, names=service.hosts),
+            # Before the key, which a browser does not send along when it asks whether it may.
+            *([_origins(service.origins)] if service.origins else []),
+            Middleware(Key, key=service.api_key),
         ],
         exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _failed},
+    )
+    # Not among the others: those are within what answers a failure of the application.
+    return AlwaysHeaders(app)
+
+
+def _origins(origins: Sequence[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type"],
+        expose_headers=["Retry-After"],
     )
 
 
@@ -167,55 +171,21 @@ def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
     }
 
 
-def _refused(request: Request, error: Exception) -> Response:
+# Coroutines: what is none, Starlette has done by a thread.
+
+
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
     refusal = Refusal(error.status_code, said.get(error.status_code, error.detail))
     return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     refusal = Refusal(500, "the server has failed; its log says how", type="server_error", code="internal_error")
     return JSONResponse(refusal.body(), status_code=500)
-
-
-class _AlwaysHeaders:
-    """Headers that every answer has."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_more(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *_ALWAYS]}
-            await send(message)
-
-        await self._app(scope, receive, send_more)
-
-
-class _Key:
-    """Lets nobody at `/v1` without the key, if there is one."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._expected is not None and scope["type"] == "http" and scope["path"].startswith("/v1"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
-                refusal = Refusal(
-                    401,
-                    "this server wants its API key: send Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await JSONResponse(refusal.body(), status_code=401, headers=refusal.headers)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.errors import OutriderError
-
 if TYPE_CHECKING:
     from runtime.engine import Runtime
     from runtime.streaming import TokenStream
@@ -49,7 +47,7 @@ class Meters:
         for outcome in ("finished", "cancelled", "failed", "refused"):
             self._requests.labels(outcome)
 
-    def count(self, stream: TokenStream | None, failure: OutriderError | None, status: int | None) -> None:
+    def count(self, stream: TokenStream | None, failure: Exception | None, status: int | None) -> None:
         """Count a request that is over, one way or another.
 
         Args:

@@ -74,7 +74,7 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
                         "description": "The text; with `stream`, server-sent events with a chunk each, and [DONE]",
                         "content": {
                             "application/json": {"schema": _ref(given)},
-                            "text/event-stream": {"schema": {"type": "string", "description": f"of {chunk}"}},
+                            "text/event-stream": {"schema": _events(chunk)},
                         },
                     },
                     **_errors("400", *refused, "404", "408", "413", "415", "429", "500", "503"),
@@ -142,6 +142,14 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _events(chunk: str) -> dict[str, Any]:
+    """Of each event: a chunk, an error after which nothing comes, or the end."""
+    one = {"anyOf": [_ref(chunk), _ref("ErrorBody")]}
+    written = {"type": "string", "contentMediaType": "application/json", "contentSchema": one}
+    data = {"anyOf": [{"const": "[DONE]"}, written]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _path(name: str) -> dict[str, Any]:

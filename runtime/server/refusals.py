@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,6 +19,10 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
+from protocol.settings import SYNONYMS
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class ErrorDetail(BaseModel):
@@ -63,14 +69,19 @@ class Refusal(Exception):
         return ErrorBody(error=self.detail).model_dump()
 
 
-def refusal_of(error: OutriderError) -> Refusal:
-    """What a client is told of an error of the runtime's."""
+def refusal_of(error: OutriderError, prompt_field: str = "prompt") -> Refusal:
+    """What a client is told of an error of the runtime's.
+
+    Args:
+        error: the error.
+        prompt_field: what the prompt is called in the request.
+    """
     said = str(error)
     match error:
         case PromptTooLongError():
-            return Refusal(400, said, code="context_length_exceeded", param="prompt")
+            return Refusal(400, said, code="context_length_exceeded", param=prompt_field)
         case PromptError():
-            return Refusal(400, said, param="prompt")
+            return Refusal(400, said, param=prompt_field)
         case SettingsError():
             return Refusal(400, said)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
@@ -82,6 +93,55 @@ def refusal_of(error: OutriderError) -> Refusal:
             return Refusal(500, said, type="server_error", code="generation_failed")
 
 
+# --- bodies that are not as they should be --------------------------------------------------------
+
+# What to do where a field asks for what is not there.
+_REMEDIES = {
+    "n": "send several requests, they are worked on side by side",
+    "best_of": "there is one answer a request; leave it out",
+    "echo": "leave it out, and put the prompt in front of the text",
+    "suffix": "nothing can be filled in here; leave it out",
+    "tools": "there are no tools here; leave it out",
+    "tool_calls": "there are no tools here; leave it out",
+    "function_call": "there are no tools here; leave it out",
+    "tool_choice": "there are no tools here; leave it out",
+    "audio": "there is only text here; leave it out",
+    "modalities": "there is only text here; leave it out",
+    "role": "there are no tools here, and no other roles",
+}
+_UNKNOWN_REMEDIES = {
+    "functions": "there are no tools here; leave it out",
+    "function_call": "there are no tools here; leave it out",
+    "image_url": "there is only text here; leave it out",
+    "prediction": "the drafter predicts; leave it out",
+    "reasoning_effort": "the model cannot be told; leave it out",
+}
+
+# What pydantic calls the members of a union; it is of no interest which of them did not fit.
+_MEMBER = re.compile(r"(constrained-)?(str|int|float|bool|dict|none)|[A-Z]\w*|.*\[.*", re.DOTALL)
+
+_TYPES = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+
+
+def short(value: Any) -> str:
+    """A value as a message can have it: as JSON, and not at length."""
+    said = json.dumps(value, ensure_ascii=False, default=str)
+    return said if len(said) <= 60 else f"{said[:57]}…"
+
+
 def refusal_of_body(error: ValidationError, fields: Sequence[str]) -> Refusal:
     """What a client is told of a body that is not as it should be.
 
@@ -89,18 +149,92 @@ def refusal_of_body(error: ValidationError, fields: Sequence[str]) -> Refusal:
         error: what pydantic found.
         fields: that there are.
     """
-    found = error.errors(include_url=False, include_context=False)
-    first = found[0]
-    # The members of a union are pydantic's business.
-    place = [part for part in first["loc"] if isinstance(part, int) or part in fields or len(first["loc"]) == 1]
-    param = ".".join(map(str, place or first["loc"])) or None
-    if first["type"] == "extra_forbidden":
-        unknown = str(first["loc"][-1])
-        near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(first["loc"]) == 1 else []
-        message = f"there is no field {unknown!r} here; " + (f"did you mean {near[0]!r}?" if near else "leave it out")
-    elif first["type"] == "json_invalid":
-        message = f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    else:
-        what = "; ".join(dict.fromkeys(problem["msg"] for problem in found if problem["loc"][:1] == first["loc"][:1]))
-        message = f"{param or 'the body'}: {what}"
-    return Refusal(400, message, param=param)
+    found = error.errors(include_url=False)
+    # Of a union each member complains; the one that got furthest was meant.
+    field = found[0]["loc"][:1]
+    ours = [(problem, _place(problem["loc"])) for problem in found if problem["loc"][:1] == field]
+    place = max((place for _, place in ours), key=len)
+    problems = [problem for problem, there in ours if there == place]
+    param = ".".join(map(str, place)) or None
+    named = [part for part in place if isinstance(part, str)]
+    first = problems[0]
+    match first["type"]:
+        case "json_invalid":
+            # Where bytes are no text, there may be no better words.
+            return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}; send an object")
+        case "extra_forbidden":
+            message = f"there is no field {short(str(place[-1]))} here; {_instead(place, fields)}"
+        case "missing":
+            message = f"{param} is missing; add it"
+        case "string_pattern_mismatch":
+            message = f"{place[0]} must have token ids for keys, got {short(first['input'])}"
+        case _ if place[:1] == ("prompt",):
+            message = (
+                "prompt must be one text, or one list of token ids of at least 0, "
+                f"got {short(first['input'])}; of several, send a request each, they are worked on side by side"
+            )
+        case _:
+            wanted = _wanted(problems)
+            message = f"{param or 'the body'} must be {wanted}, got {short(first['input'])}"
+            if named and named[-1] in _REMEDIES:
+                message += f"; {_REMEDIES[named[-1]]}"
+    return Refusal(400, message, param=None if param is None else param[:100])
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where something is wrong in a body."""
+    place = [
+        part
+        for i, part in enumerate(loc)
+        # A format's type is said once more, behind its name. A name in first place is the client's own.
+        if isinstance(part, int) or i == 0 or (loc[i - 1] != "response_format" and _MEMBER.fullmatch(part) is None)
+    ]
+    return tuple(place)
+
+
+def _instead(place: tuple[int | str, ...], fields: Sequence[str]) -> str:
+    unknown = str(place[-1])
+    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(place) == 1 else []
+    if unknown in _UNKNOWN_REMEDIES:
+        return _UNKNOWN_REMEDIES[unknown]
+    if unknown in SYNONYMS and SYNONYMS[unknown] in fields and not near:
+        near = [SYNONYMS[unknown]]
+    return f"did you mean {near[0]!r}?" if near else "leave it out"
+
+
+def _wanted(problems: Sequence[ErrorDetails]) -> str:
+    """What a value must be, by what is wrong with it."""
+    # One that is of the right type and out of its bounds says more than all that are of another type.
+    bounds = [problem for problem in problems if problem["type"] not in _TYPES and problem["type"] != "literal_error"]
+    if bounds:
+        return _bound(bounds[0])
+    types = [
+        str(problem["ctx"]["expected"]).replace("False", "false")
+        if problem["type"] == "literal_error"
+        else _TYPES[problem["type"]]
+        for problem in problems
+    ]
+    *others, last = dict.fromkeys(types)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _bound(problem: ErrorDetails) -> str:
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "greater_than_equal":
+            return f"at least {context['ge']:g}"
+        case "less_than_equal":
+            return f"at most {short(context['le'])}"
+        case "string_too_short" | "too_short":
+            return "there, and not empty"
+        case "string_too_long":
+            return f"of at most {context['max_length']} characters"
+        case "too_long":
+            most = context["max_length"]
+            return "an empty list" if most == 0 else f"a list of at most {most}"
+        case "union_tag_invalid":
+            return f"an object whose type is one of {context['expected_tags']}"
+        case "union_tag_not_found":
+            return "an object with a type"
+        case _:
+            return problem["msg"].removeprefix("Input should be ")

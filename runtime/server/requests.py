@@ -5,7 +5,7 @@ A field that is misspelt, or asks for what is not there, is an error: a request 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,8 +18,10 @@ _Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Id = Annotated[int, Field(ge=0)]
 # Ids as JSON has them for keys.
-_IdKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_IdKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
+# Not as a literal, which true would be too.
+_One = Annotated[int, Field(ge=1, le=1)]
 _OneText = Annotated[list[str], Field(max_length=1)]
 _OneOfIds = Annotated[list[list[_Id]], Field(max_length=1)]
 
@@ -77,6 +79,9 @@ class Request(Body):
 
     Names, types and meaning are OpenAI's; those that OpenAI does not have are the runtime's settings. Where a field is
     left out or null, the runtime's default holds: a temperature of 0, among others.
+
+    Attributes:
+        prompt_field: the one with the prompt.
     """
 
     model: str | None = Field(None, description="as `/v1/models` names it; may be left out")
@@ -91,13 +96,11 @@ class Request(Body):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-1e6, le=1e6)]] | None
-    ) = Field(None, description="what to add to the logits of tokens, by id; -100 as good as forbids one")
-    response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
-    n: Literal[1] | None = Field(
-        None, description="one answer a request; send several, they are worked on side by side"
+    logit_bias: dict[_IdKey, _Bias] | None = Field(
+        None, description="what to add to the logits of tokens, by id; -100 as good as forbids one"
     )
+    response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
+    n: _One | None = Field(None, description="one answer a request; send several, they are worked on side by side")
     user: str | None = Field(None, description="taken, and without effect; so are the next three")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -116,6 +119,8 @@ class Request(Body):
     ignore_eos: bool | None = None
     lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = None
     acceptance: Literal["auto", "match", "rejection"] | None = None
+
+    prompt_field: ClassVar[str]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -178,12 +183,11 @@ _AS_THEY_ARE = (
 class CompletionRequest(Request):
     """A text to go on with."""
 
-    prompt: (
-        str | list[_Id] | Annotated[list[str], Field(max_length=1)] | Annotated[list[list[_Id]], Field(max_length=1)]
-    )
+    prompt_field = "prompt"
+    prompt: str | list[_Id] | _OneText | _OneOfIds
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    best_of: _One | None = None
     suffix: Literal[""] | None = None
 
     @property
@@ -235,6 +239,7 @@ class Message(Body):
 class ChatRequest(Request):
     """A conversation to go on with."""
 
+    prompt_field = "messages"
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name for `max_tokens`")
     logprobs: bool | None = None

@@ -21,11 +21,16 @@ MOST_EVENTS = 30_000
 class Record:
     """What happened in one generation."""
 
-    def __init__(self, opened: list[Instant]) -> None:
-        """From its beginning, as far as it has begun."""
+    def __init__(self, opened: list[Instant], began: float) -> None:
+        """From its beginning, as far as it has begun.
+
+        Args:
+            opened: what has happened by now.
+            began: when its stream did, in seconds on the clock of events.
+        """
         self.events: list[Event] = list(opened)
         self.num_lost = 0
-        self._began = opened[0].at if opened else None
+        self._began = began
         self._num_told = 0
 
     def add(self, event: Event) -> None:
@@ -33,20 +38,17 @@ class Record:
         if len(self.events) == MOST_EVENTS:
             self.num_lost += 1
             return
-        if self._began is None:
-            self._began = event.at if isinstance(event, Instant) else event.began
         self.events.append(event)
 
     def news(self) -> list[dict[str, Any]]:
-        """The spans since the last call, in seconds since the beginning."""
+        """The spans since the last call, in seconds since the stream began."""
         fresh, self._num_told = self.events[self._num_told :], len(self.events)
-        began = self._began or 0.0
         return [
             {
                 "actor": event.actor,
                 "kind": event.kind,
-                "began": round(event.began - began, 6),
-                "ended": round(event.ended - began, 6),
+                "began": round(event.began - self._began, 6),
+                "ended": round(event.ended - self._began, 6),
                 "round": event.round,
             }
             for event in fresh
@@ -74,15 +76,16 @@ class Timelines:
                 self._opened.clear()
             self._opened.append(event)
 
-    def watch(self, id: str, session: int) -> Record:
+    def watch(self, id: str, session: int, began: float) -> Record:
         """Keep a record of a session from now on.
 
         Args:
             id: to find the record by, later.
             session: that was begun just now: nothing else may have happened since but its opening.
+            began: when that was; see `Record`.
         """
         opened = [instant for instant in self._opened if instant.session == session]
-        record = self._by_session[session] = Record(opened)
+        record = self._by_session[session] = Record(opened, began)
         self._records[id] = session, record
         if len(self._records) > MOST_ANSWERS:
             _, (oldest, _) = self._records.popitem(last=False)

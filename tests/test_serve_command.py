@@ -1,0 +1,403 @@
+"""The command `serve` as a process, on the demo pair: official clients, signals, and addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import httpx
+import openai
+import pytest
+from test_cli import HANGS_S, ROOT, environment
+
+import runtime
+from runtime import cli
+
+KEY = "s3cret"
+MODEL = "outrider-demo-target"
+PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Server:
+    """A server that is a process of its own.
+
+    Attributes:
+        process: it.
+        url: where it is to be found.
+        said: the lines that it wrote on stderr.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    said: list[str]
+
+    def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}v1", api_key=key, max_retries=0, timeout=HANGS_S, **options)
+
+    def health(self) -> Any:
+        return httpx.get(f"{self.url}health", timeout=HANGS_S).json()
+
+    def until_idle(self) -> None:
+        until(lambda: self.health()["streams"] == self.health()["waiting"] == 0)
+
+    def ends(self) -> int:
+        return self.process.wait(timeout=HANGS_S)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Ask again and again."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < HANGS_S
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    """`outrider serve …` at a port that is free, killed in the end if it still is there."""
+    command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
+        assert p.stderr is not None
+        said: list[str] = []
+        # To the end, or it could not write any more at some time.
+        reader = threading.Thread(target=said.extend, args=(p.stderr,))
+        try:
+            found = None
+            while found is None:
+                said.append(p.stderr.readline())
+                assert said[-1], f"it ended: {said}"
+                found = re.search(r"is served at (http://\S+)", said[-1])
+            reader.start()
+            yield Server(p, found[1], said)
+        finally:
+            p.kill()
+            if reader.ident is not None:
+                reader.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What the pair says to the prompt."""
+    return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
+
+
+# --- OpenAI's client ------------------------------------------------------------------------------
+
+
+def test_a_completion_is_the_text_of_the_runtime(client: openai.OpenAI, expected: str) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24)
+    assert answer.choices[0].text == expected
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.model) == (24, MODEL)
+    assert answer.usage.model_extra["proposed_tokens"] >= answer.usage.model_extra["accepted_tokens"]
+    stream = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_a_chat_is_answered_whole_and_streaming_alike(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "system", "content": "# Python\n"}, {"role": "user", "content": PROMPT}],
+        "max_completion_tokens": 16,
+    }
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+    with client.chat.completions.stream(**asked) as helped:
+        texts = [event.delta for event in helped if event.type == "content.delta"]
+    assert "".join(texts) == answer.choices[0].message.content
+
+
+def test_asyncio_s_client_streams_several_answers_side_by_side(server: Server, expected: str) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}v1", api_key=KEY, max_retries=0, timeout=HANGS_S
+        ) as client:
+
+            async def one() -> str:
+                stream = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, stream=True)
+                return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+
+            whole = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24)
+            first, second, third = await asyncio.gather(one(), one(), whole)
+            assert first == second == third.choices[0].text == expected
+            models = await client.models.list()
+            assert [model.id for model in models.data] == [MODEL]
+
+    asyncio.run(main())
+
+
+def test_settings_reach_the_models(client: openai.OpenAI, expected: str) -> None:
+    def text(**settings: Any) -> str:
+        return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, **settings).choices[0].text
+
+    assert text(temperature=0.9, seed=7) == text(temperature=0.9, seed=7) != text(temperature=0.9, seed=8)
+    stop = expected[9:12]
+    assert text(stop=[stop]) == expected.partition(stop)[0]
+    assert text(extra_body={"lookahead": 0}) == expected
+    with_logprobs = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, logprobs=2).choices[0].logprobs
+    assert with_logprobs is not None
+    assert with_logprobs.tokens is not None
+    assert "".join(with_logprobs.tokens) == expected[: sum(map(len, with_logprobs.tokens))]
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": PROMPT}], max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    assert [len(token.top_logprobs) for token in chat.choices[0].logprobs.content or []] == [2] * 4
+
+
+def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sorted": {"type": "boolean"}},
+        "required": ["sorted"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ({"sorted": True}, {"sorted": False})
+
+
+def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, stream=True, extra_body=ENDLESS)
+    next(iter(stream))
+    assert server.health()["streams"] == 1
+    stream.close()
+    server.until_idle()
+
+
+def test_a_client_that_waits_no_longer_takes_its_answer_with_it(client: openai.OpenAI, server: Server) -> None:
+    impatient = client.with_options(timeout=0.5)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, extra_body=ENDLESS)
+    server.until_idle()
+
+
+def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature must be at least 0, got -1") as bad:
+        client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="no model") as missing:
+        client.completions.create(model="gpt", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    with server.client("wrong") as stranger, pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
+        stranger.completions.create(model=MODEL, prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="shorten it") as long:
+        client.completions.create(model=MODEL, prompt="x = 1\n" * 50_000)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_full_house_is_a_rate_limit(client: openai.OpenAI, server: Server) -> None:
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "extra_body": ENDLESS, "stream": True}
+    streams = [client.completions.create(**asked) for _ in range(3)]
+    try:
+        with pytest.raises(openai.RateLimitError, match="try again in") as full:
+            client.completions.create(**asked)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert full.value.code == "full_house"
+    finally:
+        for stream in streams:
+            stream.close()
+    server.until_idle()
+    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].text is not None
+
+
+# --- curl -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def curl(server: Server) -> Callable[..., str]:
+    if (found := shutil.which("curl")) is None:
+        pytest.skip("curl is not on this machine: what it gets is not tested here")
+
+    def run(path: str, *arguments: str) -> str:
+        key = ("-H", f"Authorization: Bearer {KEY}")
+        command = [found, "-sS", "--max-time", str(HANGS_S), *key, *arguments, server.url + path.removeprefix("/")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_curl_gets_an_answer_whole_and_by_and_by(curl: Callable[..., str], expected: str) -> None:
+    kind = ("-H", "Content-Type: application/json")
+    asked = {"prompt": PROMPT, "max_tokens": 24}
+    assert json.loads(curl("/v1/completions", *kind, "-d", json.dumps(asked)))["choices"][0]["text"] == expected
+    said = curl("/v1/completions", "-N", "-i", *kind, "-d", json.dumps({**asked, "stream": True}))
+    head, _, body = said.partition("\n\n") if "\r\n\r\n" not in said else said.partition("\r\n\r\n")
+    assert "text/event-stream" in head
+    *events, done, rest = body.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events if event[0] != ":"]
+    assert "".join(texts) == expected
+
+
+def test_curl_is_told_what_is_wrong(curl: Callable[..., str]) -> None:
+    # Without being told, curl says that it sends a form.
+    assert "Content-Type: application/json" in json.loads(curl("/v1/completions", "-d", "{}"))["error"]["message"]
+    assert json.loads(curl("/health"))["ok"] is True
+    assert "outrider_requests_total" in curl("/metrics")
+    assert curl("/nothing", "-o", "/dev/null", "-w", "%{http_code}") == "404"
+
+
+# --- how it ends ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def streaming(server: Server, **asked: Any) -> Iterator[Iterator[str]]:
+    """The lines of an answer's stream, the first of which has come."""
+    asked = {"prompt": PROMPT, "stream": True, **asked}
+    with httpx.stream("POST", f"{server.url}v1/completions", json=asked, timeout=HANGS_S) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: str) -> None:
+    with serving("--host", "::1", "--grace-seconds", str(HANGS_S)) as server:
+        assert server.url.startswith("http://[::1]:")
+        with streaming(server, max_tokens=24) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        assert expected.endswith(text)
+        assert server.ends() == 0
+
+
+def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) -> None:
+    for _ in lines:
+        meanwhile()
+
+
+def test_answers_that_take_too_long_are_cut_off() -> None:
+    with serving("--grace-seconds", "0") as server:
+        with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.TransportError):
+                drain(lines)
+        assert server.ends() == 0
+
+
+def test_a_second_signal_waits_for_nothing() -> None:
+    with serving("--grace-seconds", "10000") as server:
+        with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
+            server.process.send_signal(signal.SIGINT)
+            heard_at = time.monotonic()
+
+            def insist() -> None:
+                # One that comes at once would be taken for an echo of the first.
+                if time.monotonic() > heard_at + 1.0:
+                    server.process.send_signal(signal.SIGINT)
+
+            with pytest.raises(httpx.TransportError):
+                drain(lines, insist)
+        assert server.ends() == 128 + signal.SIGINT
+
+
+# --- before it begins -----------------------------------------------------------------------------
+
+
+def refused(capfd: Any, *arguments: str, status: int = 2) -> str:
+    """What is said where the command fails before it serves."""
+    assert cli.main(["serve", *arguments]) == status
+    said: str = capfd.readouterr().err
+    return said
+
+
+def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = refused(capfd, "--port", str(port), status=1)
+    assert f"cannot listen at 127.0.0.1, port {port}" in said
+    assert "choose another --port" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--host", "0.0.0.0"], "lets other machines in"),
+        (["--host", "::"], "give one with --api-key, or in OUTRIDER_API_KEY"),
+        (["--host", "no such host"], "is no address"),
+        (["--port", "65536"], "--port must be from 0 to 65535, got 65536"),
+        (["--api-key", ""], "printable ASCII"),
+        (["--api-key", "with blank"], "printable ASCII"),
+        (["--max-streams", "0"], "--max-streams must be at least 1, got 0"),
+        (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
+    arguments: list[str], complaint: str, monkeypatch: Any, capfd: Any
+) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    said = refused(capfd, "--target", "/no/such/model", *arguments)
+    assert complaint in said
+    assert "/no/such/model" not in said
+
+
+def test_a_model_that_is_not_there_is_named(capfd: Any) -> None:
+    said = refused(capfd, "--port", "0", "--target", "/no/such/model", status=1)
+    assert "/no/such/model" in said
+    assert "is served" not in said
+
+
+def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    said = refused(capfd, "--port", "0")
+    assert "serve needs starlette; pip install 'outrider[serve]'" in said
+
+
+def test_help_brings_in_neither_mlx_nor_a_server() -> None:
+    program = (
+        "import sys\nfrom runtime import cli\ntry:\n    cli.main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'mlx', 'starlette', 'hypercorn', 'pydantic'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
+    assert "--max-waiting N" in ran.stdout

@@ -1,0 +1,733 @@
+"""What a server answers, and to whom: over scripted models in simulated time, and without sockets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from asgi import (
+    CHAT,
+    COMPLETIONS,
+    DEF,
+    HELLO,
+    Exchange,
+    Letters,
+    Served,
+    ask,
+    direct,
+    figures,
+    looping,
+    models,
+    pieces,
+    saying,
+    simulated_server,
+    watched_streams,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedModel, hashed, priced
+from test_conversation import pair
+
+import runtime
+from protocol.statistics import Statistics
+from runtime.server import answers, timelines
+from runtime.server.answering import Limits
+from runtime.server.answers import ChatChunk, ChatCompletion, Completion, Thoughts
+from runtime.server.app import Service, application
+from runtime.server.house import House
+from runtime.server.refusals import Refusal
+
+BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("ending", ["length", "stop", "end"])
+def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        whole = (await direct(server, body, max_tokens=30)).text
+        more = {
+            "length": {"max_tokens": 30},
+            "stop": {"max_tokens": 30, "stop": [whole[11:13]]},
+            "end": {"max_tokens": 400},
+        }[ending]
+        asked = {**body, **more}
+        answer = await server.ask(path, asked)
+        streamed = await server.ask(path, {**asked, "stream": True})
+        assert streamed.is_done
+        assert streamed.is_whole
+        assert streamed.text == answer.text
+        assert len(answer.text) >= 3
+        reasons = [event["choices"][0]["finish_reason"] for event in streamed.events]
+        assert reasons[-1] == answer.json["choices"][0]["finish_reason"] == ("length" if ending == "length" else "stop")
+        assert set(reasons[:-1]) == {None}
+        assert len({(event["id"], event["created"], event["model"], event["object"]) for event in streamed.events}) == 1
+        chunk, one = (ChatChunk, ChatCompletion) if path == CHAT else (Completion, Completion)
+        one.model_validate(answer.json, strict=True)
+        for event in streamed.events:
+            chunk.model_validate(event, strict=True)
+        if path == CHAT:
+            roles = [event["choices"][0]["delta"].get("role") for event in streamed.events]
+            assert roles == ["assistant"] + [None] * (len(roles) - 1)
+
+    simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
+
+
+@BOTH
+def test_usage_is_what_the_statistics_say(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        asked = {**body, "max_tokens": 40, "lookahead": 3}
+        answer = await server.ask(path, asked)
+        streamed = await server.ask(path, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+        assert [event["choices"] == [] for event in streamed.events] == [False] * (len(streamed.events) - 1) + [True]
+        for usage, (_, stream) in zip((answer.json["usage"], streamed.events[-1]["usage"]), seen, strict=True):
+            statistics: Statistics = stream.statistics()
+            assert statistics.proposed > statistics.accepted > 0
+            assert usage == {
+                "prompt_tokens": statistics.prompt_tokens,
+                "completion_tokens": 40,
+                "total_tokens": statistics.prompt_tokens + 40,
+                "proposed_tokens": statistics.proposed,
+                "accepted_tokens": statistics.accepted,
+                "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
+                "completion_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "accepted_prediction_tokens": statistics.accepted,
+                    "rejected_prediction_tokens": statistics.rejected,
+                },
+            }
+        # The same prompt again is not read again, but for its last token.
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert streamed.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    simulated_server(test)
+
+
+def two_ways(history: Sequence[int]) -> Sequence[float]:
+    """Two tokens are possible after each, and no other."""
+    return [math.log(0.75 if i == (history[-1] + 1) % 50 else 0.25) if i in likely(history) else -math.inf
+            for i in range(64)]  # fmt: skip
+
+
+def likely(history: Sequence[int]) -> tuple[int, int]:
+    return ((history[-1] + 1) % 50, (history[-1] + 2) % 50)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        for most in (0, 3):
+            answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
+            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+            joined = {
+                name: [item for part in parts for item in part[name] or []]
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            }
+            assert joined["tokens"] == ["g", "h", "i", "j"]
+            assert joined["token_logprobs"] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
+            assert joined["text_offset"] == [0, 1, 2, 3]
+            assert "".join(joined["tokens"]) == answer.text
+            if most == 0:
+                assert all(part["top_logprobs"] is None for part in parts)
+            else:
+                top = joined["top_logprobs"][0]
+                assert len(top) == 3
+                # JSON has no minus infinity.
+                assert sorted(top.values()) == pytest.approx([-9999.0, math.log(0.25), math.log(0.75)], abs=1e-5)
+
+    simulated_server(test, ScriptedModel(two_ways))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+        for most in (None, 0, 3):
+            asked = {**HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": most, "stream": stream}
+            answer = await server.ask(CHAT, asked)
+            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+            content = [item for part in parts if part is not None for item in part["content"]]
+            assert "".join(item["token"] for item in content) == answer.text
+            assert [bytes(item["bytes"]).decode() for item in content] == list(answer.text)
+            assert [item["logprob"] for item in content] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
+            assert [len(item["top_logprobs"]) for item in content] == [most or 0] * 4
+            if most == 3:
+                assert [top["token"] for top in content[0]["top_logprobs"][:2]] == [
+                    server.tokenizer.decode([token]) for token in likely(start)
+                ]
+                assert content[0]["top_logprobs"][2]["logprob"] == -9999.0
+
+    simulated_server(test, ScriptedModel(two_ways))
+
+
+def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "logprobs": 1})
+        assert answer.text == "yes"
+        assert answer.json["choices"][0]["logprobs"]["tokens"] == ["y", "e", "s"]
+        assert answer.json["usage"]["completion_tokens"] == 4
+        chat = await server.ask(COMPLETIONS, {**DEF, "stop": "es", "logprobs": 1})
+        assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
+
+    simulated_server(test, ScriptedModel(saying("yes", 5)))
+
+
+def test_a_part_of_a_character_has_no_bytes() -> None:
+    assert answers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
+    assert answers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+
+
+# --- thoughts -------------------------------------------------------------------------------------
+
+TAGS = ("<t>", "</t>")
+
+
+def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
+    """What is said and what is thought in a text, in a few plain lines."""
+    apart = {False: "", True: ""}
+    is_first = not is_thinking
+    while True:
+        part, tag, text = text.partition(TAGS[is_thinking])
+        part = part if is_first else part.lstrip()
+        apart[is_thinking] += part.rstrip() if is_thinking else part
+        if not tag:
+            return apart[False], apart[True]
+        is_thinking, is_first = not is_thinking, False
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    st.lists(st.sampled_from(["<t>", "</t>", "<", "t", ">", "/", " ", "\n", "a", "b", "<t", "</"]), max_size=14),
+    st.lists(st.integers(0, 30), max_size=8),
+    st.booleans(),
+)
+def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: list[int], is_thinking: bool) -> None:
+    text = "".join(parts)
+    thoughts = Thoughts(TAGS, is_thinking=is_thinking)
+    said = thought = ""
+    cut = pieces(text, cuts)
+    for i, piece in enumerate(cut, start=1):
+        more_said, more_thought = thoughts.add(piece, is_last=i == len(cut))
+        said, thought = said + more_said, thought + more_thought
+    assert (said, thought) == told_apart(text, is_thinking=is_thinking)
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize(
+    ("text", "begun", "said", "thought"),
+    [
+        ("<t> hm so </t>\x20 yes no", False, "yes no", "hm so"),
+        ("first <t>hm</t> then", False, "first then", "hm"),
+        ("hm so</t> yes", True, "yes", "hm so"),
+        ("<t>never ends ", False, "", "never ends"),
+        ("a < b <t", False, "a < b <t", ""),
+        ("<t></t>yes", False, "yes", ""),
+        ("no thought", False, "no thought", ""),
+    ],
+)
+def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str, thought: str, lookahead: int) -> None:
+    tokenizer = Letters(thinks=True, template="chat<t>" if begun else "chat")
+    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
+
+    async def test(server: Served) -> None:
+        asked = {**HELLO, "lookahead": lookahead}
+        answer = await server.ask(CHAT, asked)
+        streamed = await server.ask(CHAT, {**asked, "stream": True})
+        assert (answer.text, answer.thought) == (streamed.text, streamed.thought) == (said, thought)
+        assert ("reasoning_content" in answer.json["choices"][0]["message"]) is bool(thought)
+        details = answer.json["usage"]["completion_tokens_details"]
+        assert (details["reasoning_tokens"] > 0) is ("<t>" in text or begun)
+        # In a completion nothing is told apart.
+        if not begun:
+            plain = await server.ask(COMPLETIONS, {"prompt": "user:hello.assistant:"})
+            assert plain.text == text
+
+    simulated_server(test, ScriptedModel(saying(text, start)), ScriptedModel(saying(text, start)), tokenizer=tokenizer)
+
+
+# --- a full house ---------------------------------------------------------------------------------
+
+
+def test_a_full_house_says_when_to_come_again() -> None:
+    async def test(server: Served) -> None:
+        async with trio.open_nursery() as nursery:
+            asked: list[Exchange] = []
+
+            async def visit() -> None:
+                asked.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "lookahead": 0}))
+
+            for _ in range(3):
+                nursery.start_soon(visit)
+            await trio.sleep(100)
+            assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
+            for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
+                refused = await server.ask(path, body)
+                assert refused.status == 429
+                assert refused.fault["type"] == "rate_limit_error"
+                seconds = int(refused.headers["retry-after"])
+                assert 1 <= seconds <= 60
+                assert "2 requests are being answered and 1 wait" in refused.fault["message"]
+            assert (await server.ask("/health")).json["waiting"] == 1
+        assert [answer.status for answer in asked] == [200] * 3
+        assert await server.outcomes() == {"finished": 3, "refused": 2}
+        assert (await figures(server.app))["outrider_refusals_total", "429"] == 2
+
+    simulated_server(test, ScriptedModel(looping), max_streams=2, max_waiting=1)
+
+
+def test_a_full_house_is_not_sent_a_body() -> None:
+    async def test(server: Served) -> None:
+        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
+            await trio.sleep(1)
+            async with server.exchange(COMPLETIONS) as refused:
+                pass
+            assert refused.status == 429
+            first.leave()
+
+    simulated_server(test, max_streams=1, max_waiting=0)
+
+
+def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
+    now = 0.0
+    house = House(2, 1, lambda: now)
+    assert house.retry_after_s == 1
+    for seconds in (30.0, 10.0):
+        with house.room():
+            now += seconds
+    assert house.retry_after_s == 10
+    with house.room():
+        now += 10_000
+    assert house.retry_after_s == 60
+    with house.room(), house.room(), house.room():
+        assert house.num_within == 3
+        with pytest.raises(Refusal, match="try again in 60 s"), house.room():
+            pass
+    assert house.num_within == 0
+
+
+# --- clients that leave ---------------------------------------------------------------------------
+
+# When a client leaves: its prompt is tokenised from 0 to 4 s, and read from 4 to 16 s, in three passes; then comes a
+# token in 8 s.
+PHASES = {"body": 1.0, "tokenising": 2.0, "prefill": 9.0, "between passes": 8.0, "answer": 45.0}
+LONG = {"prompt": "a" * 5000, "max_tokens": 50, "lookahead": 0}
+
+
+async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
+    """A client that leaves in a phase, if no other is there."""
+    began = trio.current_time()
+    async with server.exchange(COMPLETIONS, None if phase == "body" else body) as one:
+        if phase == "body":
+            one.give(b'{"prompt":', more=True)
+        await trio.sleep_until(began + PHASES[phase])
+        one.leave()
+    assert one.over_at == began + PHASES[phase], "it was not let go at once"
+    return one
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_leaves_ends_its_generation_within_one_pass(phase: str, stream: bool) -> None:
+    async def test(server: Served) -> None:
+        simulation = server.simulation
+        one = await leaves(server, phase, {**LONG, "stream": stream})
+        left_at = trio.current_time()
+        assert not one.is_whole
+        assert (simulation.runtime.num_streams, simulation.runtime.num_waiting) == (0, 0)
+        # What was asked, and what was done by then.
+        num_passes = {"body": 0, "tokenising": 0, "prefill": 2, "between passes": 2}.get(phase)
+        await trio.sleep(100)
+        spans = simulation.spans("target", "prefill", "decode", "verify")
+        assert num_passes is None or len(spans) <= num_passes
+        assert all(span.began <= left_at for span in spans)
+        assert (phase in ("body", "tokenising")) is (spans == [])
+        assert await server.outcomes() == {"cancelled": 1}
+        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).text
+
+    simulated_server(test, ScriptedModel(looping), tokenising_s=4.0, max_streams=1, max_waiting=0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
+def test_a_client_may_leave_at_any_time_beside_another(
+    quarters: int, stream: bool, lookahead: Any, schedule: int
+) -> None:
+    leaves_at = quarters / 4
+
+    async def test(server: Served) -> None:
+        simulation = server.simulation
+        expected = (await direct(server, DEF, max_tokens=12, lookahead=0)).text
+        began = trio.current_time()
+        others: list[Exchange] = []
+
+        async def stay() -> None:
+            others.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 12}))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stay)
+            asked = {"prompt": "a" * 3000, "max_tokens": 30, "lookahead": lookahead, "stream": stream}
+            async with server.exchange(COMPLETIONS, asked) as one:
+                await trio.sleep_until(began + leaves_at)
+                one.leave()
+            left_at = trio.current_time()
+            assert one.is_whole or one.over_at == left_at
+        assert others[0].text == expected
+        sessions = {span.session for span in simulation.spans("target", "prefill") if span.num_tokens > 100}
+        late = [
+            span
+            for actor in ("target", "draft")
+            for session in sessions
+            for span in simulation.spans(actor, "prefill", "draft", "verify", "decode", session=session)
+            if span.began > left_at
+        ]
+        assert late == []
+
+    simulated_server(test, tokenising_s=2.0, schedule=schedule)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        answered: list[Exchange] = []
+
+        async def visit() -> None:
+            answered.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20}))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(visit)
+            await trio.sleep(10)
+            async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
+                await trio.sleep(5)
+                assert server.simulation.runtime.num_waiting == 1
+                waiting.leave()
+            assert server.simulation.runtime.num_waiting == 0
+            assert (await server.outcomes()) == {"cancelled": 1}
+            nursery.start_soon(visit)
+        assert [answer.status for answer in answered] == [200, 200]
+
+    simulated_server(test, max_streams=1, max_waiting=1)
+
+
+@pytest.mark.parametrize("phase", ["finished", "refused", "failed", *PHASES])
+def test_room_is_free_again_however_a_request_ends(phase: str, monkeypatch: Any) -> None:
+    async def test(server: Served) -> None:
+        if phase == "finished":
+            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
+        elif phase == "refused":
+            assert (await server.ask(COMPLETIONS, {**DEF, "prompt": ""})).status == 400
+        elif phase == "failed":
+            with monkeypatch.context() as patched:
+                patched.setattr(server.simulation.runtime, "encode", None)
+                assert (await server.ask(COMPLETIONS, DEF)).status == 500
+        else:
+            await leaves(server, phase, LONG)
+        async with server.exchange(COMPLETIONS, LONG) as within:
+            await trio.sleep(1)
+            assert (await server.ask(COMPLETIONS, DEF)).status == 429
+            within.leave()
+        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
+
+    simulated_server(test, ScriptedModel(looping), tokenising_s=4.0, max_streams=1, max_waiting=0)
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    async def test(server: Served) -> None:
+        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500, "stream": True}) as one:
+            await one.until(lambda one: len(one.sent) > 3)
+            one.is_stalled = True
+            stalled_at = trio.current_time()
+        # It may have been sent something just before.
+        assert stalled_at + 20 <= one.over_at <= stalled_at + 20 + 8
+        assert server.simulation.runtime.num_streams == 0
+        assert await server.outcomes() == {"cancelled": 1}
+
+    simulated_server(test, ScriptedModel(looping), limits=Limits(stalled_s=20))
+
+
+def test_a_slow_client_gets_the_whole_text() -> None:
+    async def test(server: Served) -> None:
+        asked = {**DEF, "max_tokens": 60, "stream": True}
+        expected = (await server.ask(COMPLETIONS, {**asked, "stream": False})).text
+        async with server.exchange(COMPLETIONS, asked) as slow:
+            send = slow._send
+
+            async def send_slowly(message: Any) -> None:
+                await trio.sleep(19)
+                await send(message)
+
+            slow._send = send_slowly  # type: ignore[method-assign]
+        assert slow.text == expected
+        assert slow.is_done
+
+    simulated_server(test, limits=Limits(stalled_s=20))
+
+
+# --- models that fail -----------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "lookahead": 0})
+        *chunks, last = answer.events
+        assert len(chunks) > 3
+        assert set(last) == {"error"}
+        assert last["error"]["type"] == "server_error"
+        assert last["error"]["code"] == "models_unavailable"
+        assert "the target model failed" in last["error"]["message"]
+        assert not answer.is_done
+        assert answer.is_whole
+        for path2, body2 in ((COMPLETIONS, DEF), (CHAT, HELLO)):
+            later = await server.ask(path2, body2)
+            assert (later.status, later.fault["code"]) == (503, "models_unavailable")
+        health = await server.ask("/health")
+        assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
+        found = await figures(server.app)
+        assert found["outrider_healthy", ""] == 0
+        assert found["outrider_refusals_total", "503"] == 2
+        assert await server.outcomes() == {"failed": 1, "refused": 2}
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+@BOTH
+def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, {**body, "lookahead": 0})
+        assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
+        assert await server.outcomes() == {"failed": 1}
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_cannot_be_trusted_is_not_given(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "stream": stream})
+        if stream:
+            assert answer.events[-1]["error"]["code"] == "generation_failed"
+            assert not answer.is_done
+        else:
+            assert (answer.status, answer.fault["code"]) == (500, "generation_failed")
+        # The cache of one stream was wrong; the models are there.
+        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
+
+    simulated_server(test, ScriptedModel(looping, fails={"check": {6}}))
+
+
+def test_a_drafter_that_fails_changes_no_text() -> None:
+    texts = []
+
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 40, "lookahead": 3})
+        assert answer.status == 200
+        texts.append(answer.text)
+        state = server.simulation.runtime.health()
+        health = await server.ask("/health")
+        assert (health.json["ok"], health.json["target"], health.json["draft"]) == (state.ok, state.target, state.draft)
+        assert health.status == (200 if state.ok else 503)
+
+    for fails in ({}, {"feed": {6}}):
+        simulated_server(test, ScriptedModel(looping), ScriptedModel(looping, fails=fails))
+    assert texts[0] == texts[1]
+
+
+# --- while an answer is under way -----------------------------------------------------------------
+
+
+def test_a_stream_without_news_is_kept_alive() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3, "stream": True, "lookahead": 0})
+        assert answer.body.count(b": keep-alive\n\n") >= 2 * 3
+        times = answer.times
+        assert max(after - before for before, after in itertools.pairwise(times)) <= 15
+        assert answer.is_done
+        assert len(answer.text) == 3
+
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=40.0, decode=40.0, verify=40.0))
+
+
+def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
+    async def test(server: Served) -> None:
+        asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
+        plain = await server.ask(COMPLETIONS, asked)
+        assert all("speculation" not in event for event in plain.events)
+        seen = watched_streams(server)
+        answer = await server.ask(COMPLETIONS, {**asked, "stream_options": {"include_speculation": True}})
+        assert max(b - a for a, b in itertools.pairwise(answer.times)) <= 0.25
+        told = [event["speculation"] for event in answer.events]
+        tokens = [token for part in told for token in part["tokens"]]
+        assert "".join(token["text"] for token in tokens) == plain.text
+        assert len(tokens) == 12
+        assert 0 < sum(token["from_draft"] for token in tokens) < 12
+        statistics = [part["statistics"] for part in told]
+        for name in ("generated_tokens", "proposed", "accepted", "elapsed"):
+            grown = [each[name] for each in statistics]
+            assert grown == sorted(grown)
+        end = seen[0][1].statistics()
+        assert statistics[-1]["generated_tokens"] == 12
+        assert statistics[-1]["accepted"] == end.accepted
+        assert statistics[0]["time_to_first_token"] is None
+        assert statistics[-1]["time_to_first_token"] > 0
+        spans = [json.dumps(span) for part in told for span in part["spans"]]
+        assert len(spans) == len(set(spans))
+        of_this = [
+            span
+            for actor in ("target", "draft")
+            for span in server.simulation.spans(actor, session=seen[0][1].session)
+            if span.kind in ("prefill", "draft", "verify", "decode")
+        ]
+        heard = [json.loads(span) for span in spans]
+        # All but what happens once the last token was given.
+        assert {"target", "draft"} == {span["actor"] for span in heard}
+        assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
+        assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
+        Completion.model_validate(answer.events[0], strict=True)
+
+    simulated_server(test)
+
+
+def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:
+    async def test(server: Served) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 10, "lookahead": 0})
+            await trio.sleep(1)
+            began = trio.current_time()
+            answer = await server.ask(COMPLETIONS, {**WATCHED, "prompt": "other"})
+        told = [event["speculation"] for event in answer.events]
+        spans = [span for part in told for span in part["spans"]]
+        first = server.simulation.spans("target", "prefill", session=1)[0]
+        assert spans[0]["began"] == first.began - began > 0
+        assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
+
+    simulated_server(test, ScriptedModel(looping), max_streams=1)
+
+
+def test_figures_add_up() -> None:
+    async def test(server: Served) -> None:
+        before = await figures(server.app)
+        assert before["outrider_requests_total", "finished"] == 0
+        usages = [
+            (await server.ask(path, {**body, "max_tokens": 20, "lookahead": 3})).json["usage"]
+            for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (COMPLETIONS, DEF))
+        ]
+        found = await figures(server.app)
+        assert found["outrider_requests_total", "finished"] == 3
+        for name, of_usage in (
+            ("prompt_tokens", "prompt_tokens"),
+            ("generated_tokens", "completion_tokens"),
+            ("proposed_tokens", "proposed_tokens"),
+            ("accepted_tokens", "accepted_tokens"),
+        ):
+            assert found[f"outrider_{name}_total", ""] == sum(usage[of_usage] for usage in usages)
+        assert found["outrider_time_to_first_token_seconds_count", ""] == 3
+        assert found["outrider_answer_seconds_count", ""] == 3
+        assert found["outrider_streams", ""] == found["outrider_waiting", ""] == 0
+        assert found["outrider_healthy", ""] == 1
+        assert found["outrider_busy_seconds_total", "target"] > 0
+        assert set(before) <= set(found)
+
+    simulated_server(test)
+
+
+# --- timelines ------------------------------------------------------------------------------------
+
+WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_speculation": True}}
+
+
+def test_only_answers_that_were_watched_are_remembered_and_only_so_many() -> None:
+    async def test(server: Served) -> None:
+        unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
+        told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MOST_ANSWERS + 2)]
+        assert len(set(told)) == len(told)
+        assert list(server.timelines._records) == told[2:]
+        assert len(server.timelines._by_session) == timelines.MOST_ANSWERS
+        for gone in (unwatched.events[0]["id"], told[0], told[1]):
+            assert (await server.ask(f"/timelines/{gone}")).status == 404
+
+    simulated_server(test, ScriptedModel(looping))
+
+
+def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
+    monkeypatch.setattr(timelines, "MOST_EVENTS", 10)
+
+    async def test(server: Served) -> None:
+        id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
+        _, record = server.timelines._records[id]
+        assert len(record.events) == 10
+        assert record.num_lost > 0
+
+    simulated_server(test)
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtime]]:
+    """An application over tiny real models, and their runtime."""
+    remembered = timelines.Timelines()
+    async with runtime.open(*pair(), trace=remembered) as rt:
+        yield application(rt, Service("tiny", **service), remembered), rt
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"side": {"enum": ["left", "right"]}, "far": {"type": "boolean"}},
+    "required": ["side", "far"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA, "strict": True}}
+    async with real_server(limits=Limits(max_tokens=120)) as (app, rt):
+        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
+            for stream in (False, True):
+                answer = await ask(app, path, {**body, "response_format": wanted, "stream": stream})
+                assert answer.status == 200
+                said = json.loads(answer.text)
+                assert said["side"] in ("left", "right")
+                assert isinstance(said["far"], bool)
+        # Whatever comes of it, it begins as an object does.
+        loose = await ask(app, CHAT, {**HELLO, "response_format": {"type": "json_object"}, "max_tokens": 12})
+        assert loose.text.lstrip().startswith("{")
+        before = rt.statistics().prompt_tokens
+        for schema in ({"type": "nonsense"}, {"enum": []}, {"$ref": "#/nowhere"}):
+            bad = {"type": "json_schema", "json_schema": {"schema": schema}}
+            answer = await ask(app, COMPLETIONS, {**DEF, "response_format": bad})
+            assert answer.status == 400, schema
+            assert answer.fault["param"] == "response_format"
+            assert "the JSON schema" in answer.fault["message"]
+        ignored = await ask(app, COMPLETIONS, {**DEF, "response_format": wanted, "ignore_eos": True})
+        assert ignored.status == 400
+        assert rt.statistics().prompt_tokens == before
+
+
+async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
+    async with real_server() as (app, _):
+        answer = await ask(app, COMPLETIONS, {**WATCHED, "ignore_eos": True})
+        page = await ask(app, f"/timelines/{answer.events[0]['id']}")
+        assert page.status == 200
+        assert page.headers["content-type"].startswith("text/html")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'self'" in policy
+        assert page.headers["cache-control"] == "no-store"
+        assert b"<html" in page.body
+
+
+async def test_what_threads_say_is_what_the_runtime_says() -> None:
+    async with real_server() as (app, rt):
+        expected = await rt.generate("def f(x):", max_tokens=12, ignore_eos=True, temperature=0.7, seed=5)
+        asked = {"prompt": "def f(x):", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+        for stream in (False, True):
+            assert (await ask(app, COMPLETIONS, {**asked, "stream": stream})).text == expected.text

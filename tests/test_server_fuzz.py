@@ -1,0 +1,62 @@
+"""The running server against its own description: whatever schemathesis makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import CHECKS, load_all_checks
+from test_cli import HANGS_S
+from test_serve_command import MODEL, Server, serving
+
+from runtime.server.openapi import description
+
+pytestmark = pytest.mark.slow
+
+load_all_checks()
+# A description cannot say all: what fits it may still be too long for the context, or name a token that there is not.
+CHECKED = [check for check in CHECKS.get_all() if check.__name__ != "positive_data_acceptance"]
+
+
+SAID: dict[str, Any] = {
+    "/v1/completions": {"prompt": "def f"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "def f"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    # Short answers, as many of them as it takes.
+    with serving("--max-tokens", "2", "--max-tokens-limit", "2", "--max-prompt-tokens", "64") as one:
+        yield one
+
+
+described = schemathesis.openapi.from_dict(description(MODEL, has_key=False))
+
+
+@described.parametrize()
+@settings(
+    max_examples=80,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis.Case, server: Server) -> None:
+    # Most of what fits the description has nothing to say, and would be refused for that alone.
+    if case.meta is not None and case.meta.generation.mode.is_positive and case.path in SAID:
+        case.body = {**case.body, **SAID[case.path]}
+    case.call_and_validate(base_url=server.url, checks=CHECKED, timeout=HANGS_S)
+
+
+def test_the_server_says_of_itself_what_was_tried(server: Server) -> None:
+    assert httpx.get(f"{server.url}openapi.json").json() == description(MODEL, has_key=False)
+
+
+def test_the_server_is_as_well_as_before(server: Server) -> None:
+    server.until_idle()
+    assert server.health()["ok"] is True
+    assert [line for line in server.said if "is served at" not in line] == []

@@ -1,0 +1,656 @@
+"""What may be asked of a server, and what is refused: over scripted models in simulated time, and without sockets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import trio
+from asgi import (
+    CHAT,
+    COMPLETIONS,
+    DEF,
+    HELLO,
+    MODEL,
+    Letters,
+    Served,
+    direct,
+    looping,
+    simulated_server,
+    watched_streams,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedModel
+
+from protocol.settings import settings_from
+from runtime.server.answering import Limits
+from runtime.server.requests import ChatRequest, CompletionRequest
+
+BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+
+# --- from fields to settings ----------------------------------------------------------------------
+
+SAMPLED = {"temperature": 1.0, "seed": 3}
+
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "max_tokens": ({"max_tokens": 7}, {"max_tokens": 7}),
+    "temperature": (SAMPLED, SAMPLED),
+    "seed": ({"temperature": 1, "seed": 2**64 - 1}, {"temperature": 1.0, "seed": 2**64 - 1}),
+    "top_p": ({**SAMPLED, "top_p": 0.1}, {**SAMPLED, "top_p": 0.1}),
+    "top_k": ({**SAMPLED, "top_k": 2}, {**SAMPLED, "top_k": 2}),
+    "min_p": ({**SAMPLED, "min_p": 0.6}, {**SAMPLED, "min_p": 0.6}),
+    "xtc": (
+        {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
+        {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
+    ),
+    "presence_penalty": ({"presence_penalty": 4}, {"presence_penalty": 4.0}),
+    "frequency_penalty": ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    "repetition_penalty": ({"repetition_penalty": 2.5}, {"repetition_penalty": 2.5}),
+    "presence_context_size": (
+        {"presence_penalty": 4, "presence_context_size": 10},
+        {"presence_penalty": 4, "presence_context_size": 10},
+    ),
+    "frequency_context_size": (
+        {"frequency_penalty": 4, "frequency_context_size": 10},
+        {"frequency_penalty": 4, "frequency_context_size": 10},
+    ),
+    "repetition_context_size": (
+        {"repetition_penalty": 2.5, "repetition_context_size": 10},
+        {"repetition_penalty": 2.5, "repetition_context_size": 10},
+    ),
+    "logit_bias": ({"logit_bias": {"5": 3.5, "0": -100}}, {"logit_bias": {5: 3.5, 0: -100}}),
+    "stop_tokens": ({"logit_bias": {"9": 50}, "stop_tokens": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
+    "ignore_eos": ({"logit_bias": {"57": 50}, "ignore_eos": True}, {"logit_bias": {57: 50}, "ignore_eos": True}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: Any) -> None:
+    fields, wanted = FIELDS[field]
+
+    async def test(server: Served) -> None:
+        plain = await direct(server, body, max_tokens=24)
+        expected = await direct(server, body, **{"max_tokens": 24, **wanted})
+        seen = watched_streams(server)
+        answer = await server.ask(path, {**body, "max_tokens": 24, **fields})
+        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
+        assert answer.text == expected.text != plain.text
+        assert answer.json["usage"]["completion_tokens"] == len(expected.tokens)
+        assert answer.json["choices"][0]["finish_reason"] == expected.finish_reason
+
+    simulated_server(test)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, {}),
+        ({"temperature": None, "stop": None, "n": None, "stream": None, "logit_bias": None}, {}),
+        ({"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}, {}),
+        ({"lookahead": 0}, {"lookahead": 0}),
+        ({"lookahead": 5}, {"lookahead": 5}),
+        ({"lookahead": "auto"}, {}),
+        ({"acceptance": "rejection", **SAMPLED}, {"acceptance": "rejection", **SAMPLED}),
+        ({"stop": "☂"}, {"stop": "☂"}),
+        ({"stop": ["☂", "12"]}, {"stop": ["☂", "12"]}),
+        ({"stop": []}, {}),
+        ({"n": 1, "user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto"}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"model": MODEL}, {}),
+    ],
+)
+def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
+    fields: Any, wanted: Any, path: str, body: Any
+) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        answer = await server.ask(path, {**body, **fields})
+        assert answer.status == 200
+        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
+        usage = answer.json["usage"]
+        assert (usage["proposed_tokens"] > 0) is (wanted.get("lookahead") != 0)
+
+    simulated_server(test, limits=Limits(max_tokens=24))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "logprobs"),
+    [
+        (COMPLETIONS, {**DEF, "logprobs": 0}, 1),
+        (COMPLETIONS, {**DEF, "logprobs": 4}, 4),
+        (CHAT, {**HELLO, "logprobs": True}, 1),
+        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 0}, 1),
+        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 4}, 4),
+        (CHAT, {**HELLO, "logprobs": False, "top_logprobs": 4}, 0),
+        (CHAT, {**HELLO, "max_completion_tokens": 9}, 0),
+        (CHAT, {**HELLO, "max_completion_tokens": 9, "max_tokens": 4}, 0),
+    ],
+)
+def test_log_probabilities_and_the_newer_name_for_a_length(path: str, body: Any, logprobs: int) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        assert (await server.ask(path, body)).status == 200
+        most = body.get("max_completion_tokens", 24)
+        assert (seen[0][0].logprobs, seen[0][0].max_tokens) == (logprobs, most)
+
+    simulated_server(test, limits=Limits(max_tokens=24))
+
+
+@pytest.mark.parametrize("prompt", ["def f", ["def f"], Letters().encode("def f"), [Letters().encode("def f")]])
+def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(prompt: Any) -> None:
+    async def test(server: Served) -> None:
+        expected = await direct(server, DEF, max_tokens=9)
+        answer = await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
+        assert answer.text == expected.text
+        assert answer.json["usage"]["prompt_tokens"] == 5
+
+    simulated_server(test)
+
+
+def test_what_was_said_reaches_the_chat_template() -> None:
+    async def test(server: Served) -> None:
+        said = [
+            {"role": "developer", "content": "be brief", "name": "boss"},
+            {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+            {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": [], "reasoning_content": "hm"},
+            {"role": "user", "content": None},
+        ]
+        assert (await server.ask(CHAT, {"messages": said, "max_tokens": 3})).status == 200
+        assert server.tokenizer.seen[-1] == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "hi", "reasoning_content": "hm"},
+            {"role": "user", "content": ""},
+        ]
+
+    simulated_server(test)
+
+
+def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
+    async def test(server: Served) -> None:
+        said = [{"role": "user", "content": "de"}, {"role": "assistant", "content": "f f"}]
+        answer = await server.ask(CHAT, {"messages": said, "max_tokens": 9})
+        assert answer.text == (await direct(server, DEF, max_tokens=9)).text
+        assert (await server.ask("/v1/models")).json["data"][0]["has_chat_template"] is False
+
+    simulated_server(test, tokenizer=Letters(template=None))
+
+
+# --- requests that are refused --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"temprature": 1}, "temprature", "no field \"temprature\" here; did you mean 'temperature'?"),
+        ({"max_new_tokens": 1}, "max_new_tokens", "did you mean 'max_tokens'?"),
+        ({"functions": []}, "functions", "there are no tools here; leave it out"),
+        ({"zzz": 1}, "zzz", "leave it out"),
+        ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
+        ({"temperature": "hot"}, "temperature", 'temperature must be a number, got "hot"'),
+        ({"temperature": True}, "temperature", "must be a number, got true"),
+        ({"top_p": 1.5}, "top_p", "top_p must be at most 1.0, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 3.5}, "max_tokens", "max_tokens must be a whole number, got 3.5"),
+        ({"seed": 2**64}, "seed", f"seed must be at most {2**64 - 1}, got {2**64}"),
+        ({"stop": ["a", ""]}, "stop.1", "stop.1 must be there, and not empty"),
+        ({"stop": 3}, "stop", "stop must be text or a list, got 3"),
+        ({"stop": ["x"] * 17}, "stop", "stop must be a list of at most 16"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a", 'logit_bias must have token ids for keys, got "a"'),
+        ({"logit_bias": {"64": 1}}, None, "outside the target's vocabulary of 64 ids"),
+        ({"stop_tokens": [64]}, None, "outside the target's vocabulary of 64 ids"),
+        ({"top_k": 65}, None, "top_k must be at most the target's vocabulary of 64 ids"),
+        ({"n": 2}, "n", "n must be at most 1, got 2; send several requests"),
+        ({"n": True}, "n", "n must be a whole number, got true"),
+        ({"stream": "yes"}, "stream", 'stream must be true or false, got "yes"'),
+        ({"stream_options": {}}, "stream_options", "only with stream: true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", 'no field "x" here'),
+        ({"lookahead": "far"}, "lookahead", "lookahead must be a whole number or 'auto', got \"far\""),
+        ({"response_format": {"type": "xml"}}, "response_format", "whose type is one of 'text', 'json_object'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing; add it"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "leave it out"),
+        ({"x" * 5000: 1}, "x" * 100, "…"),
+    ],
+)
+@BOTH
+def test_a_field_that_is_wrong_is_named_with_its_bound(
+    fields: Any, param: Any, said: str, path: str, body: Any
+) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        answer = await server.ask(path, {**body, **fields})
+        assert answer.status == 400
+        assert answer.fault["param"] == param
+        assert said in answer.fault["message"]
+        assert answer.fault["type"] == "invalid_request_error"
+        assert len(answer.fault["message"]) < 400
+        assert seen == []
+        assert server.simulation.target_worker.handed == []
+        assert await server.outcomes() == {"refused": 1}
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (COMPLETIONS, {}, "prompt", "prompt is missing"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "the prompt is empty"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt.0", "send a request each"),
+        (COMPLETIONS, {"prompt": [64]}, "prompt", "outside the target's vocabulary"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "token ids of at least 0, got -1"),
+        (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "echo must be false, got true"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "one answer a request"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "nothing can be filled in here"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "at most 20, got 21"),
+        (COMPLETIONS, {"prompt": "a", "messages": []}, "messages", "no field"),
+        (CHAT, {}, "messages", "messages is missing"),
+        (CHAT, {"messages": []}, "messages", "there, and not empty"),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "there are no tools here"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "image_url"),
+        (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools", "there are no tools here"),
+        (CHAT, {**HELLO, "tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+        (CHAT, {**HELLO, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        (CHAT, {**HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    ],
+)
+def test_a_prompt_that_is_none_and_what_is_not_there(path: str, body: Any, param: Any, said: str) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, body)
+        assert answer.status == 400
+        assert said in answer.fault["message"]
+        assert param is None or answer.fault["param"] == param
+        assert server.simulation.target_worker.handed == []
+
+    simulated_server(test)
+
+
+@BOTH
+def test_another_model_is_not_here(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, {**body, "model": "gpt"})
+        assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
+        assert 'no model "gpt" here' in answer.fault["message"]
+        assert MODEL in answer.fault["message"]
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "EOF"),
+        (b"{", "EOF"),
+        (b"[]", "must be an object"),
+        (b"\xff", "not JSON"),
+        (b'"a"', "must be an object"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+    ],
+)
+def test_a_body_that_is_no_object_of_json(body: bytes, said: str) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, body)
+        assert answer.status == 400
+        assert said in answer.fault["message"]
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_a_body_that_is_not_said_to_be_json_is_not_read(kind: str | None) -> None:
+    async def test(server: Served) -> None:
+        headers = {} if kind is None else {"content-type": kind}
+        # The body never comes.
+        async with server.exchange(COMPLETIONS, headers=headers) as answer:
+            pass
+        assert answer.status == 415
+        assert "Content-Type: application/json" in answer.fault["message"]
+
+    simulated_server(test)
+
+
+def test_a_content_type_may_have_parameters_and_capitals() -> None:
+    async def test(server: Served) -> None:
+        headers = {"content-type": "Application/JSON; charset=utf-8"}
+        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1}, headers=headers)).status == 200
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("length", ["101", "9" * 5000])
+def test_a_body_that_is_announced_to_be_too_long_is_not_read(length: str) -> None:
+    async def test(server: Served) -> None:
+        headers = {"content-type": "application/json", "content-length": length}
+        async with server.exchange(COMPLETIONS, headers=headers) as answer:
+            pass
+        assert answer.status == 413
+        assert "longer than 100 bytes" in answer.fault["message"]
+
+    simulated_server(test, limits=Limits(max_body_bytes=100))
+
+
+def test_a_body_that_turns_out_too_long_is_not_read_to_its_end() -> None:
+    async def test(server: Served) -> None:
+        async with server.exchange(COMPLETIONS) as answer:
+            answer.give(b" " * 60, more=True)
+            answer.give(b" " * 41, more=True)
+        assert answer.status == 413
+        whole = b'{"prompt": "a", "max_tokens": 1}'.ljust(100)
+        assert (await server.ask(COMPLETIONS, whole)).status == 200
+
+    simulated_server(test, limits=Limits(max_body_bytes=100))
+
+
+def test_a_body_must_come_in_time() -> None:
+    async def test(server: Served) -> None:
+        began = trio.current_time()
+        async with server.exchange(COMPLETIONS) as answer:
+            answer.give(b'{"prompt"', more=True)
+            await trio.sleep(20)
+            answer.give(b': "a"', more=True)
+        assert answer.status == 408
+        assert answer.over_at == began + 30
+        assert "within 30 s" in answer.fault["message"]
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+@pytest.mark.parametrize("limited", ["context", "server"])
+def test_a_prompt_that_is_too_long_says_so_before_model_work(limited: str, path: str, param: str) -> None:
+    async def test(server: Served) -> None:
+        long = "a" * 60
+        body = {"prompt": long} if path == COMPLETIONS else {"messages": [{"role": "user", "content": long}]}
+        answer = await server.ask(path, body)
+        assert answer.status == 400
+        assert (answer.fault["code"], answer.fault["param"]) == ("context_length_exceeded", param)
+        assert "shorten it" in answer.fault["message"]
+        assert server.simulation.target_worker.handed == []
+        assert (await server.ask(COMPLETIONS, {"prompt": "a" * 30, "max_tokens": 1})).status == 200
+
+    bounds = {"context": 40, "server": None}[limited]
+    limits = Limits(max_prompt_tokens=40 if limited == "server" else None)
+    simulated_server(test, ScriptedModel(looping, context_length=bounds), limits=limits)
+
+
+def test_a_text_is_no_longer_than_the_server_allows() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 21})
+        assert (answer.status, answer.fault["param"]) == (400, "max_tokens")
+        assert "at most 20 here, got 21" in answer.fault["message"]
+        for body in (DEF, {**DEF, "max_tokens": 20}):
+            assert (await server.ask(COMPLETIONS, body)).json["usage"]["completion_tokens"] == 20
+
+    simulated_server(test, limits=Limits(max_tokens_limit=20))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Bodies with the right names and any values, and some that mean something."""
+    plausible = {
+        "temperature": st.floats(0, 2),
+        "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=2), max_size=3),
+        "lookahead": st.integers(0, 8) | st.just("auto"),
+        "stream": st.booleans(),
+        "logit_bias": st.dictionaries(st.integers(0, 70).map(str), st.floats(-100, 100), max_size=3),
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "developer"]), "content": st.text()}),
+            max_size=3,
+        ),
+        "prompt": st.text(max_size=9) | st.lists(st.integers(0, 70), max_size=5),
+        "seed": st.integers(0, 2**64),
+    }
+    fields = {
+        name: plausible[name] | json_values if name in plausible else json_values
+        for name in kind.model_fields
+        if name != "max_tokens"
+    }
+    return st.fixed_dictionaries({}, optional=fields).map(lambda body: {**base, "max_tokens": 3, **body}) | json_values
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.data())
+@BOTH
+def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(path: str, body: Any, data: st.DataObject) -> None:
+    kind = ChatRequest if path == CHAT else CompletionRequest
+    sent = data.draw(bodies(kind, body))
+
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, json.dumps(sent).encode())
+        if answer.status == 200:
+            assert answer.is_done or answer.json["choices"]
+        else:
+            assert answer.status in (400, 404)
+            assert answer.fault["message"]
+        assert server.simulation.runtime.num_streams == 0
+
+    simulated_server(test, limits=Limits(max_tokens_limit=6))
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
+def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
+    async def test(server: Served) -> None:
+        for path in (COMPLETIONS, CHAT):
+            answer = await server.ask(path, body)
+            assert answer.status == 400
+            assert answer.fault["message"]
+
+    simulated_server(test)
+
+
+def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting() -> None:
+    async def test(server: Served) -> None:
+        schema = {"type": "integer", "multipleOf": 999_983}
+        wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+        began = trio.current_time()
+        answers = []
+
+        async def visit() -> None:
+            answers.append(await server.ask(COMPLETIONS, {**DEF, "response_format": wanted}))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(visit)
+            await trio.sleep(1)
+            plain = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})
+            assert plain.status == 200
+            # Tokenising it took as long, and a pass or two.
+            assert plain.over_at <= began + 1 + 20 + 16
+        assert {answer.over_at for answer in answers} == {began + 10}
+        by_status = {answer.status: answer for answer in answers}
+        assert sorted(answer.status for answer in answers) == [400, 400, 429]
+        assert "within 10 s; simplify it" in by_status[400].fault["message"]
+        assert by_status[400].fault["param"] == "response_format"
+        assert by_status[429].headers["retry-after"] == "10"
+
+    simulated_server(test, tokenising_s=20.0)
+
+
+# --- addresses, names, keys -----------------------------------------------------------------------
+
+
+def test_the_one_model_is_listed() -> None:
+    async def test(server: Served) -> None:
+        listed = (await server.ask("/v1/models")).json
+        assert listed["object"] == "list"
+        (one,) = listed["data"]
+        assert {"id": MODEL, "object": "model", "owned_by": "outrider", "draft": "small"}.items() <= one.items()
+        assert one["has_chat_template"] is True
+        assert (await server.ask(f"/v1/models/{MODEL}")).json == one
+        missing = await server.ask("/v1/models/a/b")
+        assert (missing.status, missing.fault["code"]) == (404, "model_not_found")
+
+    simulated_server(test, small="small")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/nothing", "GET", 404),
+        ("/v1/embeddings", "POST", 404),
+        (COMPLETIONS, "GET", 405),
+        (CHAT, "DELETE", 405),
+        ("/health", "POST", 405),
+        (COMPLETIONS, "OPTIONS", 405),
+        ("/timelines/cmpl-none", "GET", 404),
+    ],
+)
+def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, status: int) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, method=method)
+        assert answer.status == status
+        assert answer.fault["message"]
+        if status == 405:
+            assert method not in answer.headers["allow"]
+
+    simulated_server(test)
+
+
+KEYED = {"api_key": "s3cret"}
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        (None, 401),
+        ("", 401),
+        ("Bearer", 401),
+        ("Bearer wrong", 401),
+        ("Bearer s3cre", 401),
+        ("Bearer s3crets", 401),
+        ("Basic s3cret", 401),
+        ("Bearer \xe9", 401),
+        ("Bearer s3cret", 200),
+        ("bearer s3cret", 200),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+def test_a_key_is_asked_for(authorization: str | None, status: int, path: str) -> None:
+    async def test(server: Served) -> None:
+        headers = {"content-type": "application/json"}
+        if authorization is not None:
+            headers["authorization"] = authorization
+        if path == COMPLETIONS:
+            answer = await server.ask(path, {**DEF, "max_tokens": 1}, headers=headers)
+        else:
+            answer = await server.ask(path, method="GET", headers=headers)
+        assert answer.status == status
+        if status == 401:
+            assert answer.fault["code"] == "invalid_api_key"
+            assert "Authorization: Bearer KEY" in answer.fault["message"]
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "s3cret" not in str(answer.sent)
+
+    simulated_server(test, **KEYED)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/openapi.json"])
+def test_the_page_and_the_figures_want_no_key(path: str) -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask(path)).status == 200
+
+    simulated_server(test, **KEYED)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_known"),
+    [
+        ("localhost", True),
+        ("localhost:8000", True),
+        ("LOCALHOST:8000", True),
+        ("localhost.", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("[::1]", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("[::2]:8000", False),
+        ("", False),
+        ("[", False),
+        ("\xff", False),
+    ],
+)
+def test_a_server_answers_to_its_own_names_alone(host: str, is_known: bool) -> None:
+    async def test(server: Served) -> None:
+        for path in ("/health", "/", "/v1/models", "/timelines/x"):
+            answer = await server.ask(path, method="GET", headers={"host": host})
+            if is_known:
+                assert answer.status in (200, 404)
+            else:
+                assert (answer.status, answer.fault["code"]) == (400, "unknown_host")
+                assert "--allow-host" in answer.fault["message"]
+
+    simulated_server(test, hosts=["localhost", "127.0.0.1", "::1"])
+
+
+def test_any_name_will_do_where_that_is_said() -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask("/health", method="GET", headers={"host": "any.example"})).status == 200
+
+    simulated_server(test, hosts=["*"])
+
+
+def test_pages_of_other_origins_may_ask_only_where_that_is_said() -> None:
+    ours, theirs = "https://ours.example", "https://theirs.example"
+
+    def asks(origin: str) -> dict[str, str]:
+        return {"origin": origin, "access-control-request-method": "POST"}
+
+    async def test(server: Served) -> None:
+        for origin, is_allowed in ((ours, True), (theirs, False)):
+            before = await server.ask(COMPLETIONS, method="OPTIONS", headers=asks(origin))
+            assert (before.headers.get("access-control-allow-origin") == origin) is is_allowed
+            answer = await server.ask("/health", method="GET", headers={"origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) is is_allowed
+            # An error can be read too; without the key there is nothing else.
+            error = await server.ask(COMPLETIONS, DEF, headers={"origin": origin})
+            assert error.status == 401
+            assert (error.headers.get("access-control-allow-origin") == origin) is is_allowed
+
+    simulated_server(test, origins=[ours], **KEYED)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
+def test_every_answer_has_the_headers_that_keep_browsers_careful(path: str) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path)
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        if path == "/":
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe-inline" not in policy
+
+    simulated_server(test)
+
+
+def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(monkeypatch: Any) -> None:
+    async def test(server: Served) -> None:
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError("on purpose")
+
+        monkeypatch.setattr(server.simulation.runtime, "encode", fail)
+        answer = await server.ask(COMPLETIONS, DEF)
+        assert (answer.status, answer.fault["code"]) == (500, "internal_error")
+        assert "on purpose" not in answer.fault["message"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert isinstance(answer.error, BaseException)  # for the log
+        assert await server.outcomes() == {"failed": 1}
+
+    simulated_server(test)
