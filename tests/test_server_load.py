@@ -7,7 +7,7 @@ import pytest
 import trio
 
 NUM_CLIENTS = 200
-SECONDS = 30
+SECONDS = 15
 
 # Both models keep 64 texts for later, and the longest here take some four megabytes each. To see that nothing else
 # grows takes minutes: `python tests/load.py`.
