@@ -51,6 +51,8 @@ class Limits:
         max_prompt_tokens: of a prompt; None for what the context holds.
         max_tokens: of an answer for which no number is given.
         max_tokens_limit: most that may be asked for; None for what the context holds.
+        prefill_step_size: tokens of a prompt that are read in one pass: so long others wait, and a client's leaving
+            goes unheeded by the models.
         body_s: seconds within which a body must have come.
         schema_s: seconds within which a JSON schema must be ready to be kept to.
         stalled_s: seconds that a client may leave what it is sent unread.
@@ -60,6 +62,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_tokens: int = 512
     max_tokens_limit: int | None = None
+    prefill_step_size: int = 512
     body_s: float = 30.0
     schema_s: float = 10.0
     stalled_s: float = 60.0
@@ -195,6 +198,7 @@ class Endpoint:
         settings = {
             "max_tokens": _most_tokens(request, desk.limits),
             "reuse_prefix": True,
+            "prefill_step_size": desk.limits.prefill_step_size,
             **request.settings(),
         }
 

@@ -1,0 +1,509 @@
+"""Clients that behave as clients do, all at once, on a real server with the demo pair: `python tests/load.py --help`.
+
+Each goes by a plan of its own: it streams to the end, leaves at any moment, sends garbage, or reads slowly. The models
+are copies in float32: in bfloat16 on CPU a text may hang on how wide the passes were that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import trio
+from raw_http import Client, ask, connect, request
+
+from runtime.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
+
+MAX_STREAMS = 4
+STALLED_S = 5
+PREFILL_STEP_SIZE = 64
+
+# Of the time that everything takes, this part goes by before the server's size is taken note of.
+WARM_UP = 0.25
+
+PROBES = 20
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def exact_copy(model: Path, where: Path) -> Path:
+    """A copy of a model in float32."""
+    shutil.copytree(model, where)
+    weights = mx.load(str(model / "model.safetensors"))
+    assert isinstance(weights, dict)
+    exact = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    mx.save_safetensors(str(where / "model.safetensors"), exact, {"format": "mlx"})
+    return where
+
+
+@attrs.define
+class Server:
+    """A server in a process of its own.
+
+    Attributes:
+        port: at which it listens.
+        process: it.
+        said: what it has written to stderr, line by line.
+    """
+
+    port: int
+    process: trio.Process
+    said: list[str]
+
+    @property
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    async def health(self) -> dict[str, Any]:
+        answer = await ask(self.port, request("GET", "/health"))
+        state: dict[str, Any] = answer.json()
+        return state
+
+
+@asynccontextmanager
+async def served(*arguments: str) -> AsyncIterator[Server]:
+    """`outrider serve` with the demo pair in float32; stopped with SIGTERM in the end, which must end it well.
+
+    Args:
+        arguments: more of them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
+        command = [sys.executable, "-m", "runtime", "serve", "--port", "0", "--max-streams", str(MAX_STREAMS)]
+        command += ["--target", str(pair[0]), "--draft", str(pair[1]), "--stalled-seconds", str(STALLED_S)]
+        command += ["--prefill-step-size", str(PREFILL_STEP_SIZE), *arguments]
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(
+                partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
+            )
+            assert process.stderr is not None
+            said: list[str] = []
+            port, lines = None, _lines(process.stderr)
+            async for line in lines:
+                said.append(line)
+                if (found := re.search(r"http://127.0.0.1:(\d+)/", line)) is not None:
+                    port = int(found[1])
+                    break
+            assert port is not None, f"the server did not start: {said}"
+
+            async def listen() -> None:
+                async for line in lines:
+                    said.append(line)
+
+            nursery.start_soon(listen)
+            try:
+                yield Server(port, process, said)
+            finally:
+                process.terminate()
+        assert process.returncode == 0, f"the server ended with {process.returncode}: {said}"
+
+
+async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
+    rest = b""
+    async for data in stream:
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line.decode()
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+def asked(number: int) -> dict[str, Any]:
+    """One of the requests that clients make; the same for the same number."""
+    dice = random.Random(number)
+    prompt = dice.choice(DEMO_PROMPTS) + "".join(
+        f"    {dice.choice(['x', 'y', 'total', 'items'])} = {dice.randrange(100)}\n" for _ in range(dice.randrange(4))
+    )
+    sampled = {"temperature": 0.8, "seed": number} if dice.random() < 0.5 else {}
+    return {"prompt": prompt, "max_tokens": dice.randint(4, 24), **sampled}
+
+
+def long_prompt(dice: random.Random) -> str:
+    """One that takes some passes to read, and is not cached."""
+    return "".join(f"value_{dice.randrange(10**6)} = {dice.randrange(10**6)}\n" for _ in range(30))
+
+
+# --- how clients behave ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Sample:
+    """How a server was, so many seconds after the beginning."""
+
+    at_s: float
+    resident_bytes: int
+    num_threads: int
+    num_files: int
+    num_streams: int
+    num_waiting: int
+
+
+@attrs.define
+class Seen:
+    """What clients have seen.
+
+    Attributes:
+        done: how often each plan was followed to its end.
+        statuses: of answers.
+        texts: that were finished, and how often, by the number of the request.
+        gaps_s: between the chunks of streams that were read to their end at once.
+        problems: what should not have been.
+        samples: of the server, two a second.
+    """
+
+    done: Counter[str] = attrs.Factory(Counter)
+    statuses: Counter[int] = attrs.Factory(Counter)
+    texts: dict[int, Counter[str]] = attrs.Factory(dict)
+    gaps_s: list[float] = attrs.Factory(list)
+    problems: list[str] = attrs.Factory(list)
+    samples: list[Sample] = attrs.Factory(list)
+
+
+class _Told(Exception):
+    """To come back later."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__()
+        self.after_s = after_s
+
+
+@attrs.define
+class Visitor:
+    """A client, and how it goes about it.
+
+    Attributes:
+        server, seen: of all of them.
+        dice: its own.
+        num_requests: how many different ones there are.
+        doing: what it is about just now.
+    """
+
+    server: Server
+    seen: Seen
+    dice: random.Random
+    num_requests: int
+    doing: str = "nothing"
+
+    async def visit(self) -> None:
+        """Do one thing or another, and do it again where the house is full."""
+        plans = {
+            self.read_whole: 2,
+            self.read_stream: 5,
+            self.read_slowly: 1,
+            self.leave_early: 2,
+            self.leave_waiting: 2,
+            self.leave_long_prompt: 2,
+            self.leave_in_answer: 4,
+            self.send_garbage: 1,
+        }
+        [plan] = self.dice.choices(list(plans), list(plans.values()))
+        number = self.dice.randrange(self.num_requests)
+        for attempt in itertools.count(1):
+            self.doing = f"{plan.__name__}({number}), attempt {attempt}"
+            try:
+                await plan(number)
+            except _Told as told:
+                self.doing += f", told to wait for {told.after_s} s"
+                await trio.sleep(told.after_s * self.dice.uniform(1, 1.5))
+            else:
+                self.seen.done[plan.__name__] += 1
+                return
+
+    async def read_whole(self, number: int) -> None:
+        with await connect(self.server.port) as client:
+            await client.send(request("POST", "/v1/completions", asked(number)))
+            answer = await client.answer()
+            if answer is None or not answer.is_whole:
+                self.seen.problems.append(f"no whole answer to {number}: {answer}")
+                return
+            self._check(answer.status, answer.headers)
+            self.seen.texts.setdefault(number, Counter())[answer.text] += 1
+
+    async def read_stream(self, number: int) -> None:
+        with await connect(self.server.port) as client:
+            await self._read(client, number, pause_s=0)
+
+    async def read_slowly(self, number: int) -> None:
+        with await connect(self.server.port, buffer_bytes=2048) as client:
+            await self._read(client, number, pause_s=self.dice.uniform(0, 0.5))
+
+    async def leave_early(self, number: int) -> None:
+        data = request("POST", "/v1/completions", asked(number), chunks=self.dice.choice([None, 10]))
+        with await connect(self.server.port) as client:
+            await client.send(data[: self.dice.randrange(len(data))])
+            await self._go(client)
+
+    async def leave_waiting(self, number: int) -> None:
+        with await connect(self.server.port) as client:
+            await client.send(request("POST", "/v1/completions", {**asked(number), "stream": self.dice.random() < 0.5}))
+            await trio.sleep(self.dice.uniform(0, 1))
+            await self._go(client)
+
+    async def leave_long_prompt(self, number: int) -> None:
+        with await connect(self.server.port) as client:
+            prompt = long_prompt(self.dice)
+            await client.send(request("POST", "/v1/completions", {"prompt": prompt, "stream": True}))
+            await self._begin(client)
+            await client.event()
+            await trio.sleep(self.dice.uniform(0, 10))
+            await self._go(client)
+
+    async def leave_in_answer(self, number: int) -> None:
+        with await connect(self.server.port) as client:
+            await client.send(request("POST", "/v1/completions", {**asked(number), "max_tokens": 200, "stream": True}))
+            await self._begin(client)
+            for _ in range(self.dice.randrange(1, 8)):
+                await client.event()
+            await self._go(client)
+
+    async def send_garbage(self, number: int) -> None:
+        with await connect(self.server.port) as client, suppress(trio.BrokenResourceError):
+            kind = self.dice.randrange(3)
+            if kind == 0:
+                await client.send(self.dice.randbytes(self.dice.randrange(1, 3000)) + b"\r\n\r\n")
+            elif kind == 1:
+                await client.send(request("POST", "/v1/completions", self.dice.randbytes(200)))
+            else:
+                body = {**asked(number), self.dice.choice(["temperature", "prompt", "surprise"]): ["no"] * 3}
+                await client.send(request("POST", "/v1/completions", body))
+            answer = await client.answer()
+            if answer is None or answer.status not in (400, 429, 431):
+                self.seen.problems.append(f"garbage got {answer}")
+
+    async def _begin(self, client: Client) -> None:
+        head = await client.head()
+        if head is None:
+            self.seen.problems.append("no answer came")
+        else:
+            self._check(*head)
+
+    async def _read(self, client: Client, number: int, *, pause_s: float) -> None:
+        await client.send(request("POST", "/v1/completions", {**asked(number), "stream": True}))
+        await self._begin(client)
+        text, reason, at = "", None, None
+        while (event := await client.event()) is not None:
+            if event.startswith("data: "):
+                [choice] = json.loads(event[6:])["choices"]
+                if choice["text"] or choice["finish_reason"]:
+                    if at is not None and not pause_s:
+                        self.seen.gaps_s.append(time.monotonic() - at)
+                    at = time.monotonic()
+                text, reason = text + choice["text"], choice["finish_reason"]
+            if pause_s:
+                await trio.sleep(pause_s)
+        if reason is None:
+            self.seen.problems.append(f"the stream of {number} has no end: {text!r}")
+        self.seen.texts.setdefault(number, Counter())[text] += 1
+
+    def _check(self, status: int, headers: Any) -> None:
+        self.seen.statuses[status] += 1
+        if status == 429:
+            raise _Told(float(headers["retry-after"]))
+        if status != 200:
+            self.seen.problems.append(f"status {status}")
+
+    async def _go(self, client: Client) -> None:
+        self.dice.choice([client.leave, client.reset])()
+
+
+async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, num_requests: int) -> Seen:
+    """Let clients at a server.
+
+    Args:
+        server: it.
+        seconds: for which new visits begin.
+        num_clients: at a time.
+        seed: of all that they do.
+        num_requests: how many different ones there are.
+    """
+    seen, began = Seen(), time.monotonic()
+
+    async def come_and_go(number: int) -> None:
+        visitor = Visitor(server, seen, random.Random(seed * 100_003 + number), num_requests)
+        await trio.sleep(visitor.dice.uniform(0, 2))
+        while time.monotonic() < began + seconds:
+            # Where the server lets somebody down, this is to end all the same.
+            with trio.move_on_after(300) as patience:
+                await visitor.visit()
+            if patience.cancelled_caught and "told to wait" in visitor.doing:
+                # Who comes when somebody leaves is in before who was told to come back.
+                seen.done["gave up"] += 1
+            elif patience.cancelled_caught:
+                seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_take_samples, server, seen, began)
+        async with trio.open_nursery() as visitors:
+            for number in range(num_clients):
+                visitors.start_soon(come_and_go, number)
+        nursery.cancel_scope.cancel()
+    return seen
+
+
+async def _take_samples(server: Server, seen: Seen, began: float) -> None:
+    while True:
+        state = await server.health()
+        if not state["ok"] or state["streams"] > MAX_STREAMS:
+            seen.problems.append(f"the server says {state}")
+        seen.samples.append(
+            Sample(
+                time.monotonic() - began,
+                server.resident_bytes,
+                server.num_threads,
+                server.num_files,
+                state["streams"],
+                state["waiting"],
+            )
+        )
+        await trio.sleep(0.5)
+
+
+# --- afterwards -----------------------------------------------------------------------------------
+
+
+async def nobody_left(server: Server) -> None:
+    """Return when all are gone."""
+    while (state := await server.health())["streams"] or state["waiting"]:
+        pass
+
+
+async def wrong_texts(server: Server, seen: Seen) -> list[str]:
+    """The finished texts that are not what the same request gives alone."""
+    wrong = []
+    for number, texts in seen.texts.items():
+        alone = (await ask(server.port, request("POST", "/v1/completions", asked(number)))).text
+        wrong += [f"request {number}: {text!r}, alone {alone!r}" for text in texts if text != alone]
+    return wrong
+
+
+async def rounds_alone_s(server: Server) -> list[float]:
+    """Seconds between the chunks of streams that have the models for themselves."""
+    seen = Seen()
+    visitor = Visitor(server, seen, random.Random(1), 1)
+    for number in range(PROBES):
+        await visitor.read_stream(number)
+    return seen.gaps_s
+
+
+async def first_token_s(server: Server) -> float:
+    """Seconds for one token after a short prompt that is cached."""
+    began = time.monotonic()
+    await ask(server.port, request("POST", "/v1/completions", {"prompt": DEMO_PROMPTS[0], "max_tokens": 1}))
+    return time.monotonic() - began
+
+
+async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[float], list[float]]:
+    """Seconds from a hang-up, by a client alone in the house, until two things are so.
+
+    Args:
+        server: it.
+        in_prefill: hang up while a long prompt is being read, else within the answer.
+
+    Returns: until the server says that nobody is there; until somebody who came then had a token.
+    """
+    dice, left_s, free_s = random.Random(7), [], []
+    for _ in range(PROBES):
+        prompt = long_prompt(dice) if in_prefill else DEMO_PROMPTS[0]
+        with await connect(server.port) as client, await connect(server.port) as doctor:
+            body = {"prompt": prompt, "max_tokens": 200, "stream": True}
+            await client.send(request("POST", "/v1/completions", body))
+            await client.head()
+            for _ in range(1 if in_prefill else dice.randrange(2, 6)):
+                await client.event()
+            client.reset()
+            began = time.monotonic()
+            while True:
+                await doctor.send(request("GET", "/health"))
+                answer = await doctor.answer()
+                assert answer is not None
+                if answer.json()["streams"] == 0:
+                    break
+            left_s.append(time.monotonic() - began)
+            await first_token_s(server)
+            free_s.append(time.monotonic() - began)
+    return left_s, free_s
+
+
+# --- what is said of it ---------------------------------------------------------------------------
+
+
+def halves(seen: Seen) -> tuple[list[Sample], list[Sample]]:
+    """The samples after the warm-up, in two parts."""
+    warm = [sample for sample in seen.samples if sample.at_s >= WARM_UP * seen.samples[-1].at_s]
+    return warm[: len(warm) // 2], warm[len(warm) // 2 :]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Some values, in milliseconds."""
+    ordered = sorted(values)
+    shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+    said = [f"{name} {1000 * ordered[min(len(ordered) - 1, int(s * len(ordered)))]:.0f}" for name, s in shares.items()]
+    return f"{', '.join(said)} ms ({len(ordered)})"
+
+
+async def main(minutes: float, num_clients: int, seed: int) -> bool:
+    """Do it, and say what was seen; whether all was well."""
+    async with served() as server:
+        before = server.num_threads, server.num_files
+        seen = await storm(server, seconds=60 * minutes, num_clients=num_clients, seed=seed, num_requests=60)
+        await nobody_left(server)
+        after = server.num_threads, server.num_files
+        first, second = halves(seen)
+        print(f"visits: {dict(seen.done)}; answers: {dict(seen.statuses)}")
+        print(f"finished: {sum(c.total() for c in seen.texts.values())} texts of {len(seen.texts)} requests")
+        print(f"problems: {seen.problems or 'none'}")
+        print(f"threads and open files: {before} before, {after} after")
+        for name in ("resident_bytes", "num_threads", "num_files", "num_streams", "num_waiting"):
+            most = [max(getattr(sample, name) for sample in half) for half in (first, second)]
+            print(f"most {name}: {most[0]:,} in the first half, {most[1]:,} in the second")
+        print("resident MB over time:", [s.resident_bytes >> 20 for s in itertools.islice(seen.samples, 0, None, 20)])
+        wrong = await wrong_texts(server, seen)
+        print(f"wrong: {wrong or 'none'}")
+        alone_s = await rounds_alone_s(server)
+        print(f"between the chunks of a stream alone: {spread(alone_s)}")
+        print(f"between the chunks of one among others: {spread(seen.gaps_s)}")
+        print(f"one token, alone: {spread([await first_token_s(server) for _ in range(PROBES)])}")
+        for in_prefill, where in ((False, "an answer"), (True, "a prompt")):
+            left_s, free_s = await after_hanging_up_s(server, in_prefill=in_prefill)
+            print(
+                f"from hanging up in {where} until gone: {spread(left_s)}; until another had a token: {spread(free_s)}"
+            )
+        print(f"the server said: {server.said[1:] or 'nothing'}")
+        return not (seen.problems or wrong or server.said[1:])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    sys.exit(0 if trio.run(main, given.minutes, given.clients, given.seed) else 1)

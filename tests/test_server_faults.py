@@ -1,0 +1,563 @@
+"""What a client, a model or the network can do to a server, on real sockets; the models are scripted."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import attrs
+import pytest
+import trio
+import trio.testing
+from raw_http import HEAD_END, Answer, Client, ask, connect, request
+from scripted import (
+    VOCAB_SIZE,
+    Script,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    priced,
+    simulated,
+    truthful,
+)
+from test_stops import Letters
+
+from runtime.server.answering import Limits
+from runtime.server.app import Service, application
+from runtime.server.connections import Patience, serve
+from runtime.server.timelines import Timelines
+
+PROMPT = "outrider"
+NUM_TOKENS = 4
+
+# So that nobody is told to come back later.
+MANY = 10_000
+
+# Nothing here takes long, but a machine may be busy.
+LONG_S = 60
+
+
+class Spelling(Letters):
+    """A tokenizer that can read, too."""
+
+    has_chat_template = False
+    bos_token = None
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [self.ALPHABET.index(letter) for letter in text]
+
+
+def true_text(num_tokens: int = NUM_TOKENS) -> str:
+    """What the models say after the prompt."""
+    return Spelling().decode(continuation(Spelling().encode(PROMPT), num_tokens))
+
+
+def completion(*, num_tokens: int = NUM_TOKENS, **more: Any) -> bytes:
+    return request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": num_tokens, "lookahead": 3, **more})
+
+
+def chat(**more: Any) -> bytes:
+    messages = [{"role": "user", "content": PROMPT}]
+    return request("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": NUM_TOKENS, **more})
+
+
+REQUESTS = {
+    "a completion": completion(),
+    "a streamed completion": completion(stream=True),
+    "a chat": chat(),
+    "a streamed chat": chat(stream=True, stream_options={"include_usage": True, "include_speculation": True}),
+    "a body in chunks": request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, chunks=7),
+    "a question before the body": request(
+        "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, headers={"Expect": "100-continue"}
+    ),
+    "HTTP/1.0": request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": NUM_TOKENS}, version="1.0"),
+    "two at once": completion(stream=True) + request("GET", "/v1/models"),
+    "health": request("GET", "/health"),
+}
+WAYS: dict[str, Callable[[Client], None]] = {"leaves": Client.leave, "resets": Client.reset}
+
+
+@attrs.define
+class Served:
+    """A server in the test's own event loop.
+
+    Attributes:
+        port: at which it listens.
+        simulation: the models.
+        stop: ends it.
+        is_over: set when it has ended.
+        most: tasks of the whole process, and open files, while one client is there.
+    """
+
+    port: int
+    simulation: Simulation
+    stop: trio.Event = attrs.field(factory=trio.Event)
+    is_over: trio.Event = attrs.field(factory=trio.Event)
+    most: tuple[int, int] = (MANY, MANY)
+
+    async def health(self) -> Answer:
+        return await ask(self.port, REQUESTS["health"])
+
+    async def settled(self) -> tuple[int, int]:
+        """Return when nothing is left of anybody but the server: the tasks and open files then.
+
+        Whoever goes is not waited for by the server, so it may take some turns of the event loop.
+        """
+        with await connect(self.port) as doctor:
+            while True:
+                await doctor.send(REQUESTS["health"])
+                if (answer := await doctor.answer()) is None:
+                    break  # a connection is good for a thousand requests
+                there = trio.lowlevel.current_statistics().tasks_living, len(os.listdir("/proc/self/fd"))
+                state = answer.json()
+                if state["streams"] == state["waiting"] == 0 and all(
+                    n <= m for n, m in zip(there, self.most, strict=True)
+                ):
+                    return there
+        return await self.settled()
+
+    async def assert_unharmed(self) -> None:
+        """Nothing is left of anybody, and whoever comes is answered."""
+        await self.settled()
+        answer = await self.health()
+        assert (answer.status, answer.json()["ok"]) == (200, True)
+        answer = await ask(self.port, completion())
+        assert (answer.status, answer.text) == (200, true_text())
+        await self.settled()
+
+
+@asynccontextmanager
+async def served(
+    target: ScriptedModel | None = None,
+    draft: ScriptedModel | None = None,
+    *,
+    patience: Patience | None = None,
+    limits: Limits | None = None,
+    seconds: float = 0.0,
+    sending_bytes: int | None = None,
+) -> AsyncIterator[Served]:
+    """A server over scripted models.
+
+    Args:
+        target, draft: the models; such as mostly agree, where none are given.
+        patience, limits: the server's.
+        seconds: that a pass takes.
+        sending_bytes: room for what clients have not read.
+    """
+    target, draft = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.7))
+    price = priced(prefill=seconds, draft=seconds / 8, verify=seconds, decode=seconds)
+    # Warm what is imported or made late, such as the selector of threads.
+    await trio.to_thread.run_sync(lambda: None)
+    async with simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation:
+        app = application(
+            simulation.runtime,
+            Service("scripted", "too", max_waiting=MANY, limits=limits or Limits()),
+            Timelines(),
+        )
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=MANY)
+        port = listeners[0].socket.getsockname()[1]
+        if sending_bytes is not None:
+            listeners[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sending_bytes)
+        with trio.fail_after(LONG_S):
+            async with trio.open_nursery() as nursery:
+                server = Served(port, simulation)
+
+                async def run() -> None:
+                    await serve(app, listeners, server.stop.wait, patience or Patience())
+                    server.is_over.set()
+
+                nursery.start_soon(run)
+                await ask(port, completion())
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                server.most = await server.settled()
+                yield server
+                server.stop.set()
+
+
+async def all_at_once(number: int, do: Callable[[int], Awaitable[None]]) -> None:
+    """For each of so many; a few hundred at a time."""
+    for begin in range(0, number, 250):
+        async with trio.open_nursery() as nursery:
+            for n in range(begin, min(begin + 250, number)):
+                nursery.start_soon(do, n)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Any:
+    """A test says what it means to have there by clearing it."""
+    yield
+    assert [r for r in caplog.get_records("call") if r.levelno >= logging.WARNING] == []
+
+
+# --- at every byte --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(kind: str, way: str) -> None:
+    async with served() as server:
+
+        async def go(num_bytes: int) -> None:
+            with await connect(server.port) as client:
+                await client.send(REQUESTS[kind][:num_bytes])
+                WAYS[way](client)
+
+        await all_at_once(len(REQUESTS[kind]) + 1, go)
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str, step: int) -> None:
+    async with served(patience=Patience(idle_s=0.5)) as server:
+
+        async def go(num_bytes: int) -> None:
+            with await connect(server.port) as client:
+                await client.send(REQUESTS[kind])
+                await client.hear(num_bytes * step)
+                WAYS[way](client)
+
+        # In how many pieces a stream comes is a matter of chance. Where fewer do, the server's patience ends it.
+        with await connect(server.port) as client:
+            await client.send(REQUESTS[kind])
+            num_bytes = len(await client.hear_all())
+        await all_at_once(num_bytes // step + 2, go)
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
+    async with served(patience=Patience(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
+        statuses: list[int] = []
+
+        async def fall_silent(num_bytes: int) -> None:
+            with await connect(server.port) as client:
+                await client.send(REQUESTS[kind][:num_bytes])
+                while (answer := await client.answer()) is not None:
+                    assert answer.is_whole
+                    statuses.append(answer.status)
+
+        await all_at_once(len(REQUESTS[kind]) + 1, fall_silent)
+        assert 200 in statuses
+        assert set(statuses) <= {200, 408}
+        await server.assert_unharmed()
+
+
+# --- what is not the request that was expected ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("garbage", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)), 400),  # TLS
+        (b"\r\n\x00\xff nonsense \r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2**17, 431),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", 505),
+        (b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n", 505),
+    ],
+)
+async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(garbage: bytes, status: int) -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            await client.send(garbage)
+            answer = await client.answer()
+            assert answer is not None
+            assert (answer.status, answer.is_whole) == (status, True)
+            assert await client.hear_all() == b""
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize("at", ["within the body", "within a chunk"])
+async def test_garbage_in_a_body_ends_the_request(at: str) -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            head, _, body = REQUESTS["a body in chunks"].partition(HEAD_END)
+            if at == "within the body":
+                await client.send(head + HEAD_END + body[:24] + b"no length\r\n")
+            else:
+                await client.send(head + HEAD_END + b"3\r\nfour\r\n")
+            answer = await client.answer()
+            assert answer is not None
+            assert answer.status == 400
+            assert await client.hear_all() == b""
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize(
+    "upgrade",
+    [
+        {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"},
+        {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        },
+    ],
+    ids=["HTTP/2", "WebSocket"],
+)
+async def test_other_protocols_are_not_changed_to(upgrade: dict[str, str]) -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            for _ in range(2):
+                await client.send(request("GET", "/health", headers=upgrade))
+                answer = await client.answer()
+                assert answer is not None
+                assert (answer.status, answer.json()["ok"]) == (200, True)
+        await server.assert_unharmed()
+
+
+async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            await client.send(REQUESTS["two at once"] + completion() + b"\r\n")
+            first, second, third = [await client.answer() for _ in range(3)]
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert (first.text, second.json()["object"], third.text) == (true_text(), "list", true_text())
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("behind", [b"\r\n", REQUESTS["health"]], ids=["blank line", "request"])
+async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind: bytes, stream: bool) -> None:
+    async with served(seconds=0.001) as server:
+        with await connect(server.port) as client:
+            await client.send(completion(num_tokens=10**6, stream=stream) + behind)
+            while (await server.health()).json()["streams"] == 0:
+                pass
+        await server.assert_unharmed()
+
+
+# --- half a connection ----------------------------------------------------------------------------
+
+
+async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_left() -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            await client.send(REQUESTS["health"])
+            await client.stream.send_eof()
+            answer = await client.answer()
+            assert answer is not None
+            assert answer.json()["ok"]
+            assert await client.hear_all() == b""
+        with await connect(server.port) as client:
+            await client.send(completion(num_tokens=10**6, stream=True))
+            await client.stream.send_eof()
+            await client.hear_all()
+        await server.assert_unharmed()
+
+
+# --- answers that come before the request has --------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 1000, 2**16])
+async def test_too_long_a_body_is_answered_while_it_is_being_sent_and_the_client_can_read_that(size: int) -> None:
+    async with served(limits=Limits(max_body_bytes=5000)) as server:
+        with await connect(server.port) as client:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
+                answer = await client.answer()
+                nursery.cancel_scope.cancel()
+            assert answer is not None
+            assert (answer.status, answer.is_whole) == (413, True)
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)])
+async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, status: int) -> None:
+    async with served() as server:
+        for way in (Client.leave, Client.reset):
+            with await connect(server.port) as client:
+                head = {"Content-Type": "text/plain"}
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(client.send, request("POST", path, b"x" * 2**20, headers=head, chunks=1000))
+                    answer = await client.answer()
+                    nursery.cancel_scope.cancel()
+                assert answer is not None
+                assert (answer.status, answer.is_whole) == (
+                    {"/v1/completions": 415, "/health": 405}.get(path, 404),
+                    True,
+                )
+                way(client)
+        await server.assert_unharmed()
+
+
+async def test_a_client_that_asks_before_it_sends_a_body_is_told_to_go_on() -> None:
+    async with served() as server:
+        head, _, body = REQUESTS["a question before the body"].partition(HEAD_END)
+        with await connect(server.port) as client:
+            await client.send(head + HEAD_END)
+            head_before = await client.head()
+            assert head_before is not None
+            assert head_before[0] == 100
+            await client.send(body)
+            answer = await client.answer()
+            assert answer is not None
+            assert answer.text == true_text()
+        await server.assert_unharmed()
+
+
+# --- clients that do not read -------------------------------------------------------------------------
+
+ENDLESS = completion(num_tokens=10**6, stream=True)
+SMALL = 4096
+
+
+async def quiet(simulation: Simulation) -> int:
+    """How many jobs the target had, once it gets no more."""
+    num_jobs = -1
+    while num_jobs != (num_jobs := len(simulation.target_worker.handed)):
+        await trio.testing.wait_all_tasks_blocked(0.05)
+    return num_jobs
+
+
+async def nobody_is_let_in(port: int) -> None:
+    """Return when it is so."""
+    with suppress(OSError):
+        while True:
+            (await connect(port)).leave()
+
+
+async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices() -> None:
+    async with served(sending_bytes=SMALL, patience=Patience(stalled_s=2)) as server:
+        with await connect(server.port, buffer_bytes=SMALL) as stalled:
+            await stalled.send(ENDLESS)
+            await quiet(server.simulation)
+            state = (await server.health()).json()
+            assert state["streams"] == 1
+            given = server.simulation.runtime.statistics().generated_tokens
+            assert given < 2000
+            assert (await ask(server.port, completion(stream=True))).text == true_text()
+            while (await server.health()).json()["streams"]:
+                pass
+            heard = await stalled.hear_all()
+            assert 0 < len(heard) < 2**18
+        await server.assert_unharmed()
+
+
+async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server() -> None:
+    async with served(sending_bytes=SMALL, patience=Patience(stalled_s=MANY, grace_s=0.1)) as server:
+        with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
+            await stalled.send(ENDLESS)
+            await quiet(server.simulation)
+            server.stop.set()
+            assert await idle.hear_all() == b""
+            await server.is_over.wait()
+
+
+async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped() -> None:
+    async with served(seconds=0.001, patience=Patience(grace_s=MANY)) as server:
+        with await connect(server.port) as client:
+            await client.send(completion(num_tokens=100, stream=True))
+            await client.head()
+            server.stop.set()
+            await nobody_is_let_in(server.port)
+            events = []
+            while (event := await client.event()) is not None:
+                events.append(event)
+            await server.is_over.wait()
+        assert '"finish_reason":"length"' in events[-1]
+
+
+async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
+    async with served(patience=Patience(max_connections=2)) as server:
+        first, second, third = [await connect(server.port) for _ in range(3)]
+        with first, second, third:
+            for client in (first, second):
+                await client.send(REQUESTS["health"])
+                assert await client.answer() is not None
+            await third.send(REQUESTS["health"])
+            with trio.move_on_after(0.05) as waited:
+                await third.answer()
+            assert waited.cancelled_caught
+            first.leave()
+            assert await third.answer() is not None
+
+
+async def test_a_prompt_is_read_in_passes_between_which_others_have_their_turn() -> None:
+    async with served(limits=Limits(prefill_step_size=3)) as server:
+        await server.assert_unharmed()
+        read = server.simulation.spans("target", "prefill")
+        assert read
+        assert max(span.num_tokens for span in read) <= 3
+
+
+# --- models that fail ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    draft = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
+    async with served(draft=draft) as server:
+        answer = await ask(server.port, completion(num_tokens=40, stream=stream))
+        assert (answer.status, answer.is_whole, answer.text) == (200, True, true_text(40))
+        assert server.simulation.runtime.statistics().draft_failures > 0
+        await server.assert_unharmed()
+    assert_said_to_have_failed(caplog, "draft")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bool) -> None:
+    target = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
+    async with served(target, ScriptedModel(truthful)) as server:
+        answers: list[Answer] = []
+
+        async def one() -> None:
+            answers.append(await ask(server.port, completion(num_tokens=10_000, stream=stream)))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(one)
+        for answer in answers:
+            assert answer.is_whole
+            error = answer.events()[-1]["error"] if answer.status == 200 else answer.json()["error"]
+            assert "feed 20 failed" in error["message"]
+            assert error["code"] == "models_unavailable"
+        answer = await server.health()
+        assert (answer.status, answer.json()["ok"]) == (503, False)
+        answer = await ask(server.port, completion())
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "models_unavailable")
+        await server.settled()
+
+
+def assert_said_to_have_failed(caplog: pytest.LogCaptureFixture, model: str) -> None:
+    """That, once a text, and nothing else is in the log."""
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said
+    assert all(model in message for message in said), said
+    caplog.clear()
+
+
+def numb_from(position: int) -> Script:
+    """A model that knows the true text, and has no numbers for it from a position on."""
+    return lambda history: truthful(history) if len(history) < position else (math.nan,) * VOCAB_SIZE
+
+
+async def test_logits_that_are_no_numbers_end_their_answer_and_no_other() -> None:
+    numb = numb_from(len(PROMPT) + 10)
+    async with served(ScriptedModel(numb), ScriptedModel(truthful)) as server:
+        whole = await ask(server.port, completion(num_tokens=40))
+        assert (whole.status, whole.json()["error"]["code"]) == (500, "generation_failed")
+        *pieces, error = (await ask(server.port, completion(num_tokens=40, stream=True))).events()
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == true_text(10)
+        assert error == whole.json()
+        assert "NaN" in error["error"]["message"]
+        await server.assert_unharmed()
+
+
+async def test_a_drafter_whose_logits_are_no_numbers_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    async with served(draft=ScriptedModel(numb_from(len(PROMPT) + 10))) as server:
+        assert (await ask(server.port, completion(num_tokens=40))).text == true_text(40)
+        await server.assert_unharmed()
+    assert_said_to_have_failed(caplog, "draft")

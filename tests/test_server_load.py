@@ -1,0 +1,35 @@
+"""Two hundred clients at a real server: what each was told in full is right, and afterwards nothing is left of them."""
+
+from __future__ import annotations
+
+import load
+import pytest
+import trio
+
+NUM_CLIENTS = 200
+SECONDS = 15
+
+# Both models keep 64 texts for later, and the longest here take some four megabytes each. To see that nothing else
+# grows takes minutes: `python tests/load.py`.
+KEPT_BYTES = 400 * 2**20
+
+# Prompts are tokenised in a thread, one at a time, and a client that leaves meanwhile leaves its thread to its work.
+PASSING_THREADS = 16
+
+
+@pytest.mark.slow
+async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_nothing() -> None:
+    with trio.fail_after(900):
+        async with load.served() as server:
+            num_threads, num_files, resident_bytes = server.num_threads, server.num_files, server.resident_bytes
+            seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=24)
+            await load.nobody_left(server)
+            assert seen.problems == []
+            assert seen.texts
+            assert set(seen.statuses) <= {200, 429}
+            assert await load.wrong_texts(server, seen) == []
+            assert max(sample.resident_bytes for sample in seen.samples) <= resident_bytes + KEPT_BYTES
+            assert max(sample.num_threads for sample in seen.samples) <= num_threads + PASSING_THREADS
+            # The connection over which the server was asked just now may not have been heard to end.
+            assert server.num_files <= num_files + 1
+            assert server.said[1:] == []
