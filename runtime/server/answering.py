@@ -1,45 +1,32 @@
-"""Answers to requests: from a body to a stream of tokens to bytes, for as long as the client is there."""
+"""Answers to requests: from a body to a stream of tokens, which `runtime.server.sending` makes bytes of."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import trio
-from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.answers import Writer, writer_for
+from runtime.server.answers import writer_for
+from runtime.server.client import ClientGone, read_body, while_there
 from runtime.server.house import House
 from runtime.server.metrics import Meters
 from runtime.server.refusals import Refusal, refusal_of, short
 from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
-from runtime.server.timelines import Record, Timelines
-from runtime.streaming import Token, TokenStream
+from runtime.server.sending import send_as_it_comes, send_whole
+from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
     from runtime.grammar import Grammar
+    from runtime.streaming import TokenStream
 
 T = TypeVar("T")
-
-# Tokens that may wait for the network, beside the rounds that a stream buffers.
-_BUFFERED_TOKENS = 16
-
-# A client that watches hears at least so often what the models do, any other that its answer is still to come.
-_NEWS_S = 0.25
-_KEEP_ALIVE_S = 15.0
-
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would wait for more
-]
 
 
 @attrs.frozen
@@ -78,10 +65,6 @@ class Aside(Protocol):
 async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
     """`trio.to_thread.run_sync`; in simulated time, which does not wait for threads, another takes its place."""
     return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
-
-
-class ClientGone(Exception):
-    """The client has left; there is nobody to answer."""
 
 
 @attrs.define
@@ -144,11 +127,11 @@ class Endpoint:
         desk, attempt = self._desk, _Attempt()
         try:
             desk.house.check_room()
-            body = await _body(scope, receive, desk.limits)
+            body = await read_body(scope, receive, desk.limits.max_body_bytes, desk.limits.body_s)
             request = read(self._kind, body)
             _check_model(request, desk.model)
             with desk.house.room():
-                await _while_there(receive, send, desk.limits.stalled_s, partial(self._answer, request, attempt))
+                await while_there(receive, send, desk.limits.stalled_s, partial(self._answer, request, attempt))
         except Refusal as refusal:
             attempt.status = refusal.status
             raise
@@ -181,9 +164,9 @@ class Endpoint:
             )
             record = desk.timelines.watch(writer.id, stream.session, stream.began) if request.speculation else None
             if request.stream:
-                attempt.failure = await _stream(request, stream, writer, record, send)
+                attempt.failure = await send_as_it_comes(request, stream, writer, record, send)
                 return
-            attempt.failure = await _whole(stream, writer, send)
+            attempt.failure = await send_whole(stream, writer, send)
             if attempt.failure is not None:
                 raise refusal_of(attempt.failure) from attempt.failure
 
@@ -300,186 +283,3 @@ def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:
     if not isinstance(request, ChatRequest):
         return {}
     return {"tags": stream.answer.tags, "is_thinking": stream.answer.is_thinking}
-
-
-# --- from the runtime to the client ---------------------------------------------------------------
-
-
-async def _whole(stream: TokenStream, writer: Writer, send: Send) -> OutriderError | None:
-    """Send the answer as one body.
-
-    Returns: what the generation failed with, if it did; then nothing was sent.
-    """
-    try:
-        tokens = [token async for token in stream]
-    except OutriderError as error:
-        return error
-    response = JSONResponse(writer.whole(tokens, stream.statistics()))
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
-    return None
-
-
-async def _stream(
-    request: Request, stream: TokenStream, writer: Writer, record: Record | None, send: Send
-) -> OutriderError | None:
-    """Send the answer as it comes, by server-sent events.
-
-    Returns: what the generation failed with, if it did; the client was told.
-    """
-
-    async def write(text: str, *, is_last: bool = False) -> None:
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
-
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-    put, take = trio.open_memory_channel[Token](_BUFFERED_TOKENS)
-    failures: list[OutriderError] = []
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_read, stream, put, failures)
-        # At once, so that a client knows its answer's id, and that it is worked on.
-        await write(_event(_with_news(writer.chunk([]), [], stream, record)))
-        while (tokens := await _batch(take, _KEEP_ALIVE_S if record is None else _NEWS_S)) is not None:
-            if not tokens and record is None:
-                await write(": keep-alive\n\n")
-                continue
-            await write(_event(_with_news(writer.chunk(tokens), tokens, stream, record)))
-    if failures:
-        await write(_event(refusal_of(failures[0]).body()), is_last=True)
-        return failures[0]
-    usage = _event(writer.last_chunk(stream.statistics())) if request.usage else ""
-    await write(usage + "data: [DONE]\n\n", is_last=True)
-    return None
-
-
-async def _read(stream: TokenStream, put: trio.MemorySendChannel[Token], failures: list[OutriderError]) -> None:
-    """Hand a stream's tokens over; if it fails, note with what."""
-    with put:
-        try:
-            async for token in stream:
-                await put.send(token)
-        except OutriderError as error:
-            failures.append(error)
-
-
-async def _batch(take: trio.MemoryReceiveChannel[Token], timeout_s: float) -> list[Token] | None:
-    """The tokens that are there, at least one, unless none comes for so long; None at the end."""
-    try:
-        with trio.move_on_after(timeout_s):
-            # Which the channel may be waited for again after: a stream could not.
-            tokens = [await take.receive()]
-            while take.statistics().current_buffer_used:
-                tokens.append(take.receive_nowait())
-            return tokens
-    except trio.EndOfChannel:
-        return None
-    return []
-
-
-def _with_news(
-    chunk: dict[str, Any], tokens: Iterable[Token], stream: TokenStream, record: Record | None
-) -> dict[str, Any]:
-    """A chunk, and for a client that watches, what has happened."""
-    if record is None:
-        return chunk
-    statistics = stream.statistics()
-    so_far = {
-        name: getattr(statistics, name)
-        for name in (
-            "prompt_tokens",
-            "generated_tokens",
-            "proposed",
-            "accepted",
-            "acceptance_rate",
-            "generation_tps",
-            "time_to_first_token",
-            "elapsed",
-        )
-    }
-    drafted = [
-        {"id": token.id, "text": token.text, "from_draft": token.from_draft, "is_thinking": token.is_thinking}
-        for token in tokens
-    ]
-    return {**chunk, "speculation": {"tokens": drafted, "statistics": so_far, "spans": record.news()}}
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-# --- as long as the client is there ---------------------------------------------------------------
-
-
-async def _body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refusal: it is too long, takes too long, or is not said to be JSON.
-        ClientGone: the client has left.
-    """
-    headers = dict(scope["headers"])
-    # A page of another host can make a browser send anything but this without asking.
-    if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
-        raise Refusal(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
-    too_long = Refusal(413, f"the body is longer than {limits.max_body_bytes} bytes; shorten it")
-    # Not read to its end: whoever sends too much is not waited for. Of too many digits Python makes no number.
-    announced = headers.get(b"content-length", b"")
-    if announced.isdigit() and (len(announced) > 18 or int(announced) > limits.max_body_bytes):
-        raise too_long
-    body = bytearray()
-    with trio.move_on_after(limits.body_s):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > limits.max_body_bytes:
-                raise too_long
-            if not message.get("more_body", False):
-                return bytes(body)
-    raise Refusal(408, f"the body did not come within {limits.body_s:g} s")
-
-
-async def _while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:
-    """Do some work for a client as long as it is there, and takes what it is sent.
-
-    Args:
-        receive, send: ASGI's.
-        stalled_s: seconds that it may leave something unread.
-        work: is given a `send` that sees to that.
-
-    Raises:
-        ClientGone: it has left, and the work was cancelled.
-        Refusal: the work raised it.
-    """
-    is_gone = False
-    refused: Refusal | None = None
-
-    def leave() -> None:
-        nonlocal is_gone
-        is_gone = True
-        nursery.cancel_scope.cancel()
-
-    async def hear() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        leave()
-
-    async def send_patiently(message: Message) -> None:
-        with trio.move_on_after(stalled_s) as patience:
-            await send(message)
-        if patience.cancelled_caught:
-            leave()
-            await trio.lowlevel.checkpoint()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(hear)
-        # Kept, not let through: the nursery would wrap it in a group.
-        try:
-            await work(send_patiently)
-        except Refusal as refusal:
-            refused = refusal
-        nursery.cancel_scope.cancel()
-    if refused is not None:
-        raise refused
-    if is_gone:
-        raise ClientGone
