@@ -294,9 +294,24 @@ def streaming(server: Server, **asked: Any) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: str) -> None:
-    with serving("--host", "::1", "--grace-seconds", str(HANGS_S)) as server:
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1: how a server listens there is not tested here")
+def test_a_server_may_listen_at_an_ipv6_address() -> None:
+    with serving("--host", "::1") as server:
         assert server.url.startswith("http://[::1]:")
+        assert server.health()["ok"] is True
+
+
+def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: str) -> None:
+    with serving("--grace-seconds", str(HANGS_S)) as server:
         with streaming(server, max_tokens=24) as lines:
             server.process.send_signal(signal.SIGTERM)
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
