@@ -156,8 +156,9 @@ class Exchange:
         """The end of the text, the usage, and the end of the stream."""
         self.write(finish_reason=reason)
         self.event({"id": self.id, "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self._told}})
-        self.event("[DONE]")
-        self.send(b"0\r\n\r\n")
+        # In one: upon the first of the two, a browser may hang up.
+        done = b"data: [DONE]\n\n"
+        self.send(f"{len(done):x}\r\n".encode() + done + b"\r\n0\r\n\r\n")
 
     def cut(self) -> None:
         """The connection breaks."""
