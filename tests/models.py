@@ -146,6 +146,17 @@ class Wrapped(nn.Module):
         return self.model(inputs, cache=cache)
 
 
+class Failing(Wrapped):
+    """A model that fails from when it is told to."""
+
+    fails = False
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if self.fails:
+            raise ValueError("out of memory")
+        return super().__call__(inputs, cache)
+
+
 class Shifted(Wrapped):
     """Always takes another token than the model that it wraps."""
 

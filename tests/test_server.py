@@ -36,12 +36,13 @@ from test_conversation import pair
 
 import runtime
 from protocol.statistics import Statistics
-from runtime.server import answers, timelines
+from runtime.server import timelines, writers
 from runtime.server.answering import Limits
-from runtime.server.answers import ChatChunk, ChatCompletion, Completion, Thoughts
+from runtime.server.answers import ChatChunk, ChatCompletion, Completion
 from runtime.server.app import Service, application
 from runtime.server.house import House
 from runtime.server.refusals import Refusal
+from runtime.server.thoughts import Thoughts
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -181,8 +182,8 @@ def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> N
 
 
 def test_a_part_of_a_character_has_no_bytes() -> None:
-    assert answers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
-    assert answers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+    assert writers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
+    assert writers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
 
 
 # --- thoughts -------------------------------------------------------------------------------------

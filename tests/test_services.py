@@ -18,7 +18,7 @@ import trio
 import trio.lowlevel
 import trio_service
 import uvicorn
-from models import near
+from models import Failing, near
 from test_aio import Held, let_go_on_after
 from test_cli import environment
 from test_conversation import target, tokenizer
@@ -318,14 +318,6 @@ def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: st
 
 @pytest.mark.parametrize("path", ["/generate", "/stream"])
 def test_what_fails_before_the_first_token_has_a_status(path: str) -> None:
-    class Failing(Held):
-        fails = False
-
-        def __call__(self, inputs: Any, cache: Any = None) -> Any:
-            if self.fails:
-                raise ValueError("out of memory")
-            return super().__call__(inputs, cache)
-
     failing = Failing(target())
 
     async def main() -> None:

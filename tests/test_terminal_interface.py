@@ -20,7 +20,7 @@ import trio.lowlevel
 from console.keys import ESCAPE_S, Event, Key
 from console.page import Page
 from console.terminal import Terminal
-from models import near
+from models import Failing, near
 from screens import HANGS_S, Person, person
 from test_aio import Held
 from test_cli import environment, save_model
@@ -227,14 +227,6 @@ async def test_a_prompt_that_will_not_do_gets_its_message_and_the_next_is_taken(
 
 
 async def test_a_target_that_fails_ends_the_program_with_its_error() -> None:
-    class Failing(Held):
-        fails = False
-
-        def __call__(self, inputs: Any, cache: Any = None) -> Any:
-            if self.fails:
-                raise ValueError("out of memory")
-            return super().__call__(inputs, cache)
-
     failing = Failing(target())
     async with runtime.open((failing, tokenizer(None))) as rt, at_work(rt) as (somebody, interface):
         failing.fails = True

@@ -12,7 +12,6 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.answers import writer_for
 from runtime.server.client import ClientGone, read_body, while_there
 from runtime.server.house import House
 from runtime.server.metrics import Meters
@@ -20,6 +19,7 @@ from runtime.server.refusals import Refusal, refusal_of, short
 from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
 from runtime.server.sending import send_as_it_comes, send_whole
 from runtime.server.timelines import Timelines
+from runtime.server.writers import writer_for
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime

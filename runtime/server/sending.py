@@ -11,10 +11,11 @@ from starlette.responses import JSONResponse
 from starlette.types import Send
 
 from protocol.errors import OutriderError
-from runtime.server.answers import Writer
+from runtime.server.answers import DraftedToken, SoFar
 from runtime.server.refusals import refusal_of
 from runtime.server.requests import Request
 from runtime.server.timelines import Record
+from runtime.server.writers import Writer
 from runtime.streaming import Token, TokenStream
 
 # Tokens that may wait for the network, beside the rounds that a stream buffers.
@@ -108,23 +109,8 @@ def _with_news(
     if record is None:
         return chunk
     statistics = stream.statistics()
-    so_far = {
-        name: getattr(statistics, name)
-        for name in (
-            "prompt_tokens",
-            "generated_tokens",
-            "proposed",
-            "accepted",
-            "acceptance_rate",
-            "generation_tps",
-            "time_to_first_token",
-            "elapsed",
-        )
-    }
-    drafted = [
-        {"id": token.id, "text": token.text, "from_draft": token.from_draft, "is_thinking": token.is_thinking}
-        for token in tokens
-    ]
+    so_far = {name: getattr(statistics, name) for name in SoFar.model_fields}
+    drafted = [{name: getattr(token, name) for name in DraftedToken.model_fields} for token in tokens]
     return {**chunk, "speculation": {"tokens": drafted, "statistics": so_far, "spans": record.news()}}
 
 
