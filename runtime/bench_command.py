@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import trio
 
-from protocol.errors import OutriderError, PromptError, SettingsError
-from runtime.terminal import Display, print_text, printing, say, show_sections, warnings_at_the_end
+from protocol.errors import PromptError, SettingsError
+from runtime.terminal import Display, Outcome, print_text, printing, say, show_sections, warnings_at_the_end
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,21 +34,6 @@ class UntilSignal(Protocol):
     async def __call__(self, work: Callable[[], Awaitable[None]], outcome: Outcome, display: Display, /) -> None:
         """Do the work, and note in `outcome` how it ended."""
         ...
-
-
-@attrs.define
-class Outcome:
-    """How the measuring ended.
-
-    Attributes:
-        finish_reason: None unless all of it was done.
-        failure: why it ended, where something failed.
-        signal: which one interrupted it, if one did.
-    """
-
-    finish_reason: str | None = None
-    failure: OutriderError | None = None
-    signal: int | None = None
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from runtime.terminal import (
     BY_SIGNAL,
     ECHO_S,
     Display,
+    Outcome,
     Output,
     OutputError,
     print_statistics,
@@ -54,19 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="have the model think before it answers, or not, where it can be told (default: as it likes)",
     )
     group.add_argument("--stats", action="store_true", help="end each answer with a table of statistics on stderr")
-
-
-@attrs.define
-class Outcome:
-    """How it ended.
-
-    Attributes:
-        failure: why, where something failed.
-        signal: which one ended it, if one did.
-    """
-
-    failure: OutriderError | None = None
-    signal: int | None = None
 
 
 def chat(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:

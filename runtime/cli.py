@@ -40,6 +40,7 @@ from runtime.terminal import (
     BY_SIGNAL,
     ECHO_S,
     Display,
+    Outcome,
     Output,
     OutputError,
     print_sections,
@@ -424,7 +425,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return _status(generated)
 
 
-def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome | serve_command.Outcome) -> int:
+def _status(generated: _Generated | Outcome) -> int:
     """The exit status after a generation, or the like.
 
     Raises: OutriderError: it failed.
@@ -438,9 +439,11 @@ def _status(generated: _Generated | bench_command.Outcome | chat_command.Outcome
 
 async def _until_signal(
     work: Callable[[], Awaitable[None]],
-    generated: _Generated | bench_command.Outcome,
+    generated: _Generated | Outcome,
     display: Display,
     quit_now: Callable[[int], object] = os._exit,
+    *,
+    ends_gently: Callable[[], bool] = lambda: False,
 ) -> None:
     """Do the work; SIGINT or SIGTERM cancels it, and another one ends the process.
 
@@ -449,17 +452,21 @@ async def _until_signal(
         generated: where a failure of the work, or the signal that cancelled it, is noted.
         display: told of a cancellation.
         quit_now: ends the process with a status.
+        ends_gently: asked at the first signal; where the work can and does come to an end of its own, it is neither
+            cancelled nor interrupted.
     """
     scope = trio.CancelScope()
 
     async def cancel_on_signal() -> None:
-        cancelled_at = trio.current_time()
+        first_at: float | None = None
         async for number in signals:
-            if generated.signal is None:
-                generated.signal, cancelled_at = number, trio.current_time()
-                display.stopping()
-                scope.cancel()
-            elif trio.current_time() - cancelled_at > ECHO_S:
+            if first_at is None:
+                first_at = trio.current_time()
+                if not ends_gently():
+                    generated.signal = number
+                    display.stopping()
+                    scope.cancel()
+            elif trio.current_time() - first_at > ECHO_S:
                 # A load cannot be interrupted, and is waited for; here comes somebody who will not wait.
                 display.clear()
                 quit_now(BY_SIGNAL + number)
@@ -558,7 +565,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(serve_command.serve(arguments, *_models(arguments)))
+    return _status(serve_command.serve(arguments, *_models(arguments), _until_signal))
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ import argparse
 import importlib.util
 import ipaddress
 import os
-import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import trio
 from protocol.errors import OutriderError, SettingsError
 from protocol.settings import NGRAM
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.terminal import BY_SIGNAL, ECHO_S, Display, say
+from runtime.terminal import Display, Outcome, say
 
 # Where the key is looked for: other users of a machine can read a command line.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -113,21 +112,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
 
 
-@attrs.define
-class Outcome:
-    """How it ended.
+def serve(
+    arguments: argparse.Namespace,
+    target: str | Path,
+    draft: str | Path | None,
+    until_signal: Callable[..., Awaitable[None]],
+) -> Outcome:
+    """Serve until a signal ends it; one that comes while the models load ends that, as an interruption.
 
-    Attributes:
-        failure: why, where something failed.
-        signal: which one ended it while it was not serving yet; to be stopped later is no failure.
-    """
+    Args:
+        arguments: as they were given.
+        target, draft: see `runtime.open`.
+        until_signal: does some work, and has a signal end it.
 
-    failure: OutriderError | None = None
-    signal: int | None = None
-
-
-def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
-    """Serve until a signal ends it.
+    Returns: how it ended; to be stopped once it serves is no interruption.
 
     Raises: OutriderError: the arguments make no sense, or the address cannot be had.
     """
@@ -141,7 +139,9 @@ def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path |
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = Outcome()
     with bound, Display() as display:
-        trio.run(partial(_serve, _Server(arguments, target, draft, key, bound, outcome, display)))
+        server = _Server(arguments, target, draft, key, bound, display)
+        work = partial(_open_and_serve, server)
+        trio.run(partial(until_signal, work, outcome, display, ends_gently=server.ends_gently))
     return outcome
 
 
@@ -154,7 +154,6 @@ class _Server:
         target, draft: see `runtime.open`.
         key: what requests must bring, or None.
         bound: to the address, not listening yet.
-        outcome: how it ends.
         display: told what goes on.
         is_serving: whether it does already.
         stopping: when it is to end.
@@ -165,42 +164,14 @@ class _Server:
     draft: str | Path | None
     key: str | None
     bound: socket.socket
-    outcome: Outcome
     display: Display
     is_serving: bool = False
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
-
-async def _serve(server: _Server) -> None:
-    """Load the models and serve; how it ends is in the server's outcome."""
-    loading = trio.CancelScope()
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_end_on_signal, server, signals, loading)
-            with loading:
-                # Kept, not let through: the nursery would wrap it in a group.
-                try:
-                    await _open_and_serve(server)
-                except OutriderError as error:
-                    server.outcome.failure = error
-            nursery.cancel_scope.cancel()
-
-
-async def _end_on_signal(server: _Server, signals: AsyncIterator[int], loading: trio.CancelScope) -> None:
-    """Have the first signal stop the server, and another one end the process."""
-    stopped_at = trio.current_time()
-    async for number in signals:
-        if not server.stopping.is_set():
-            stopped_at = trio.current_time()
-            server.stopping.set()
-            if not server.is_serving:
-                server.outcome.signal = number
-                server.display.stopping()
-                loading.cancel()
-        elif trio.current_time() - stopped_at > ECHO_S:
-            # Answers that come to their end, or a load, which cannot be interrupted; but somebody will not wait.
-            server.display.clear()
-            os._exit(BY_SIGNAL + number)
+    def ends_gently(self) -> bool:
+        """Have answers come to their end; False where nothing is served yet."""
+        self.stopping.set()
+        return self.is_serving
 
 
 async def _open_and_serve(server: _Server) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
 from protocol.errors import OutriderError
@@ -28,6 +29,21 @@ BY_SIGNAL = 128  # plus the signal's number, as a shell has it, is the status of
 # Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
 # theirs to the process, and again to the group that the process is in.
 ECHO_S = 0.5
+
+
+@attrs.define
+class Outcome:
+    """How a command has ended.
+
+    Attributes:
+        finish_reason: None unless all of it was done.
+        failure: why it ended, where something failed.
+        signal: which one interrupted it, if one did.
+    """
+
+    finish_reason: str | None = None
+    failure: OutriderError | None = None
+    signal: int | None = None
 
 
 def say(message: str) -> None:

@@ -18,7 +18,7 @@ from test_conversation import THINKING_TEMPLATE, pair, says, tokenizer
 
 import runtime
 from runtime import chat_command, cli
-from runtime.terminal import Display, Output
+from runtime.terminal import Display, Outcome, Output
 
 MAX = ("--max-tokens", "6")
 
@@ -323,7 +323,7 @@ async def shown(output: Output) -> None:
     processor = says(wrapped, "<think>\nHm.\n</think>\n\nimport os")
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
         conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
-        signals = chat_command.Signals(chat_command.Outcome(), Display())
+        signals = chat_command.Signals(Outcome(), Display())
         await chat_command.Chat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
 
 
