@@ -62,8 +62,9 @@ class Exchange:
     # --- what is answered ---
 
     def send(self, data: bytes) -> None:
-        """Bytes as they are."""
-        self._handler.connection.sendall(data)
+        """Bytes as they are. None where the browser has hung up, as it may upon whatever it has had so far."""
+        with contextlib.suppress(OSError):
+            self._handler.connection.sendall(data)
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
         """The head of an answer that streams."""
@@ -156,9 +157,8 @@ class Exchange:
         """The end of the text, the usage, and the end of the stream."""
         self.write(finish_reason=reason)
         self.event({"id": self.id, "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self._told}})
-        # In one: upon the first of the two, a browser may hang up.
-        done = b"data: [DONE]\n\n"
-        self.send(f"{len(done):x}\r\n".encode() + done + b"\r\n0\r\n\r\n")
+        self.event("[DONE]")
+        self.send(b"0\r\n\r\n")
 
     def cut(self) -> None:
         """The connection breaks."""
