@@ -40,6 +40,10 @@ WARM_UP = 0.25
 
 PROBES = 20
 
+# Between two visits. Who never paused would be in again by the place that it has just left, and who was told to come
+# back would find the house full for ever.
+MOST_PAUSE_S = 2
+
 
 # --- the server -----------------------------------------------------------------------------------
 
@@ -348,7 +352,7 @@ async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, 
 
     async def come_and_go(number: int) -> None:
         visitor = Visitor(server, seen, random.Random(seed * 100_003 + number), num_requests)
-        await trio.sleep(visitor.dice.uniform(0, 2))
+        await trio.sleep(visitor.dice.uniform(0, MOST_PAUSE_S))
         while time.monotonic() < began + seconds:
             # Where the server lets somebody down, this is to end all the same.
             with trio.move_on_after(300) as patience:
@@ -358,6 +362,7 @@ async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, 
                 seen.done["gave up"] += 1
             elif patience.cancelled_caught:
                 seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
+            await trio.sleep(visitor.dice.uniform(0, MOST_PAUSE_S))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_take_samples, server, seen, began)
