@@ -6,14 +6,14 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
 from protocol.errors import PromptError, SettingsError
+from runtime.signals import until_signal
 from runtime.terminal import Display, Outcome, print_text, printing, say, show_sections, warnings_at_the_end
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ PLOT_FORMATS = (".svg", ".png", ".pdf")
 
 # Wide enough for the table, where there is no terminal to ask.
 PIPE_WIDTH = 130
-
-
-class UntilSignal(Protocol):
-    """Does work until a signal cancels it; see `runtime.cli`."""
-
-    async def __call__(self, work: Callable[[], Awaitable[None]], outcome: Outcome, display: Display, /) -> None:
-        """Do the work, and note in `outcome` how it ended."""
-        ...
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -163,9 +155,7 @@ def _check_plot(file: str | None) -> Path | None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def bench(
-    arguments: argparse.Namespace, target: str | Path, draft: str | Path | None, until_signal: UntilSignal
-) -> Outcome:
+def bench(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
     """Measure, and show what came of it, also where it was cut short.
 
     Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
@@ -185,7 +175,7 @@ def bench(
                 outcome.finish_reason = "length"
 
     with warnings_at_the_end(), Display() as display:
-        trio.run(partial(until_signal, work, outcome, display))
+        trio.run(until_signal, work, outcome, display)
     _show(measured, outcome, arguments.json, plot)
     return outcome
 

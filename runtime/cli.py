@@ -16,45 +16,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.metadata
-import json
-import math
-import os
 import signal
-import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
-from protocol.settings import NGRAM, settings_from
-from runtime import bench_command, blas, chat_command, serve_command
+from protocol.settings import NGRAM
+from runtime import bench_command, blas, chat_command, generate_command, serve_command
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.settings_arguments import add_settings, in_options, settings_of, value
+from runtime.settings_arguments import add_settings, in_options
 from runtime.simulate_command import add_simulate
-from runtime.terminal import (
-    BY_SIGNAL,
-    ECHO_S,
-    Display,
-    Outcome,
-    Output,
-    OutputError,
-    print_sections,
-    print_statistics,
-    print_text,
-    say,
-    warnings_at_the_end,
-)
-from runtime.tracing import ChromeFile, TimelineFile
-
-if TYPE_CHECKING:
-    from protocol.statistics import Statistics
-    from protocol.trace import Event
-    from runtime.streaming import Token
+from runtime.terminal import BY_SIGNAL, Display, Outcome, print_sections, print_text, say, warnings_at_the_end
 
 FAILED = 1
 MISUSED = 2
@@ -156,27 +132,10 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         allow_abbrev=False,
     )
     parser.set_defaults(command=generate)
-    parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads it from stdin, as it is')
     _add_models(parser)
     add_settings(parser)
     _add_blas(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
-    output.add_argument(
-        "--json-schema", metavar="FILE", help="write JSON that the schema in this file describes (needs llguidance)"
-    )
-    output.add_argument(
-        "--logprobs",
-        metavar="N",
-        type=value,
-        default=argparse.SUPPRESS,
-        help="with --json, the log-probabilities of the tokens, and of the N likeliest at each place (default: 0)",
-    )
-    output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
-    output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
-    output.add_argument(
-        "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
-    )
+    generate_command.add_arguments(parser)
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -293,93 +252,7 @@ def _models(arguments: argparse.Namespace) -> tuple[str | Path, str | Path | Non
     return DEMO_TARGET if arguments.target is None else arguments.target, draft
 
 
-def _prompt(argument: str) -> str:
-    """The prompt that an argument stands for.
-
-    Raises: PromptError: it is not text.
-    """
-    try:
-        if argument == "-":
-            if sys.stdin is None:
-                raise PromptError('the prompt "-" is to be read from stdin, and stdin is closed')
-            argument = sys.stdin.read()
-        # Arguments that are no text come with lone surrogates in place of what could not be decoded.
-        argument.encode()
-    except UnicodeError as error:
-        raise PromptError(f"the prompt is not valid text: {error}; give it as {sys.getfilesystemencoding()}") from error
-    return argument
-
-
-def _schema(file: str) -> str:
-    """The JSON schema in a file.
-
-    Raises: SettingsError: it cannot be read or followed.
-    """
-    from runtime.grammar import check_json_schema
-
-    try:
-        schema = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot read the JSON schema from {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"the JSON schema in {file} is not valid text: {error}; write it as UTF-8") from error
-    try:
-        check_json_schema(schema)
-    except SettingsError as error:
-        raise SettingsError(f"--json-schema {file}: {error}") from error
-    return schema
-
-
-# --- generate -------------------------------------------------------------------------------------
-
-
-@attrs.define
-class _Generated:
-    """What has come of a generation so far.
-
-    Attributes:
-        pieces: its text.
-        tokens: as they were given.
-        finish_reason: None unless the text is whole, and written.
-        stop_reason: the stop string or stop token that ended it, or None.
-        statistics: None where it never began.
-        failure: why it ended, where something failed.
-        signal: which one interrupted it, if one did.
-    """
-
-    pieces: list[str] = attrs.field(factory=list)
-    tokens: list[Token] = attrs.field(factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    statistics: Statistics | None = None
-    failure: OutriderError | None = None
-    signal: int | None = None
-
-    def as_json(self) -> str:
-        said: dict[str, Any] = {
-            "text": "".join(self.pieces),
-            "tokens": [token.id for token in self.tokens],
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "interrupted": self.signal is not None,
-            "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
-        }
-        if any(token.logprob is not None for token in self.tokens):
-            said["logprobs"] = [
-                {
-                    "logprob": _finite(token.logprob),
-                    "top_logprobs": [
-                        {"id": top.id, "text": top.text, "logprob": _finite(top.logprob)} for top in token.top_logprobs
-                    ],
-                }
-                for token in self.tokens
-            ]
-        return json.dumps(said)
-
-
-def _finite(logprob: float | None) -> float | None:
-    """JSON has no minus infinity, which is what a token that is forbidden has."""
-    return None if logprob is None or math.isinf(logprob) else logprob
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -389,160 +262,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; what there was to show until then has been shown.
     """
-    settings = settings_of(arguments)
-    if settings.get("logprobs") and not arguments.json:
-        raise SettingsError("--logprobs has no place in a text; use it with --json")
-    schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
-    target, draft = _models(arguments)
-    prompt = _prompt(arguments.prompt)
-    output = Output()
-    generated = _Generated()
-    with warnings_at_the_end():
-        with Display() as display:
-            work = partial(
-                _stream_text,
-                prompt,
-                target,
-                draft,
-                settings,
-                schema,
-                generated,
-                display,
-                None if arguments.json else output,
-                None if arguments.trace is None else ChromeFile(arguments.trace),
-                None if arguments.timeline is None else TimelineFile(arguments.timeline),
-            )
-            trio.run(_until_signal, work, generated, display)
-        try:
-            if not arguments.json:
-                output.end_line()
-            elif generated.failure is None:
-                output.write_now(generated.as_json() + "\n")
-        except OutputError as error:
-            generated.failure = generated.failure or error
-    if arguments.stats and generated.statistics is not None:
-        print_statistics(generated.statistics)
-    return _status(generated)
-
-
-def _status(generated: _Generated | Outcome) -> int:
-    """The exit status after a generation, or the like.
-
-    Raises: OutriderError: it failed.
-    """
-    if generated.signal is not None:
-        return BY_SIGNAL + generated.signal
-    if generated.failure is None:
-        return 0
-    raise generated.failure
-
-
-async def _until_signal(
-    work: Callable[[], Awaitable[None]],
-    generated: _Generated | Outcome,
-    display: Display,
-    quit_now: Callable[[int], object] = os._exit,
-    *,
-    ends_gently: Callable[[], bool] = lambda: False,
-) -> None:
-    """Do the work; SIGINT or SIGTERM cancels it, and another one ends the process.
-
-    Args:
-        work: what to do.
-        generated: where a failure of the work, or the signal that cancelled it, is noted.
-        display: told of a cancellation.
-        quit_now: ends the process with a status.
-        ends_gently: asked at the first signal; where the work can and does come to an end of its own, it is neither
-            cancelled nor interrupted.
-    """
-    scope = trio.CancelScope()
-
-    async def cancel_on_signal() -> None:
-        first_at: float | None = None
-        async for number in signals:
-            if first_at is None:
-                first_at = trio.current_time()
-                if not ends_gently():
-                    generated.signal = number
-                    display.stopping()
-                    scope.cancel()
-            elif trio.current_time() - first_at > ECHO_S:
-                # A load cannot be interrupted, and is waited for; here comes somebody who will not wait.
-                display.clear()
-                quit_now(BY_SIGNAL + number)
-
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancel_on_signal)
-            with scope:
-                # Kept, not let through: the nursery would wrap it in a group.
-                try:
-                    await work()
-                except OutriderError as error:
-                    generated.failure = error
-            nursery.cancel_scope.cancel()
-    if generated.finish_reason is not None:
-        generated.signal = None  # it came too late to interrupt anything
-    if generated.signal is not None:
-        generated.failure = None  # nobody waits any more for what failed
-
-
-async def _stream_text(
-    prompt: str,
-    target: str | Path,
-    draft: str | Path | None,
-    settings: dict[str, Any],
-    schema: str | None,
-    generated: _Generated,
-    display: Display,
-    output: Output | None,
-    trace: ChromeFile | None,
-    timeline: TimelineFile | None,
-) -> None:
-    """Load the models, generate, and write the text to `output`, and what happened to the files, if there are any.
-
-    Raises: OutriderError.
-
-    Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
-    """
-    async with AsyncExitStack() as stack:
-        listeners = [display.on_event]
-        for recorder in (trace, timeline):
-            if recorder is not None:
-                listeners.append(await stack.enter_async_context(recorder))
-
-        def on_event(event: Event) -> None:
-            for listener in listeners:
-                listener(event)
-
-        display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
-        from runtime.engine import open as open_runtime
-
-        runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
-        if timeline is not None:
-            timeline.tokenizer = runtime.tokenizer
-        if schema is not None:
-            from runtime.grammar import Grammar
-
-            settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
-        stream = runtime.stream(prompt, **settings)
-        display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
-        try:
-            async with stream:
-                async for token in stream:
-                    generated.pieces.append(token.text)
-                    generated.tokens.append(token)
-                    display.clear()
-                    if output is not None:
-                        if token.index == 0:
-                            output.echo(prompt)
-                        await output.write(token.text)
-                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
-        finally:
-            generated.statistics = stream.statistics()
-
-
-# --- chat -----------------------------------------------------------------------------------------
+    return _status(generate_command.generate(arguments, *_models(arguments)))
 
 
 def chat(arguments: argparse.Namespace) -> int:
@@ -555,9 +275,6 @@ def chat(arguments: argparse.Namespace) -> int:
     return _status(chat_command.chat(arguments, *_models(arguments)))
 
 
-# --- serve ----------------------------------------------------------------------------------------
-
-
 def serve(arguments: argparse.Namespace) -> int:
     """The command `serve`: answer over HTTP.
 
@@ -565,10 +282,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(serve_command.serve(arguments, *_models(arguments), _until_signal))
-
-
-# --- doctor ---------------------------------------------------------------------------------------
+    return _status(serve_command.serve(arguments, *_models(arguments)))
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -587,9 +301,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# --- bench ----------------------------------------------------------------------------------------
-
-
 def bench(arguments: argparse.Namespace) -> int:
     """The command `bench`: measure what speculation buys.
 
@@ -597,4 +308,16 @@ def bench(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; what was measured until then has been shown.
     """
-    return _status(bench_command.bench(arguments, *_models(arguments), _until_signal))
+    return _status(bench_command.bench(arguments, *_models(arguments)))
+
+
+def _status(outcome: Outcome) -> int:
+    """The exit status of a command that ended so.
+
+    Raises: OutriderError: it failed.
+    """
+    if outcome.signal is not None:
+        return BY_SIGNAL + outcome.signal
+    if outcome.failure is None:
+        return 0
+    raise outcome.failure

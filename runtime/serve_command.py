@@ -10,7 +10,6 @@ import importlib.util
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import trio
 from protocol.errors import OutriderError, SettingsError
 from protocol.settings import NGRAM
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.signals import until_signal
 from runtime.terminal import Display, Outcome, say
 
 # Where the key is looked for: other users of a machine can read a command line.
@@ -112,18 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
 
 
-def serve(
-    arguments: argparse.Namespace,
-    target: str | Path,
-    draft: str | Path | None,
-    until_signal: Callable[..., Awaitable[None]],
-) -> Outcome:
+def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
     """Serve until a signal ends it; one that comes while the models load ends that, as an interruption.
 
     Args:
         arguments: as they were given.
         target, draft: see `runtime.open`.
-        until_signal: does some work, and has a signal end it.
 
     Returns: how it ended; to be stopped once it serves is no interruption.
 
@@ -181,7 +175,7 @@ async def _open_and_serve(server: _Server) -> None:
     """
     arguments, target, draft = server.arguments, server.target, server.draft
     server.display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
-    from runtime.engine import open as open_runtime
+    from runtime.opening import open as open_runtime
     from runtime.server.answering import Limits
     from runtime.server.app import Service, application
     from runtime.server.connections import Patience, serve

@@ -31,7 +31,8 @@ from transformers import PreTrainedTokenizerFast
 import runtime
 import runtime.terminal
 from protocol.trace import Event, Span
-from runtime import cli
+from runtime import cli, generate_command
+from runtime.signals import until_signal
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "w1 w2 w3"
@@ -662,7 +663,7 @@ class Interrupted(runtime.terminal.Display):
 @pytest.mark.parametrize("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
-    monkeypatch.setattr(cli, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
+    monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     # Not "auto", which may let so slow a drafter rest until the machine has other things to do.
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
@@ -679,7 +680,7 @@ def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, en
 
 
 async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(autojump_clock):
-    generated = cli._Generated()
+    generated = generate_command.Generated()
 
     async def work() -> None:
         generated.finish_reason = "length"
@@ -687,7 +688,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         await trio.sleep(1)  # as the way out of a runtime is
         raise AssertionError("the signal was not heard")
 
-    await cli._until_signal(work, generated, runtime.terminal.Display())
+    await until_signal(work, generated, runtime.terminal.Display())
     assert cli._status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
@@ -729,20 +730,20 @@ async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tm
 
 
 async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(autojump_clock):
-    generated, statuses = cli._Generated(), []
+    generated, statuses = generate_command.Generated(), []
 
     async def work() -> None:
         with trio.CancelScope(shield=True):  # as a load is
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(cli.ECHO_S / 2)
+            await trio.sleep(runtime.terminal.ECHO_S / 2)
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(cli.ECHO_S)
+            await trio.sleep(runtime.terminal.ECHO_S)
             assert statuses == []
             signal.raise_signal(signal.SIGTERM)
             await trio.sleep(1)
             assert statuses == [143]
 
-    await cli._until_signal(work, generated, runtime.terminal.Display(), quit_now=statuses.append)
+    await until_signal(work, generated, runtime.terminal.Display(), quit_now=statuses.append)
     assert generated.signal == signal.SIGINT
     assert statuses == [143]
 

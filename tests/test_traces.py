@@ -24,7 +24,7 @@ import runtime
 import runtime.tracing
 from protocol.books import Commit
 from protocol.trace import Event, Instant, Span
-from runtime import cli
+from runtime import cli, generate_command
 from runtime.tracing import ChromeFile, ChromeTrace, Recorder, TimelineFile
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="macOS has no disk that is always full")
@@ -631,7 +631,7 @@ def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
             if isinstance(event, Instant) and event.kind == "verdict" and event.round == 3:
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(cli, "Display", Interrupted)
+    monkeypatch.setattr(generate_command, "Display", Interrupted)
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     arguments = ["generate", "def f(x):", "--lookahead", "3", "--trace", str(trace), "--timeline", str(page)]
     assert cli.main(arguments) == 130
