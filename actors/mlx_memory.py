@@ -1,4 +1,4 @@
-"""Giving back what MLX keeps of buffers that were let go of, without holding up the rest of the process.
+"""MLX's memory: kept resident while it is needed, and given back without holding up the rest of the process.
 
 `mx.clear_cache` waits, on CPU, for what other threads are evaluating, which may be a chunk of a long prompt, and holds
 Python's lock meanwhile: every other thread stands still, an event loop among them. Called through ctypes, the same
@@ -8,15 +8,33 @@ function of MLX's waits without the lock.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 # mlx::core::clear_cache(), as compilers on Linux and macOS name it.
 _SYMBOL = "_ZN3mlx4core11clear_cacheEv"
+
+
+@contextmanager
+def wired_memory() -> Iterator[None]:
+    """Let Metal keep the models resident while in force, as mlx-lm does while it generates."""
+    before = maybe_set_recommended_wired_limit()
+    try:
+        yield
+    finally:
+        if before is not None:
+            mx.set_wired_limit(before)
+
+
+def peak_memory() -> int:
+    """Most bytes that MLX has held at once in this process."""
+    return mx.get_peak_memory()
 
 
 def release_buffers() -> None:

@@ -13,7 +13,8 @@ from actors.fingerprint import Fingerprint, fingerprint
 from actors.kept_lines import KeptLines
 from actors.line_state import LineRecord, recall, record
 from actors.mlx_cache_state import MisfitError
-from actors.mlx_model import MLXLine, MLXModel
+from actors.mlx_line import MLXLine
+from actors.mlx_model import MLXModel
 from actors.worker import Job, JobError
 from protocol.errors import OutriderError, RewindError, SessionFileError
 from protocol.trace import Actor as ActorName

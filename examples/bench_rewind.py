@@ -30,7 +30,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import lfm2
 
 import actors.target
-from actors.mlx_model import CacheOptions, MLXModel
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.model import Rung
 from actors.worker import Job, ThreadWorker
 from protocol.prices import WidthPrice

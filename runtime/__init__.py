@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from runtime import aio
     from runtime.conversation import Conversation
-    from runtime.engine import Runtime, open, serve, stream
+    from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
     from runtime.health import Health
     from runtime.many import Completions
+    from runtime.opening import open, serve
     from runtime.streaming import Completion, Token, TokenStream, TopLogprob
     from runtime.sync import generate_sync
 
@@ -95,8 +96,8 @@ __all__ = [
 _MODULES = ("aio",)
 _HOMES = {
     "Runtime": "runtime.engine",
-    "open": "runtime.engine",
-    "serve": "runtime.engine",
+    "open": "runtime.opening",
+    "serve": "runtime.opening",
     "stream": "runtime.engine",
     "Completions": "runtime.many",
     "Grammar": "runtime.grammar",

@@ -21,20 +21,20 @@ import mlx.core as mx
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx_model import peak_memory
+from actors.mlx_memory import peak_memory
 from protocol.books import Commit, FinishReason
 from protocol.errors import ConversationBusyError, RuntimeClosedError, StreamBusyError, WrongEventLoopError
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
-from runtime import conversation, engine, streaming
+from runtime import conversation, engine, opening, streaming
 from runtime.aio_many import Completions, CompletionSource
 from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
 from runtime.many import check_max_concurrent, is_list
-from runtime.opening import Source, check_source
 from runtime.relay import Relay, S
 from runtime.saved_session import FilePath
+from runtime.sources import Source, check_source
 from runtime.streaming import STREAM_CLOSED, Completion, Token, complete
 from runtime.text import Prompt
 from runtime.thinking import Answer
@@ -73,7 +73,7 @@ class Opening:
         self._options = options
 
     async def __aenter__(self) -> Runtime:
-        make = partial(engine.open, self._target, self._draft, **self._options)
+        make = partial(opening.open, self._target, self._draft, **self._options)
         self._thread = TrioThread(make, "outrider-trio")
         for role, source in (("target", self._target), ("draft", self._draft)):
             checked = None if source is None or source == NGRAM else check_source(role, source)
@@ -110,9 +110,7 @@ class Runtime:
             one takes time: a `PromptError` comes out of `async with`, `opened` or the first `__anext__`. And:
             WrongEventLoopError: this is not the loop that the runtime was opened in.
         """
-        self._check_loop()
-        self._runtime._check_open()
-        self._runtime._checked(settings)
+        self._check(settings)
         return self._begin(partial(self._runtime.stream, _own(prompt), **settings))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
@@ -131,10 +129,8 @@ class Runtime:
 
         Raises: as `stream`; a `PromptError` comes when the completions are waited for.
         """
-        self._check_loop()
-        self._runtime._check_open()
+        self._check(settings)
         check_max_concurrent(max_concurrent)
-        self._runtime._checked(settings)
         owned = [_own(prompt) for prompt in prompts] if is_list(prompts) else prompts
         make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
         return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
@@ -146,9 +142,7 @@ class Runtime:
 
         Raises: as `stream`; what the chat template does not take comes out of the first turn.
         """
-        self._check_loop()
-        self._runtime._check_open()
-        self._runtime._checked(settings)
+        self._check(settings)
         make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
         return Conversation(self, make)
 
@@ -220,6 +214,10 @@ class Runtime:
             peak_memory=peak_memory(),
             estimates=self._runtime._prices.estimates(),
         )
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        self._check_loop()
+        self._runtime._check_asked(settings)
 
     def _check_loop(self) -> None:
         if asyncio_loop() is not self._thread.loop:
@@ -456,9 +454,7 @@ class Conversation:
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        self._runtime._check_loop()
-        self._runtime._runtime._check_open()
-        self._runtime._runtime._checked(overrides)
+        self._runtime._check(overrides)
         self._check_idle("say something")
         stream = self._runtime._begin(partial(self._open, text, overrides))
         self._last = weakref.ref(stream)

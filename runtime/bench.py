@@ -29,7 +29,7 @@ from runtime.bench_setup import (
     total,
 )
 from runtime.contenders import PLAIN, Contender, Lookahead, Run, Stage
-from runtime.opening import Source
+from runtime.sources import Source
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import attrs
 import mlx.core as mx
 
-from actors.mlx_model import CacheOptions, MLXModel, wired_memory
+from actors.mlx_memory import wired_memory
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.errors import PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
@@ -21,7 +23,7 @@ from protocol.trace import Actor
 from runtime import blas
 from runtime.contenders import Cast, Switch, blas_threads
 from runtime.demo import DEMO_PROMPTS
-from runtime.opening import Loaded, Source, check_source, load_onto
+from runtime.sources import Loaded, Source, check_source, load_onto
 from runtime.text import check_vocabularies, encode_prompt
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -20,7 +20,7 @@ from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench_setup import Asked, Circumstances, numbers, once_each, order, ratio, set_up, time_left, total
 from runtime.contenders import PLAIN, Contender, Lookahead
 from runtime.demo import STREAM_PROMPTS
-from runtime.opening import Source
+from runtime.sources import Source
 from runtime.stream_contenders import BATCHED, Group, StreamStage, Way
 
 MOST_STREAMS = 256

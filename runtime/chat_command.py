@@ -95,7 +95,7 @@ async def _talk(
         try:
             display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
             with warnings_at_the_end():
-                from runtime.engine import open as open_runtime
+                from runtime.opening import open as open_runtime
 
                 opening = open_runtime(target, draft, trace=display.on_event)
             async with opening as runtime:

@@ -11,14 +11,15 @@ from functools import partial
 import attrs
 import mlx.core as mx
 
-from actors.mlx_model import Anatomy, CacheOptions, MLXModel
+from actors.mlx_model import Anatomy, MLXModel
+from actors.mlx_options import CacheOptions
 from actors.model import Line, Rung
 from actors.worker import Job, JobError, ThreadWorker
 from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor
 from runtime.blas import blas_in_use
-from runtime.opening import Loaded, Source, check_source, load_onto
+from runtime.sources import Loaded, Source, check_source, load_onto
 from runtime.text import check_vocabularies
 
 WIDTHS = (1, 2, 3, 5, 9)

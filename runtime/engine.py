@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
-import mlx.core as mx
-import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.draft import DraftActor, MakePolicy, policy_by_settings
-from actors.mlx_model import peak_memory, wired_memory
+from actors.mlx_memory import peak_memory
 from actors.model import Model
 from actors.ngram import LookupActor
 from actors.session import Session
 from actors.target import TargetActor
-from actors.warm_up import warm_up
-from actors.worker import Job, JobError, ThreadWorker, Worker
+from actors.worker import Worker
 from protocol.books import Commit
 from protocol.errors import (
     NoRuntimeError,
     OutriderError,
-    PromptTooLongError,
     RuntimeBrokenError,
     RuntimeClosedError,
-    SettingsError,
-    WrongEventLoopError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.processors import can_be_speculated_with
-from protocol.settings import MAX_SEED, NGRAM, Settings, check_vocabulary_size, settings_from
+from protocol.settings import NGRAM, Settings, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
-from protocol.trace import Actor, Event, Span
+from protocol.trace import Event, Span
 from protocol.turns import Turns
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
-from runtime.grammar import Grammar
 from runtime.health import Health
+from runtime.intake import Intake
 from runtime.many import Completions, check_each, check_max_concurrent
-from runtime.opening import (
-    Device,
-    Loaded,
-    Source,
-    check_cache_options,
-    check_device,
-    check_integer,
-    check_source,
-    check_unknown,
-    load_onto,
-)
+from runtime.nursery import BackgroundNursery
 from runtime.places import Places
 from runtime.saved_session import FilePath
 from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
-from runtime.text import GrowingText, Prompt, StopFinder, check_vocabularies, encode_prompt
+from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
-from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
-
-logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
 _CLOSED = "this runtime was closed; open another with runtime.open()"
-
-_warned_of: set[str] = set()  # logits processors, once a process
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -94,24 +67,6 @@ class Events:
         """Announce an event."""
         for listener in self._listeners:
             listener(event)
-
-
-def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
-    """A user's trace function that cannot take the runtime down; after its first error it is left out."""
-    failed = False
-
-    def call(event: Event) -> None:
-        nonlocal failed
-        if failed:
-            return
-        # Somebody else's code, called in the middle of ours: whatever it raises, generation goes on.
-        try:
-            trace(event)
-        except Exception:
-            failed = True
-            logger.exception("the trace function failed on %r and is not called again", event)
-
-    return call
 
 
 class Runtime:
@@ -133,9 +88,9 @@ class Runtime:
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
+        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None)
         self._events = events
         self._trio_token = trio.lowlevel.current_trio_token()
-        self._ids = itertools.count()
         self._sessions: dict[int, Session] = {}
         self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
@@ -167,8 +122,7 @@ class Runtime:
             ProcessorError: a logits processor cannot say its state.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
-        self._check_open()
-        return self._begin(self._opened(prompt, self._checked(settings)))
+        return self._begin(self._intake.opened(prompt, self._check_asked(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -195,11 +149,10 @@ class Runtime:
             PromptError: it says at which index.
             SettingsError: `max_concurrent` is out of its range.
         """
-        self._check_open()
+        checked = self._check_asked(settings)
         check_max_concurrent(max_concurrent)
-        checked = self._checked(settings)
         return Completions(
-            check_each(prompts, lambda prompt: self._opened(prompt, checked)),
+            check_each(prompts, lambda prompt: self._intake.opened(prompt, checked)),
             lambda opened: complete(self._begin(opened)),
             max_concurrent,
             start_soon=self._nursery.start_soon,
@@ -258,7 +211,7 @@ class Runtime:
             begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
             past = session.messages[len(begins) :]
             conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
-            await models.fill(path, session, self._drafted(settings_from(keywords)))
+            await models.fill(path, session, self._intake.is_drafted(settings_from(keywords)))
         return conversation
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -268,7 +221,7 @@ class Runtime:
 
         Raises: PromptError: the prompt is empty, or not encodable.
         """
-        return encode_prompt(prompt, self._tokenizer, self._target.model.vocab_size)
+        return self._intake.encode(prompt)
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
@@ -353,41 +306,9 @@ class Runtime:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
 
-    def _checked(self, settings: dict[str, Any]) -> Settings:
-        checked = settings_from(settings)
-        check_vocabulary_size(checked, self._target.model.vocab_size)
-        if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
-            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
-        if checked.stop and self._tokenizer is None:
-            raise SettingsError(
-                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
-                "name ids in stop_tokens instead"
-            )
-        return checked
-
-    def _opened(self, prompt: Prompt, settings: Settings) -> Open:
-        model = self._target.model
-        ids = encode_prompt(prompt, self._tokenizer, model.vocab_size)
-        if model.context_length is not None and len(ids) >= model.context_length:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
-                f"it and at least one more; shorten it to {model.context_length - 1}"
-            )
-        ends = set(settings.stop_tokens)
-        if self._tokenizer is not None and not settings.ignore_eos:
-            ends |= set(self._tokenizer.eos_token_ids)
-        return Open(
-            session=next(self._ids),
-            prompt=ids,
-            settings=settings,
-            seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
-            stop_tokens=frozenset(ends),
-            context_length=model.context_length,
-            drafted=self._drafted(settings),
-        )
-
-    def _drafted(self, settings: Settings) -> bool:
-        return self._draft is not None and settings.lookahead != 0 and _can_be_speculated(settings)
+    def _check_asked(self, settings: dict[str, Any]) -> Settings:
+        self._check_open()
+        return self._intake.checked(settings)
 
     def _begin(self, opened: Open) -> TokenStream:
         self._check_open()
@@ -468,60 +389,11 @@ class Runtime:
             self._end_session(id)
 
 
-def _can_be_speculated(settings: Settings) -> bool:
-    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
-    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
-    for processor in careful:
-        name = getattr(processor, "__qualname__", type(processor).__qualname__)
-        if name not in _warned_of:
-            _warned_of.add(name)
-            logger.warning(
-                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
-                "runtime.stateless if it keeps none, or give it save() and restore(state)",
-                name,
-            )
-    return not careful
-
-
 def _again(error: OutriderError) -> OutriderError:
     """A fresh exception that says the same, with the same cause."""
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
-
-
-class _BackgroundNursery:
-    """A nursery for the actors: it is cancelled on leaving, and the body's exceptions pass it unwrapped.
-
-    A plain nursery would hand a user's own ValueError back to him in an exception group.
-    """
-
-    async def __aenter__(self) -> trio.Nursery:
-        self._manager = trio.open_nursery()
-        self._nursery = await self._manager.__aenter__()
-        return self._nursery
-
-    @trio.lowlevel.enable_ki_protection
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Shielded, so that it is this cancellation that ends the actors and none from further out: that one would
-        # come out here, in the place of an error of the body's own.
-        self._nursery.cancel_scope.shield = True
-        self._nursery.cancel_scope.cancel()
-        with _interrupts_unwrapped():
-            await self._manager.__aexit__(None, None, None)
-
-
-@contextmanager
-def _interrupts_unwrapped() -> Iterator[None]:
-    """Let a Ctrl-C out of a nursery as itself; a group would end the process with another status."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        if group.split(KeyboardInterrupt)[1] is not None:
-            raise
-        raise KeyboardInterrupt from None
 
 
 @asynccontextmanager
@@ -553,7 +425,7 @@ async def running(
     Cancellation: as `open`.
     """
     events, prices = events or Events(), prices or Prices()
-    async with _BackgroundNursery() as nursery:
+    async with BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
         def on_failure(error: OutriderError) -> None:
@@ -603,164 +475,6 @@ async def running(
         finally:
             _current.set(before)
             end()
-
-
-@asynccontextmanager
-@trio.lowlevel.enable_ki_protection
-async def open(
-    target: Source,
-    draft: Source | None = None,
-    *,
-    target_device: Device = None,
-    draft_device: Device = None,
-    rewind: str = "auto",
-    max_kv_size: int | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 5000,
-    max_streams: int | None = None,
-    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-    trace: Trace = None,
-    **unknown: Any,
-) -> AsyncIterator[Runtime]:
-    """Load a target and a draft model, and keep them at work until the block is left.
-
-    Args:
-        target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
-            a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
-            earlier in the prompt and the text; or None for plain decoding through the same machinery.
-        target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
-        rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
-            every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
-            from before the round, and feed what was accepted again in front of the next window) and *none*
-            (feed one committed token at a time); naming one insists on it.
-        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; the
-            oldest but the first four are forgotten. None for no bound.
-        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
-        kv_group_size: quantisation group, 32, 64 or 128.
-        quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
-        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further ones wait in the order of their calls. None for no bound.
-        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
-            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
-        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
-            ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
-            function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
-        **unknown: refused.
-
-    Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
-
-    Raises: before the block is entered, with nothing left half open:
-        SettingsError: an option is unknown or out of its range.
-        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
-            way to rewind that was insisted on.
-        VocabularyMismatchError: target and draft do not share a vocabulary.
-
-    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at
-    most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
-    load.
-    """
-    if not trio.lowlevel.in_trio_task():
-        raise WrongEventLoopError(
-            "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
-        )
-    check_unknown(unknown, OPTIONS)
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    devices: dict[Actor, mx.Device | None] = {
-        "target": check_device("target", target_device),
-        "draft": check_device("draft", draft_device),
-    }
-    if draft is not None and draft != NGRAM:
-        sources["draft"] = check_source("draft", draft)
-    options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
-    if max_streams is not None:
-        check_integer("max_streams", max_streams, 1)
-    check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
-    events = Events()
-    listener = check_trace(trace)
-
-    async with AsyncExitStack() as stack:
-        if isinstance(listener, Recorder) and listener is not trace:
-            # First in, last out: a trace has the last of what the workers do.
-            await stack.enter_async_context(listener)
-        if listener is not None:
-            events.listen(_harmless(listener))
-        stack.enter_context(wired_memory())
-        workers = {role: await stack.enter_async_context(ThreadWorker(role, devices[role], events)) for role in sources}
-        loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
-
-        async def load(role: Actor) -> None:
-            loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], options)
-
-        with _interrupts_unwrapped():
-            async with trio.open_nursery() as nursery:
-                for role in sources:
-                    nursery.start_soon(load, role)
-        ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
-        if isinstance(listener, TimelineFile):
-            listener.tokenizer = ours.tokenizer
-        stack.enter_context(ours.model.evaluating_layers())
-        if theirs is not None:
-            stack.enter_context(theirs.model.evaluating_layers())
-        if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
-            await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
-        prices = Prices()
-        if theirs is not None:
-            await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
-        async with running(
-            (ours.model, workers["target"]),
-            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
-            tokenizer=ours.tokenizer,
-            events=events,
-            prices=prices,
-            max_streams=max_streams,
-            prefix_cache_bytes=prefix_cache_bytes,
-        ) as runtime:
-            yield runtime
-
-
-OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(open).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
-
-
-async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """What both models cost, for the rules to begin with."""
-    try:
-        with _interrupts_unwrapped():
-            await warm_up(target, draft, prices)
-    except JobError as error:
-        # Streams will meet the same error, where it can be told whose it is.
-        logger.info("the models could not be timed: %s", error)
-
-
-async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:
-    try:
-        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
-    except JobError as error:
-        raise (error.__cause__ or error) from None
-
-
-async def serve(
-    target: Source,
-    draft: Source | None = None,
-    *,
-    task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
-    **options: Any,
-) -> None:
-    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`.
-
-    Args, Raises: as `open`.
-
-    Cancellation: this is how it ends; see `open`.
-    """
-    async with open(target, draft, **options) as runtime:
-        task_status.started(runtime)
-        await trio.sleep_forever()
 
 
 def stream(prompt: Prompt, **settings: Any) -> TokenStream:

@@ -10,7 +10,7 @@ import trio
 
 from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
 from protocol.messages import Open
-from runtime.opening import check_integer
+from runtime.sources import check_integer
 from runtime.streaming import Completion
 from runtime.text import Prompt
 

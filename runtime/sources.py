@@ -7,14 +7,15 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx_model import CacheOptions, MLXModel, load, tokenizer_wrapper
+from actors.mlx_model import MLXModel, load, tokenizer_wrapper
+from actors.mlx_options import CacheOptions, Rewind
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.settings import NGRAM, Settings
@@ -22,7 +23,7 @@ from protocol.settings import NGRAM, Settings
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
-REWINDS = ("auto", "trim", "checkpoint", "none")
+REWINDS = get_args(Rewind)
 
 
 @attrs.frozen

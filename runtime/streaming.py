@@ -8,7 +8,7 @@ from types import TracebackType
 import attrs
 import trio
 
-from actors.mlx_model import peak_memory
+from actors.mlx_memory import peak_memory
 from actors.session import Session
 from protocol.books import Commit, FinishReason
 from protocol.errors import RuntimeClosedError, StreamBusyError

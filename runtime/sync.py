@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import trio
 
-from runtime.engine import open
-from runtime.opening import Source
+from runtime.opening import OPTIONS, open
+from runtime.sources import Source
 from runtime.streaming import Completion
 from runtime.text import Prompt
-
-_OPTIONS = {name for name, p in inspect.signature(open).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def generate_sync(prompt: Prompt, *, target: Source, draft: Source | None = None, **keywords: Any) -> Completion:
@@ -27,8 +24,8 @@ def generate_sync(prompt: Prompt, *, target: Source, draft: Source | None = None
 
     Interrupting: Ctrl-C raises KeyboardInterrupt once the forward pass that is running has finished.
     """
-    options = {name: value for name, value in keywords.items() if name in _OPTIONS}
-    settings = {name: value for name, value in keywords.items() if name not in _OPTIONS}
+    options = {name: value for name, value in keywords.items() if name in OPTIONS}
+    settings = {name: value for name, value in keywords.items() if name not in OPTIONS}
 
     async def main() -> Completion:
         async with open(target, draft, **options) as runtime:

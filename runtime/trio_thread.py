@@ -17,7 +17,7 @@ import outcome
 import trio
 
 from protocol.errors import WrongEventLoopError
-from runtime.engine import _BackgroundNursery
+from runtime.nursery import BackgroundNursery
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -164,7 +164,7 @@ class TrioThread(Generic[T]):
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         # The nursery is outside: what goes on in it hears first of how the context manager was left.
-        async with _BackgroundNursery() as self.nursery:
+        async with BackgroundNursery() as self.nursery:
             self.nursery.start_soon(self._stop_with_the_loop)
             with self._scope:
                 if self._is_stopping:

@@ -31,7 +31,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
-from actors.mlx_model import CacheOptions, MLXModel
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.simulated import SimulatedWorker
 from actors.worker import Job, ThreadWorker
 from protocol.errors import ModelError

@@ -24,7 +24,9 @@ from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 
 import runtime
 from actors.mlx_cache import can_checkpoint, can_read_at_once, can_trim_after, checkpoint_bytes, lengths, snapshot, trim
-from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.mlx_line import MLXLine
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError, SettingsError
 

@@ -27,7 +27,9 @@ from test_cache_ladder import SUBJECTS, TEXT, WINDOW, Subject, subject
 
 from actors.line_state import LineRecord, LineState, recall, record
 from actors.mlx_cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
-from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.mlx_line import MLXLine
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.model import Rung
 from protocol.errors import RewindError
 

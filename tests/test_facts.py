@@ -31,7 +31,8 @@ from models import (
 )
 
 import runtime
-from actors.mlx_model import CacheOptions, MLXModel
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from protocol.errors import RewindError
 
 
@@ -111,7 +112,7 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
     assert not mx.array_equal(narrow, wide[:16])
 
 
-# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx_model) ------------
+# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx_cache) ------------
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from models import VOCAB_SIZE, greedy, llama, near, prompt_of
 from scripted import ids
 
 import runtime
-from actors.mlx_model import MLXLine
+from actors.mlx_line import MLXLine
 from actors.worker import JobError, Step, Steps
 
 PROMPT = prompt_of(9)

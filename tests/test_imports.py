@@ -146,8 +146,8 @@ def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == bridge
 
 
-def test_one_module_talks_to_mlx_lms_models_and_two_to_its_caches():
-    assert importers("mlx_lm.models") == {"actors/mlx_model.py", "actors/mlx_cache.py", "actors/mlx_cache_state.py"}
+def test_three_modules_talk_to_mlx_lms_caches():
+    assert importers("mlx_lm.models") == {"actors/mlx_options.py", "actors/mlx_cache.py", "actors/mlx_cache_state.py"}
 
 
 @every_module

@@ -18,7 +18,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
 
 import runtime
-from actors.mlx_model import CacheOptions, MLXLine, MLXModel
+from actors.mlx_line import MLXLine
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.worker import Job, ThreadWorker
 from runtime.engine import running
 

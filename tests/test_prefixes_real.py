@@ -15,7 +15,8 @@ from test_architectures import greedy as whole_text
 
 import runtime
 from actors.kept_lines import KeptLines
-from actors.mlx_model import CacheOptions, MLXModel
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from protocol.trace import Event, Span
 
 # Several chunks a prompt, the window is full in the first turn or the second, and the tail is cut off for a pin.

@@ -1,0 +1,106 @@
+"""What is asked for, checked: from a prompt and settings to a session that can be opened."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.model import Model
+from protocol.errors import PromptTooLongError, SettingsError
+from protocol.messages import Open
+from protocol.processors import can_be_speculated_with
+from protocol.settings import MAX_SEED, Settings, check_vocabulary_size, settings_from
+from runtime.grammar import Grammar
+from runtime.text import Prompt, encode_prompt
+
+logger = logging.getLogger("outrider")
+
+_warned_of: set[str] = set()  # logits processors, once a process
+
+
+class Intake:
+    """Takes in what is asked of a target; asks nothing of the models."""
+
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper | None, *, has_drafter: bool) -> None:
+        """Nothing was asked so far.
+
+        Args:
+            model: the target's.
+            tokenizer: the target's, or None.
+            has_drafter: whether there is somebody to draft.
+        """
+        self._model = model
+        self._tokenizer = tokenizer
+        self._has_drafter = has_drafter
+        self._ids = itertools.count()
+
+    def checked(self, settings: dict[str, Any]) -> Settings:
+        """The settings that keywords name.
+
+        Raises: SettingsError: one is unknown, out of its range, or of no use with this target.
+        """
+        checked = settings_from(settings)
+        check_vocabulary_size(checked, self._model.vocab_size)
+        if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
+            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
+        if checked.stop and self._tokenizer is None:
+            raise SettingsError(
+                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
+                "name ids in stop_tokens instead"
+            )
+        return checked
+
+    def opened(self, prompt: Prompt, settings: Settings) -> Open:
+        """A session to be, with a number of its own.
+
+        Raises: PromptError: the prompt is empty, longer than the context, or not encodable.
+        """
+        model = self._model
+        ids = self.encode(prompt)
+        if model.context_length is not None and len(ids) >= model.context_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
+                f"it and at least one more; shorten it to {model.context_length - 1}"
+            )
+        ends = set(settings.stop_tokens)
+        if self._tokenizer is not None and not settings.ignore_eos:
+            ends |= set(self._tokenizer.eos_token_ids)
+        return Open(
+            session=next(self._ids),
+            prompt=ids,
+            settings=settings,
+            seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
+            stop_tokens=frozenset(ends),
+            context_length=model.context_length,
+            drafted=self.is_drafted(settings),
+        )
+
+    def is_drafted(self, settings: Settings) -> bool:
+        """Whether a session with such settings has a drafter; warns of a processor that prevents it."""
+        return self._has_drafter and settings.lookahead != 0 and _can_be_speculated(settings)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids that a prompt stands for.
+
+        Raises: PromptError: the prompt is empty, or not encodable.
+        """
+        return encode_prompt(prompt, self._tokenizer, self._model.vocab_size)
+
+
+def _can_be_speculated(settings: Settings) -> bool:
+    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
+    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
+    for processor in careful:
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
+                "runtime.stateless if it keeps none, or give it save() and restore(state)",
+                name,
+            )
+    return not careful
