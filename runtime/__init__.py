@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from runtime.health import Health
     from runtime.many import Completions
     from runtime.opening import open, serve
-    from runtime.streaming import Completion, Token, TokenStream, TopLogprob
+    from runtime.reading import Token, TopLogprob
+    from runtime.streaming import Completion, TokenStream
     from runtime.sync import generate_sync
 
 __all__ = [
@@ -104,9 +105,9 @@ _HOMES = {
     "Health": "runtime.health",
     "Completion": "runtime.streaming",
     "Conversation": "runtime.conversation",
-    "Token": "runtime.streaming",
+    "Token": "runtime.reading",
     "TokenStream": "runtime.streaming",
-    "TopLogprob": "runtime.streaming",
+    "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }

@@ -9,10 +9,8 @@ Trio, and everything that works on it, runs in a thread of its own. Nothing here
 
 from __future__ import annotations
 
-import asyncio
 import weakref
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -22,12 +20,12 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_memory import peak_memory
-from protocol.books import Commit, FinishReason
-from protocol.errors import ConversationBusyError, RuntimeClosedError, StreamBusyError, WrongEventLoopError
+from protocol.errors import ConversationBusyError, RuntimeClosedError, WrongEventLoopError
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, opening, streaming
 from runtime.aio_many import Completions, CompletionSource
+from runtime.aio_streaming import Commits, TokenStream
 from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
@@ -35,14 +33,14 @@ from runtime.many import check_max_concurrent, is_list
 from runtime.relay import Relay, S
 from runtime.saved_session import FilePath
 from runtime.sources import Source, check_source
-from runtime.streaming import STREAM_CLOSED, Completion, Token, complete
+from runtime.streaming import Completion, complete
 from runtime.text import Prompt
-from runtime.thinking import Answer
 from runtime.trio_thread import TrioThread, asyncio_loop
+
+__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
 T = TypeVar("T")
 
-_NOTHING = Answer(None, ())
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
 
 
@@ -184,7 +182,7 @@ class Runtime:
 
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""
-        return TokenStream(self._relay(lambda: _Commits(open_stream())), self._check_loop, self._nothing_yet)
+        return TokenStream(self._relay(lambda: Commits(open_stream())), self._check_loop, self._nothing_yet)
 
     def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
         try:
@@ -224,197 +222,6 @@ class Runtime:
             raise WrongEventLoopError(
                 "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"
             )
-
-
-class _Commits:
-    """What is committed of a stream, as a source for a relay."""
-
-    def __init__(self, stream: streaming.TokenStream) -> None:
-        stream._hand_over()
-        self.stream = stream
-
-    async def take(self) -> Sequence[Commit]:
-        """See `Source.take`."""
-        commit = await self.stream._receive()
-        return () if commit is None else (commit, *self._there())
-
-    def rest(self) -> Sequence[Commit]:
-        """See `Source.rest`."""
-        there, session = self._there(), self.stream._session
-        if session.unsent is not None:
-            there.append(session.unsent)
-            session.unsent = None
-        return there
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        self.stream._commits.close()
-        self.stream._close()
-
-    def _there(self) -> list[Commit]:
-        there = []
-        while True:
-            try:
-                there.append(self.stream._commits.receive_nowait())
-            except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
-                return there
-
-
-class TokenStream:
-    """The tokens of one generation: an async iterator, and an async context manager.
-
-    As `runtime.TokenStream`, for asyncio. The generation is under way from the moment the stream exists, as far ahead
-    as its buffer goes.
-
-    Cancellation: leaving `async with`, `aclose`, cancelling the task that waits in `__anext__`, and dropping the last
-    reference (which is what `break` does to a stream that has no other) all end the generation. Each returns at once;
-    the models are free after the forward pass that is running.
-    """
-
-    def __init__(
-        self,
-        relay: Relay[_Commits, Commit],
-        check_loop: Callable[[], None],
-        unopened: Callable[[], Statistics],
-    ) -> None:
-        """Made by `Runtime.stream`.
-
-        Args:
-            relay: of what is committed; it must not know this object.
-            check_loop: raises where this is used in another loop than its own.
-            unopened: the statistics of a stream whose prompt was not looked at yet.
-        """
-        self._relay = relay
-        self._check_loop = check_loop
-        self._unopened = unopened
-        self._stream: streaming.TokenStream | None = None  # its waiting is trio's, the rest of it is ours
-        self._commits: deque[Commit] = deque()
-        self._is_waiting = False
-        self._is_closed = False
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return None if self._stream is None else self._stream.finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the text, once its last token was given, or None."""
-        return None if self._stream is None else self._stream.stop_reason
-
-    @property
-    def answer(self) -> Answer:
-        """What was given so far, told apart into what the model thinks and what it says."""
-        return _NOTHING if self._stream is None else self._stream.answer
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
-        return self._is_closed
-
-    async def opened(self) -> None:
-        """Wait until the prompt was looked at; `async with` does so too.
-
-        Raises: PromptError: it is empty, longer than the context, or not encodable; what else opening a stream raises.
-
-        Cancellation: ends the generation.
-        """
-        self._check_loop()
-        try:
-            await self._opened()
-        except (asyncio.CancelledError, GeneratorExit):
-            self._close()
-            raise
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> Token:
-        """The next token.
-
-        Raises: as `opened`, as `runtime.TokenStream.__anext__`, and:
-            WrongEventLoopError: this is not the loop of the runtime.
-
-        Cancellation: ends the generation.
-        """
-        self._check_loop()
-        if self._is_waiting:
-            raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting = True
-        try:
-            stream = await self._opened()
-            commit = await self._current_commit(stream)
-        except (asyncio.CancelledError, GeneratorExit):
-            self._close()
-            raise
-        finally:
-            self._is_waiting = False
-        token = stream._give(commit)
-        if stream.finish_reason is not None:
-            self._close()
-        return token
-
-    async def aclose(self) -> None:
-        """End the generation. Returns at once; closing twice is closing once.
-
-        Cancellation: the stream is closed in any case.
-        """
-        self._check_loop()
-        self._close()
-        await asyncio.sleep(0)
-
-    async def __aenter__(self) -> TokenStream:
-        await self.opened()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self._relay.hang_up()
-
-    def statistics(self) -> Statistics:
-        """Counts and rates so far; a frozen snapshot. See `Runtime.statistics`."""
-        return self._unopened() if self._stream is None else self._stream.statistics()
-
-    async def _opened(self) -> streaming.TokenStream:
-        if self._stream is None:
-            await self._relay.begun()
-            if self._relay.failure is not None:
-                self._close()
-                raise self._relay.failure
-            assert self._relay.source is not None
-            self._stream = self._relay.source.stream
-        return self._stream
-
-    async def _current_commit(self, stream: streaming.TokenStream) -> Commit:
-        """The commit that has the next token."""
-        if stream.finish_reason is None and not self._is_closed and stream._commit is None and not self._commits:
-            self._commits.extend(await self._relay.take())
-        else:
-            # A turn of the loop for each token, also where several came at once.
-            await asyncio.sleep(0)
-        if stream.finish_reason is not None:
-            raise StopAsyncIteration
-        if self._is_closed:
-            raise stream._session.error or RuntimeClosedError(STREAM_CLOSED)
-        if stream._commit is None:
-            if not self._commits:
-                self._close()
-                raise stream._session.error or RuntimeClosedError(STREAM_CLOSED)
-            stream._begin_commit(self._commits.popleft())
-        assert stream._commit is not None
-        return stream._commit
-
-    def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            if self._stream is not None:
-                self._stream._close()
-            self._relay.hang_up()
 
 
 class Conversation:

@@ -39,6 +39,7 @@ from runtime.intake import Intake
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
+from runtime.reading import Arrivals, Reading
 from runtime.saved_session import FilePath
 from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
@@ -320,16 +321,15 @@ class Runtime:
             session.find_stop = StopFinder(self._tokenizer, opened)
         self._sessions[opened.session] = session
         self._places.enter(session)
-        return TokenStream(
+        reading = Reading(
             session,
-            receive,
             GrowingText(self._tokenizer, opened),
             answer,
-            hang_up=partial(self._end_session_soon, opened.session),
             clock=self._clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
+        return TokenStream(reading, Arrivals(session, receive, partial(self._end_session_soon, opened.session)))
 
     def _begin_session(self, session: Session) -> None:
         self._target.open_session(session)

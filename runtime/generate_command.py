@@ -24,7 +24,7 @@ from runtime.tracing import ChromeFile, TimelineFile
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from protocol.trace import Event
-    from runtime.streaming import Token
+    from runtime.reading import Token
 
 
 # --- arguments ------------------------------------------------------------------------------------

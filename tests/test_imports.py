@@ -139,6 +139,7 @@ def test_only_the_bridge_knows_asyncio():
     bridge = {
         "runtime/aio.py",
         "runtime/aio_many.py",
+        "runtime/aio_streaming.py",
         "runtime/errand.py",
         "runtime/relay.py",
         "runtime/trio_thread.py",

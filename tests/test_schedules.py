@@ -218,7 +218,7 @@ async def play(scenario: Scenario) -> int:
                 lookahead=scenario.lookahead,
                 prefill_step_size=scenario.prefill_step_size,
             )
-            session = stream._session.opened.session
+            session = stream.session
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
             # Until the latest copies have come, and found nobody.
             await trio.sleep(10_000)

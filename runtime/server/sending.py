@@ -11,12 +11,13 @@ from starlette.responses import JSONResponse
 from starlette.types import Send
 
 from protocol.errors import OutriderError
+from runtime.reading import Token
 from runtime.server.answers import DraftedToken, SoFar
 from runtime.server.refusals import refusal_of
 from runtime.server.requests import Request
 from runtime.server.timelines import Record
 from runtime.server.writers import Writer
-from runtime.streaming import Token, TokenStream
+from runtime.streaming import TokenStream
 
 # Tokens that may wait for the network, beside the rounds that a stream buffers.
 _BUFFERED_TOKENS = 16

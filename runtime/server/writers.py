@@ -19,7 +19,7 @@ from runtime.server.thoughts import Thoughts
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from runtime.streaming import Token
+    from runtime.reading import Token
 
 # What stands for minus infinity, which JSON does not have.
 IMPOSSIBLE = -9999.0
