@@ -167,7 +167,7 @@ class Reading:
 
 
 class Arrivals:
-    """What is committed of one generation, as it arrives in trio's thread; but for `error` and `hang_up`, used there."""
+    """What is committed of a generation, as it arrives in trio's thread; but for `error` and `hang_up`, used there."""
 
     def __init__(
         self, session: Session, commits: trio.MemoryReceiveChannel[Commit], hang_up: Callable[[], None]

@@ -137,7 +137,6 @@ def test_two_modules_make_threads_and_two_mind_that_there_are_several():
 
 def test_only_the_bridge_knows_asyncio():
     bridge = {
-        "runtime/aio.py",
         "runtime/aio_many.py",
         "runtime/aio_streaming.py",
         "runtime/errand.py",
