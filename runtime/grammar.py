@@ -31,6 +31,10 @@ _SHOWN = 80
 # Tokens after which a state has a matcher of its own again.
 _MOST_BEHIND = 16
 
+# Whole numbers down to here are those that JSON has to tell apart.
+_LOWEST = -(2**53)
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+
 
 @attrs.frozen
 class _State:
@@ -247,14 +251,43 @@ def _from_json_schema(schema: Any, *, compact: bool = False) -> str:
         written = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{what} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{what} is nested too deeply to be followed") from error
     if not isinstance(value, (Mapping, bool)):
         raise SettingsError(f"{what} must be an object, True or False")
+    if (number := _too_low(json.loads(written))) is not None:
+        raise SettingsError(
+            f"{what} has {_short(number)}, which is too low to be followed; numbers must be above {_LOWEST}"
+        )
     # Options go into an object, and there is none where True or False is the schema.
     written = "{}" if value is True else written
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
     options = None if value is False else spacing
-    grammar: str = _library().LLMatcher.grammar_from_json_schema(written, overrides=options)
+    try:
+        grammar: str = _library().LLMatcher.grammar_from_json_schema(written, overrides=options)
+    except ValueError as error:
+        raise SettingsError(f"{what} cannot be followed: {error}") from error
     return grammar
+
+
+def _too_low(schema: Any) -> float | None:
+    """A number that texts would have to have, or to stay below, and of which llguidance would die; None for none.
+
+    Given a range of integers that ends near the least of 64 bits, it recurses until the stack ends, and the process
+    with it. A lower bound alone may be as low as it likes: generated schemas have those of 64 bits.
+    """
+    todo = [(schema, False)]  # its parts, and whether they are of a value that is wanted as it is
+    while todo:
+        part, is_value = todo.pop()
+        if isinstance(part, dict):
+            for name, inner in part.items():
+                if is_value or name not in _LOWER_BOUNDS or isinstance(inner, (dict, list)):
+                    todo.append((inner, is_value or name in ("const", "enum")))
+        elif isinstance(part, list):
+            todo += [(inner, is_value) for inner in part]
+        elif isinstance(part, (int, float)) and part <= _LOWEST:
+            return part
+    return None
 
 
 def _text(given: Any, what: str) -> str:
@@ -268,7 +301,10 @@ def _text(given: Any, what: str) -> str:
 
 
 def _short(given: Any) -> str:
-    shown = given if isinstance(given, str) else repr(given)
+    try:
+        shown = given if isinstance(given, str) else repr(given)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        shown = f"<{type(given).__name__}>"
     shown = " ".join(shown.split())
     return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -424,6 +425,8 @@ def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_anot
         (False, "Unsatisfiable schema"),
         (3, "the JSON schema 3 must be an object, True or False"),
         (None, "the JSON schema None must be an object"),
+        ({"enum": [10**400]}, "cannot be followed: number out of range"),
+        ({"default": -(10**400)}, "has -1000.*too low to be followed"),
         ({"type": "string", "pattern": "(a"}, "regex parse error"),
         ({"title": "x" * 200, "$ref": "#/nowhere"}, "the JSON schema .{79}… cannot be followed: .*'/nowhere'"),
     ],
@@ -435,6 +438,60 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schem
         Grammar.from_json_schema(schema, TOKENIZER, compact=compact)
     with pytest.raises(runtime.SettingsError, match=complaint):
         check_json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "const": -(2**63)},
+        {"type": "integer", "const": -1e20},
+        {"type": "integer", "enum": [-(2**64), 1]},
+        {"type": "integer", "minimum": -1e25, "maximum": -1e24},
+        {"type": "integer", "minimum": -(2**63) + 1, "exclusiveMaximum": -(2**63) + 2},
+        {"properties": {"minimum": {"const": {"minimum": -1e20}}}},
+        {"anyOf": [{"type": "string"}, {"items": {"$ref": "#/$defs/a"}}], "$defs": {"a": {"const": -(2**53)}}},
+    ],
+    ids=str,
+)
+def test_a_schema_of_which_llguidance_would_take_the_process_along_is_refused(schema):
+    with pytest.raises(
+        runtime.SettingsError, match=r"too low to be followed; numbers must be above -9007199254740992$"
+    ):
+        Grammar.from_json_schema(schema, TOKENIZER)
+    with pytest.raises(runtime.SettingsError, match="too low to be followed"):
+        check_json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "const": -(2**53) + 1}, "-9007199254740991"),
+        ({"type": "integer", "minimum": -(2**53) + 1, "maximum": -(2**53) + 1}, "-9007199254740991"),
+        ({"type": "integer", "minimum": -(2**60), "maximum": 3}, "-1152921504606846976"),
+        ({"type": "integer", "default": 3, "maximum": 2**60}, "1152921504606846976"),
+    ],
+    ids=str,
+)
+def test_numbers_may_be_as_low_as_json_can_tell_them_apart_and_lower_bounds_lower(schema, text):
+    assert END in after(Grammar.from_json_schema(schema, TOKENIZER), text)
+
+
+def nested(depth):
+    return functools.reduce(lambda inner, _: {"items": inner}, range(depth), {})
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: nested(150), "cannot be followed: recursion limit exceeded"),
+        (lambda: nested(100_000), "the JSON schema <dict> is nested too deeply to be followed"),
+        (lambda: {"enum": [10**5000]}, "the JSON schema <dict> is not JSON: Exceeds the limit"),
+        (lambda: "[" * 100_000, "is nested too deeply to be followed"),
+    ],
+)
+def test_a_schema_that_python_or_llguidance_cannot_go_through_is_refused(make, complaint):
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        Grammar.from_json_schema(make(), TOKENIZER)
 
 
 @pytest.mark.parametrize(
