@@ -199,11 +199,18 @@ def pad(logits: mx.array, width: int) -> mx.array:
 # --- the settings' own ----------------------------------------------------------------------------
 
 
+# MLX's slices know no larger numbers.
+_MOST_TOKENS = 2**31 - 1
+
+# Less than this times the whole is 0 in float32, and mlx-lm's filter then drops every token.
+_LEAST_TOP_P = 1e-30
+
+
 def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int]]:
     """Each penalty that is on, and how many tokens it looks back."""
     found = []
     for name in ("repetition", "presence", "frequency"):
-        size = getattr(settings, f"{name}_context_size")
+        size = min(getattr(settings, f"{name}_context_size"), _MOST_TOKENS)
         made = make_logits_processors(
             **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": size}
         )
@@ -219,7 +226,7 @@ def _filters(settings: Settings) -> list[Filter]:
     """The filters that are on, in mlx-lm's order (`mlx_lm.sample_utils.make_sampler`)."""
     filters: list[Filter] = []
     if 0 < settings.top_p < 1:
-        filters.append(lambda logprobs, _: apply_top_p(logprobs, settings.top_p))
+        filters.append(lambda logprobs, _: apply_top_p(logprobs, max(settings.top_p, _LEAST_TOP_P)))
     if settings.min_p > 0:
         filters.append(lambda logprobs, _: _min_p(logprobs, settings))
     if settings.xtc_probability > 0:

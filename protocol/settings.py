@@ -100,8 +100,15 @@ def _strings_tupled(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else _tupled(value)
 
 
+def _real(value: Any) -> Any:
+    """A whole number as a float, since MLX takes none beyond 64 bits; what is no number is left to the validator."""
+    return float(value) if type(value) is int and -_MOST <= value <= _MOST else value
+
+
 def _copied(value: Any) -> Mapping[int, float]:
-    return dict(value) if isinstance(value, Mapping) else {} if value is None else value
+    if isinstance(value, Mapping):
+        return {token: _real(bias) for token, bias in value.items()}
+    return {} if value is None else value
 
 
 def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -203,13 +210,17 @@ class Settings:
     """
 
     max_tokens: int | None = attrs.field(default=256, validator=_integer(1, or_none="no limit"))
-    temperature: float = attrs.field(default=0.0, validator=_number(0, _MOST, "use 0 for greedy decoding"))
-    top_p: float = attrs.field(default=0.0, validator=_number(0, 1, "0 and 1 keep all tokens"))
-    min_p: float = attrs.field(default=0.0, validator=_number(0, 1, "0 keeps all tokens"))
+    temperature: float = attrs.field(
+        default=0.0, converter=_real, validator=_number(0, _MOST, "use 0 for greedy decoding")
+    )
+    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 and 1 keep all tokens"))
+    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 keeps all tokens"))
     min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
     top_k: int = attrs.field(default=0, validator=_integer(0))
-    xtc_probability: float = attrs.field(default=0.0, validator=_number(0, 1, "0 turns XTC off"))
-    xtc_threshold: float = attrs.field(default=0.1, validator=_number(0, 0.5, "above a half it could not act"))
+    xtc_probability: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 turns XTC off"))
+    xtc_threshold: float = attrs.field(
+        default=0.1, converter=_real, validator=_number(0, 0.5, "above a half it could not act")
+    )
     xtc_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     seed: int | None = attrs.field(default=None, validator=_integer(0, MAX_SEED, or_none="a fresh seed"))
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings_tupled, validator=_strings)
@@ -217,15 +228,15 @@ class Settings:
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
     repetition_penalty: float | None = attrs.field(
-        default=None, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
     )
     repetition_context_size: int = attrs.field(default=20, validator=_integer(1))
     presence_penalty: float | None = attrs.field(
-        default=None, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
     presence_context_size: int = attrs.field(default=20, validator=_integer(1))
     frequency_penalty: float | None = attrs.field(
-        default=None, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
     frequency_context_size: int = attrs.field(default=20, validator=_integer(1))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)

@@ -536,3 +536,26 @@ async def test_what_the_vocabulary_does_not_have_is_refused(asked: dict[str, Any
             rt.stream(PROMPT, **asked)
         assert rt.num_streams == 0
         assert (await rt.generate(PROMPT, max_tokens=2, temperature=1.0, top_k=VOCAB_SIZE)).finish_reason == "length"
+
+
+async def test_numbers_that_python_has_and_mlx_has_not_harm_no_model() -> None:
+    large = 2**70
+    async with runtime.open((llama(), None)) as rt:
+        for name in ("repetition", "presence", "frequency"):
+            near_bound = {f"{name}_penalty": 0.5, f"{name}_context_size": 2**31}
+            told = {f"{name}_penalty": 0.5, f"{name}_context_size": 1000}
+            answer, expected = [await rt.generate(prompt_of(9), max_tokens=4, **some) for some in (near_bound, told)]
+            assert answer.tokens == expected.tokens
+            assert len((await rt.generate(prompt_of(9), max_tokens=4, **{f"{name}_penalty": large})).tokens) == 4
+        assert len((await rt.generate(prompt_of(9), max_tokens=4, temperature=large, seed=1)).tokens) == 4
+        assert {
+            token.id for token in (await rt.generate(prompt_of(9), max_tokens=4, logit_bias={5: large})).tokens
+        } == {5}
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-46, 1e-300])
+async def test_the_smallest_nucleus_is_the_likeliest_token(top_p: float) -> None:
+    async with runtime.open((llama(), None)) as rt:
+        greedy = await rt.generate(prompt_of(9), max_tokens=8, logprobs=1)
+        drawn = await rt.generate(prompt_of(9), max_tokens=8, temperature=1.0, seed=3, top_p=top_p, logprobs=1)
+    assert [token.id for token in drawn.tokens] == [token.id for token in greedy.tokens]
