@@ -123,7 +123,8 @@ class TargetActor(ModelActor[TargetPart]):
                 await prefill(self.worker, line, part.held, opened)
                 while part.books.state is not State.CLOSED:
                     session.unsent = await self._round(part, line)
-                await self._deliver(session)
+                # What has no room is handed out from where it is, and waiting for that would keep another from here.
+                self._deliver_now(session)
                 if part.books.finish_reason is not None:
                     self._note(part, "finish")
         except JobError as error:

@@ -31,6 +31,7 @@ from scripted import (
 import runtime
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.trace import Event, Instant, Span
+from runtime.engine import BUFFERED_ROUNDS
 
 # What takes the target's time, for which streams have to wait for each other.
 TURNS = ("prefill", "verify", "decode")
@@ -210,11 +211,15 @@ async def test_settings_and_prompt_are_checked_at_once_and_take_no_place(autojum
         assert len(await collect(first)) == 4
 
 
-async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(autojump_clock: Any) -> None:
+@pytest.mark.parametrize("num_rounds", [10, BUFFERED_ROUNDS, BUFFERED_ROUNDS + 1])
+async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(
+    num_rounds: int, autojump_clock: Any
+) -> None:
     async with simulated(*pair(), max_streams=1) as simulation:
-        unread = simulation.runtime.stream([1], max_tokens=10, lookahead=2)
+        unread = simulation.runtime.stream([1], max_tokens=num_rounds, lookahead=0)
+        # What came last may have no room among what waits to be read.
         assert await text_of(simulation, [2], max_tokens=10) == continuation([2], 10)
-        assert await collect(unread) == continuation([1], 10)
+        assert await collect(unread) == continuation([1], num_rounds)
 
 
 @pytest.mark.parametrize("way", ["aclose", "drop", "scope", "leave", "timeout"])
