@@ -183,7 +183,9 @@ class TrioThread(Generic[T]):
             self._scope.cancel()
 
     async def _stop_with_the_loop(self) -> None:
-        while not self.loop.is_closed() and self._owner.is_alive():  # noqa: ASYNC110 (of neither is there an event)
+        # At the interpreter's exit, a loop in a daemon thread is left as it is, and this thread is waited for.
+        owners = self._owner, threading.main_thread()
+        while not self.loop.is_closed() and all(owner.is_alive() for owner in owners):  # noqa: ASYNC110 (no events)
             await trio.sleep(LOOK_EVERY)
         self._begin_to_leave()
 

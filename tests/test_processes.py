@@ -210,6 +210,20 @@ def asyncio_never_left():
     loop.close()
 
 
+def asyncio_in_a_daemon():
+    """The loop goes on in a daemon's thread, and the process ends, with the runtime open."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    opening = runtime.aio.open(*pair())
+
+    async def begin():
+        rt = await opening.__aenter__()
+        return await rt.generate(PROMPT, max_tokens=24)
+
+    say(len(asyncio.run_coroutine_threadsafe(begin(), loop).result().tokens))
+    globals()["kept"] = loop, opening
+
+
 def sync_twice():
     for _ in range(2):
         target, draft = pair()
@@ -233,6 +247,7 @@ WAYS = {
     "asyncio_half_read": lambda: in_asyncio(asyncio_half_read, *pair()),
     "asyncio_interrupted": lambda: in_asyncio(asyncio_interrupted, *pair("target", IN_DECODE)),
     "asyncio_never_left": asyncio_never_left,
+    "asyncio_in_a_daemon": asyncio_in_a_daemon,
     "sync_twice": sync_twice,
     "sync_interrupted": sync_interrupted,
 }
@@ -344,6 +359,7 @@ def test_processes_in_a_row_that_end_well_say_nothing_odd(way: str, time: int, t
         ("asyncio_to_the_end", ["24"]),
         ("asyncio_half_read", []),
         ("asyncio_never_left", []),
+        ("asyncio_in_a_daemon", ["24"]),
     ],
 )
 def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
