@@ -32,7 +32,7 @@ from asgi import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedModel, hashed, priced
-from test_conversation import pair
+from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
 
 import runtime
 from protocol.statistics import Statistics
@@ -43,6 +43,7 @@ from runtime.server.app import Service, application
 from runtime.server.house import House
 from runtime.server.refusals import Refusal
 from runtime.server.thoughts import Thoughts
+from runtime.text import apply_chat_template
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -711,6 +712,26 @@ async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> No
         ignored = await ask(app, COMPLETIONS, {**DEF, "response_format": wanted, "ignore_eos": True})
         assert ignored.status == 400
         assert rt.statistics().prompt_tokens == before
+
+
+@pytest.mark.parametrize("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
+async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has_to_be_told_not_to(
+    template: str,
+) -> None:
+    of = tokenizer(template, thinks=True)
+    wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
+    remembered = timelines.Timelines()
+    async with runtime.open((target(), of), trace=remembered) as rt:
+        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered)
+        for stream in (False, True):
+            answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
+            assert json.loads(answer.text)["side"] in ("left", "right")
+            assert answer.thought == ""
+            if not stream:
+                usage = answer.json["usage"]
+                assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+                told = apply_chat_template(HELLO["messages"], of, enable_thinking=False)
+                assert usage["prompt_tokens"] == len(told)
 
 
 async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:

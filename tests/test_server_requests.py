@@ -22,6 +22,7 @@ from asgi import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from scripted import ScriptedModel
 
 from protocol.settings import settings_from
@@ -99,6 +100,9 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
         ({"stop": ["☂", "12"]}, {"stop": ["☂", "12"]}),
         ({"stop": []}, {}),
         ({"n": 1, "user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto"}, {}),
+        ({"safety_identifier": "me", "prompt_cache_key": "a", "prompt_cache_retention": "24h"}, {}),
+        # The smallest of nuclei, and not none.
+        ({"top_p": 0, **SAMPLED}, {"top_k": 1, **SAMPLED}),
         ({"response_format": {"type": "text"}}, {}),
         ({"model": MODEL}, {}),
     ],
@@ -117,6 +121,19 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
     simulated_server(test, limits=Limits(max_tokens=24))
 
 
+# Null in the requests of some clients.
+NOT_HERE = (
+    "reasoning_effort",
+    "verbosity",
+    "prediction",
+    "audio",
+    "functions",
+    "function_call",
+    "tools",
+    "web_search_options",
+)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "logprobs"),
     [
@@ -128,6 +145,7 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
         (CHAT, {**HELLO, "logprobs": False, "top_logprobs": 4}, 0),
         (CHAT, {**HELLO, "max_completion_tokens": 9}, 0),
         (CHAT, {**HELLO, "max_completion_tokens": 9, "max_tokens": 4}, 0),
+        (CHAT, {**HELLO, **dict.fromkeys(NOT_HERE)}, 0),
     ],
 )
 def test_log_probabilities_and_the_newer_name_for_a_length(path: str, body: Any, logprobs: int) -> None:
@@ -210,6 +228,11 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
         ({"stream_options": {}}, "stream_options", "only with stream: true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", 'no field "x" here'),
         ({"lookahead": "far"}, "lookahead", "lookahead must be a whole number or 'auto', got \"far\""),
+        (
+            {"logit_bias": {str(i): 1 for i in range(10_001)}},
+            "logit_bias",
+            "logit_bias must be of at most 10000 entries",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format", "whose type is one of 'text', 'json_object'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing; add it"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "leave it out"),
@@ -268,6 +291,28 @@ def test_a_prompt_that_is_none_and_what_is_not_there(path: str, body: Any, param
         assert server.simulation.target_worker.handed == []
 
     simulated_server(test)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (CompletionRequest, "prompt", [-1] * 20_000),
+        (CompletionRequest, "prompt", ["a"] * 20_000),
+        (CompletionRequest, "prompt", [["a"] * 20_000]),
+        (CompletionRequest, "stop", [3] * 20_000),
+        (CompletionRequest, "stop_tokens", [-1] * 20_000),
+        (CompletionRequest, "logit_bias", {f"x{i}": 1 for i in range(20_000)}),
+        (ChatRequest, "messages", [0] * 20_000),
+        (ChatRequest, "messages", [{"role": "user", "content": [0] * 20_000}]),
+        (ChatRequest, "messages", [{"role": "user", "tool_calls": [0] * 20_000}]),
+        (ChatRequest, "tools", [0] * 20_000),
+        (ChatRequest, "modalities", [0] * 20_000),
+    ],
+)
+def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind: Any, field: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps({field: value}))
+    assert caught.value.error_count() < 10
 
 
 @BOTH

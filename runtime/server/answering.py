@@ -20,6 +20,7 @@ from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Req
 from runtime.server.sending import send_as_it_comes, send_whole
 from runtime.server.timelines import Timelines
 from runtime.server.writers import writer_for
+from runtime.text import apply_chat_template
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
@@ -251,7 +252,8 @@ def _most_tokens(request: Request, limits: Limits) -> int:
     if wanted is None:
         return limits.max_tokens if most is None else min(limits.max_tokens, most)
     if most is not None and wanted > most:
-        raise Refusal(400, f"max_tokens must be at most {most} here, got {wanted}", param="max_tokens")
+        field = request.most_tokens_field
+        raise Refusal(400, f"{field} must be at most {most} here, got {wanted}", param=field)
     return wanted
 
 
@@ -266,6 +268,9 @@ def _encoded(request: Request, runtime: Runtime) -> tuple[int, ...]:
     assert isinstance(request, ChatRequest)
     messages = [message.plain() for message in request.messages]
     if _tokenizer(runtime).has_chat_template:
+        if _schema(request) is not None:
+            # JSON from the first token on leaves no room for thoughts; a template that has no such switch ignores it.
+            return runtime.encode(apply_chat_template(messages, _tokenizer(runtime), enable_thinking=False))
         return runtime.encode(messages)
     # As in a conversation with a base model: a running text.
     return runtime.encode("".join(message["content"] for message in messages))
@@ -280,6 +285,7 @@ def _schema(request: Request) -> dict[str, Any] | bool | None:
 
 
 def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:
-    if not isinstance(request, ChatRequest):
+    # What keeps to a schema is the answer, also where the template has opened a thought and cannot be told not to.
+    if not isinstance(request, ChatRequest) or _schema(request) is not None:
         return {}
     return {"tags": stream.answer.tags, "is_thinking": stream.answer.is_thinking}

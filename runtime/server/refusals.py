@@ -108,13 +108,12 @@ _REMEDIES = {
     "audio": "there is only text here; leave it out",
     "modalities": "there is only text here; leave it out",
     "role": "there are no tools here, and no other roles",
-}
-_UNKNOWN_REMEDIES = {
     "functions": "there are no tools here; leave it out",
-    "function_call": "there are no tools here; leave it out",
+    "web_search_options": "there are no tools here; leave it out",
     "image_url": "there is only text here; leave it out",
     "prediction": "the drafter predicts; leave it out",
     "reasoning_effort": "the model cannot be told; leave it out",
+    "verbosity": "the model cannot be told; leave it out",
 }
 
 # What pydantic calls the members of a union; it is of no interest which of them did not fit.
@@ -195,8 +194,8 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _instead(place: tuple[int | str, ...], fields: Sequence[str]) -> str:
     unknown = str(place[-1])
     near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(place) == 1 else []
-    if unknown in _UNKNOWN_REMEDIES:
-        return _UNKNOWN_REMEDIES[unknown]
+    if unknown in _REMEDIES:
+        return _REMEDIES[unknown]
     if unknown in SYNONYMS and SYNONYMS[unknown] in fields and not near:
         near = [SYNONYMS[unknown]]
     return f"did you mean {near[0]!r}?" if near else "leave it out"
@@ -231,6 +230,8 @@ def _bound(problem: ErrorDetails) -> str:
             return f"of at most {context['max_length']} characters"
         case "too_long":
             most = context["max_length"]
+            if context["field_type"] != "List":
+                return f"of at most {most} entries"
             return "an empty list" if most == 0 else f"a list of at most {most}"
         case "union_tag_invalid":
             return f"an object whose type is one of {context['expected_tags']}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticKnownError
 
 from protocol.settings import MAX_LOOKAHEAD, MAX_SEED
 from runtime.server.refusals import Refusal, refusal_of_body
@@ -22,8 +23,25 @@ _IdKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 # Not as a literal, which true would be too.
 _One = Annotated[int, Field(ge=1, le=1)]
-_OneText = Annotated[list[str], Field(max_length=1)]
-_OneOfIds = Annotated[list[list[_Id]], Field(max_length=1)]
+# The first thing that is wrong with a list is enough: to gather what is wrong with each of a million takes seconds.
+_Ids = Annotated[list[_Id], Field(fail_fast=True)]
+_OneText = Annotated[list[str], Field(max_length=1, fail_fast=True)]
+_OneOfIds = Annotated[list[_Ids], Field(max_length=1, fail_fast=True)]
+_Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+_MOST_BIASES = 10_000
+
+
+def _few(biases: Any) -> Any:
+    # Likewise. A bound of the field's own is looked at when every entry was, and what is wrong with it gathered.
+    if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+        context = {"field_type": "Dictionary", "max_length": _MOST_BIASES, "actual_length": len(biases)}
+        raise PydanticKnownError("too_long", context)
+    return biases
+
+
+_Biases = Annotated[dict[_IdKey, _Bias], Field(max_length=_MOST_BIASES), BeforeValidator(_few)]
 
 
 class Body(BaseModel):
@@ -41,9 +59,9 @@ class StreamOptions(Body):
         include_speculation: in each chunk, its tokens and who they are from, the statistics, and what the models did.
     """
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    include_speculation: bool = False
+    include_speculation: bool | None = None
 
 
 class AnyText(Body):
@@ -93,18 +111,21 @@ class Request(Body):
     seed: int | None = Field(
         None, ge=0, le=MAX_SEED, description="makes the text follow from the request alone, at any temperature"
     )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[_IdKey, _Bias] | None = Field(
+    logit_bias: _Biases | None = Field(
         None, description="what to add to the logits of tokens, by id; -100 as good as forbids one"
     )
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
     n: _One | None = Field(None, description="one answer a request; send several, they are worked on side by side")
-    user: str | None = Field(None, description="taken, and without effect; so are the next three")
+    user: str | None = Field(None, description="taken, and without effect; so are the next six")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
 
     # The runtime's own.
     top_k: int | None = Field(None, ge=0)
@@ -115,7 +136,7 @@ class Request(Body):
     repetition_context_size: Annotated[int, Field(ge=1)] | None = None
     presence_context_size: Annotated[int, Field(ge=1)] | None = None
     frequency_context_size: Annotated[int, Field(ge=1)] | None = None
-    stop_tokens: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_tokens: _Ids | None = None
     ignore_eos: bool | None = None
     lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = None
     acceptance: Literal["auto", "match", "rejection"] | None = None
@@ -133,14 +154,19 @@ class Request(Body):
         return self.max_tokens
 
     @property
+    def most_tokens_field(self) -> str:
+        """The field that says so."""
+        return "max_tokens"
+
+    @property
     def speculation(self) -> bool:
         """Whether the chunks are to tell of speculation."""
-        return self.stream_options is not None and self.stream_options.include_speculation
+        return self.stream_options is not None and bool(self.stream_options.include_speculation)
 
     @property
     def usage(self) -> bool:
         """Whether a last chunk is to have the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def settings(self) -> dict[str, Any]:
         """For `Runtime.stream`: what was said; a response format is left to be made a grammar of."""
@@ -149,6 +175,10 @@ class Request(Body):
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
             if said.get(name) == neutral:
                 del said[name]
+        # To OpenAI the smallest of nuclei, to the runtime none.
+        if said.get("top_p") == 0:
+            del said["top_p"]
+            said["top_k"] = 1
         if self.logit_bias:
             said["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.num_logprobs is not None:
@@ -184,7 +214,7 @@ class CompletionRequest(Request):
     """A text to go on with."""
 
     prompt_field = "prompt"
-    prompt: str | list[_Id] | _OneText | _OneOfIds
+    prompt: str | _Ids | _OneText | _OneOfIds
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: _One | None = None
@@ -214,15 +244,15 @@ class Message(Body):
     """What somebody said."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     # What an answer has, as clients send it back.
     refusal: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: _Nothing | None = None
     function_call: None = None
     audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: _Nothing | None = None
 
     def plain(self) -> dict[str, str]:
         """For a chat template."""
@@ -240,14 +270,22 @@ class ChatRequest(Request):
     """A conversation to go on with."""
 
     prompt_field = "messages"
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name for `max_tokens`")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: _Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    # What is not there, and null in the requests of some clients.
+    reasoning_effort: None = None
+    verbosity: None = None
+    prediction: None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    web_search_options: None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -258,6 +296,11 @@ class ChatRequest(Request):
     def most_tokens(self) -> int | None:
         """See `Request`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_tokens_field(self) -> str:
+        """See `Request`."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 R = TypeVar("R", bound=Request)
@@ -274,4 +317,6 @@ def read(kind: type[R], body: bytes) -> R:
         raise refusal_of_body(error, list(kind.model_fields)) from error
     if request.stream_options is not None and not request.stream:
         raise Refusal(400, "stream_options have a meaning only with stream: true", param="stream_options")
+    if isinstance(request, ChatRequest) and request.top_logprobs and request.logprobs is None:
+        raise Refusal(400, "top_logprobs have a meaning only with logprobs: true", param="top_logprobs")
     return request

@@ -182,10 +182,10 @@ class ChatWriter(Writer):
 
     def _apart(self, tokens: Sequence[Token]) -> tuple[str, str]:
         """What the tokens say, and what they think."""
-        self._num_thinking += sum(token.is_thinking for token in tokens)
         text = "".join(token.text for token in tokens)
         if self._thoughts is None:
             return text, ""
+        self._num_thinking += sum(token.is_thinking for token in tokens)
         return self._thoughts.add(text, is_last=bool(tokens) and tokens[-1].finish_reason is not None)
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
