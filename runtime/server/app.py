@@ -154,7 +154,8 @@ def _origins(origins: Sequence[str]) -> Middleware:
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        # Any: clients have headers of their own, as OpenAI's for JavaScript, and none opens a door here but the key.
+        allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
 
