@@ -76,7 +76,7 @@ _LIMITS = (
     ),
     Option("max_body_bytes", 1, 2 * 2**20, "longest body of a request"),
     Option("max_connections", 1, 1000, "connections at a time; others wait"),
-    Option("stalled_seconds", 1, 60, "how long a client may leave what it is sent unread"),
+    Option("stalled_seconds", 1, 60, "how long a client may leave what it is sent unread; of a long body, each 64 KiB"),
     Option("grace_seconds", 0, 5, "how long answers may take to come to their end when the server is stopped"),
 )
 

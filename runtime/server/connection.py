@@ -60,7 +60,7 @@ class Connection:
             app: the ASGI application that answers.
             stream: closed in the end.
             context: of the server; once that is terminated, no further request is answered.
-            stalled_s: seconds that the client may leave what it is sent unread.
+            stalled_s: seconds that the client may leave what it is sent unread; 64 KiB of it, where it is longer.
             idle_s: seconds that it may leave the server without a request.
         """
         self._app = app
@@ -152,8 +152,10 @@ class Connection:
         """Send; where the client is not there any more, or does not read, the connection is over."""
         async with self._sending:
             try:
-                with trio.fail_after(self._stalled_s):
-                    await self._stream.send_all(data)
+                # In pieces: who reads slowly is not to be cut off for the length of what there is to read.
+                for at in range(0, len(data), _MOST_AT_ONCE):
+                    with trio.fail_after(self._stalled_s):
+                        await self._stream.send_all(data[at : at + _MOST_AT_ONCE])
             except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:
