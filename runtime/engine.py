@@ -233,8 +233,7 @@ class Runtime:
         counts.add(self._past)
         for session in list(self._sessions.values()):  # which another thread may be asking for
             counts.add(session.counts)
-        counts.target_seconds = self._target.worker.busy_seconds
-        counts.draft_seconds = self._draft.busy_seconds if self._draft else 0.0
+        counts.target_seconds, counts.draft_seconds = self.busy_seconds
         elapsed = self._clock() - self._began
         return counts.snapshot(
             elapsed=elapsed,
@@ -243,6 +242,11 @@ class Runtime:
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
         )
+
+    @property
+    def busy_seconds(self) -> tuple[float, float]:
+        """Seconds that the target and the drafter have been at work so far; neither ever becomes less."""
+        return self._target.worker.busy_seconds, self._draft.busy_seconds if self._draft else 0.0
 
     def health(self) -> Health:
         """Whether the models are still at work; for a server to say, since it asks nothing of them."""

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import ipaddress
 import os
+import re
 import socket
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 # Names of this machine; a page of another host cannot have them.
 _OURSELVES = ("localhost", "127.0.0.1", "[::1]")
+
+# As a browser sends it, to the letter; what differs from that would never be found to be the same.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+_USUAL_PORT = re.compile(r"http://.*:80|https://.*:443")
 
 # Connections that may wait to be accepted.
 _BACKLOG = 128
@@ -71,7 +76,7 @@ _LIMITS = (
     ),
     Option("max_body_bytes", 1, 2 * 2**20, "longest body of a request"),
     Option("max_connections", 1, 1000, "connections at a time; others wait"),
-    Option("stalled_seconds", 1, 60, "how long a client may leave what it is sent unread"),
+    Option("stalled_seconds", 1, 60, "how long a client may leave what it is sent unread; of a long body, each 64 KiB"),
     Option("grace_seconds", 0, 5, "how long answers may take to come to their end when the server is stopped"),
 )
 
@@ -101,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         action="append",
         default=[],
-        help="let pages of another origin use the server, such as https://example.org",
+        help='let pages of another origin use the server, such as https://example.org (no path, no "/" at the end), or '
+        'those of any: "*"',
     )
     group.add_argument(
         "--model-name", metavar="NAME", help="what the target is called (default: the end of its path or id)"
@@ -129,6 +135,8 @@ def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path |
         value = getattr(arguments, option.name)
         if value is not None and value < option.low:
             raise SettingsError(f"{option.flag} must be at least {option.low}, got {value}")
+    for origin in arguments.allow_origin:
+        _check_origin(origin)
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = Outcome()
@@ -229,6 +237,15 @@ def _key(arguments: argparse.Namespace) -> str | None:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise SettingsError("the API key must be of printable ASCII characters without blanks, and not empty")
     return key
+
+
+def _check_origin(origin: str) -> None:
+    """Raises: SettingsError: no page has such an origin, and it would silently let none in."""
+    if not _ORIGIN.fullmatch(origin) or _USUAL_PORT.fullmatch(origin):
+        raise SettingsError(
+            f"--allow-origin {origin!r} is not what a browser calls an origin: give scheme and host in small letters, "
+            "and the port where it is not the usual one, with nothing behind, such as https://example.org"
+        )
 
 
 def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:

@@ -593,6 +593,30 @@ def test_a_key_that_is_wanted_in_between_goes_on_with_the_prompt(tab: Tab, serve
     tab.expect_text("Once upon")
 
 
+@pytest.mark.parametrize("key", ["ключ", "clé", "key\u200b"])
+def test_a_key_that_cannot_be_sent_is_not_taken(tab: Tab, server: ScriptedServer, key: str) -> None:
+    server.key = "right"
+    tab.ask("Once")
+    expect(tab["key"]).to_be_focused()
+    tab.type(key)
+    tab.press("Enter")
+    wrong = "A key has only letters without accents, digits and signs. Is the keyboard set to another language?"
+    expect(tab["key"]).to_have_js_property("validationMessage", wrong)
+    expect(tab["key-form"]).to_be_visible()
+    expect(tab["problem"]).to_be_hidden()
+    tab["key"].fill("right")
+    tab.press("Enter")
+    assert server.next().headers["Authorization"] == "Bearer right"
+
+
+def test_a_key_that_cannot_be_sent_and_was_kept_is_asked_for_anew(tab: Tab, server: ScriptedServer) -> None:
+    server.key = "right"
+    tab.page.evaluate("sessionStorage.setItem('outrider.key', 'ключ')")
+    tab.page.reload()
+    expect(tab.page.get_by_label("This server wants an API key")).to_be_focused()
+    expect(tab["problem"]).to_be_hidden()
+
+
 def test_a_request_without_settings_leaves_them_to_the_server(tab: Tab, server: ScriptedServer) -> None:
     tab.ask("Once")
     assert server.next().body == {

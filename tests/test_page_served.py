@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,9 +140,21 @@ def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
     assert tab.sideways == 0
 
 
-def test_the_page_comes_with_its_policy(served: Served) -> None:
-    with urllib.request.urlopen(served.url) as response:
-        assert response.headers["Content-Security-Policy"] == POLICY
+@pytest.mark.parametrize("path", ["", "page/index.html", "page/app.js", "page/style.css"])
+def test_the_page_comes_with_its_policy_and_is_asked_for_anew(served: Served, path: str) -> None:
+    with urllib.request.urlopen(served.url + path) as response:
+        assert response.headers.get_all("Content-Security-Policy") == [POLICY]
+        assert response.headers.get_all("Cache-Control") == ["no-cache"]
+
+
+def test_a_part_of_the_page_that_has_not_changed_is_not_sent_again(served: Served) -> None:
+    with urllib.request.urlopen(served.url + "page/app.js") as response:
+        known = response.headers["ETag"]
+    again = urllib.request.Request(served.url + "page/app.js", headers={"If-None-Match": known})
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(again)
+    told.value.close()
+    assert (told.value.code, told.value.headers["Cache-Control"]) == (304, "no-cache")
 
 
 def test_the_timeline_of_an_answer_opens(opened: Open) -> None:

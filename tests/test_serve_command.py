@@ -380,6 +380,12 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
         (["--port", "65536"], "--port must be from 0 to 65535, got 65536"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "with blank"], "printable ASCII"),
+        (["--allow-origin", "https://example.org/"], "'https://example.org/' is not what a browser calls an origin"),
+        (["--allow-origin", "https://example.org/app"], "with nothing behind"),
+        (["--allow-origin", "https://Example.org"], "in small letters"),
+        (["--allow-origin", "https://example.org:443"], "where it is not the usual one"),
+        (["--allow-origin", "example.org"], "such as https://example.org"),
+        (["--allow-origin", "https://a.example", "--allow-origin", ""], "--allow-origin '' is not"),
         (["--max-streams", "0"], "--max-streams must be at least 1, got 0"),
         (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1, got 0"),
@@ -392,6 +398,15 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
     said = refused(capfd, "--target", "/no/such/model", *arguments)
     assert complaint in said
     assert "/no/such/model" not in said
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://example.org", "http://localhost:3000", "http://[::1]:8080", "chrome-extension://abcdef", "null", "*"],
+)
+def test_origins_are_taken_as_browsers_send_them(origin: str, capfd: Any) -> None:
+    said = refused(capfd, "--port", "0", "--target", "/no/such/model", "--allow-origin", origin, status=1)
+    assert "/no/such/model" in said
 
 
 def test_a_model_that_is_not_there_is_named(capfd: Any) -> None:

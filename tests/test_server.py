@@ -640,6 +640,20 @@ def test_figures_add_up() -> None:
     simulated_server(test)
 
 
+def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
+    async def test(server: Served) -> None:
+        await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+        seen = []
+        for _ in range(100):
+            await trio.sleep(15 + 1 / 7)
+            found = await figures(server.app)
+            seen.append([found["outrider_busy_seconds_total", model] for model in ("target", "draft")])
+        assert seen == seen[:1] * 100
+        assert min(seen[0]) > 0
+
+    simulated_server(test)
+
+
 # --- timelines ------------------------------------------------------------------------------------
 
 WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_speculation": True}}

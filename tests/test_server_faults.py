@@ -393,6 +393,37 @@ async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, stat
         await server.assert_unharmed()
 
 
+EARLY = [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)]
+
+
+@pytest.mark.parametrize(("path", "status"), EARLY)
+async def test_an_answer_before_the_body_has_come_says_that_it_is_the_last(path: str, status: int) -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            whole = request("POST", path, b"x" * 100, headers={"Content-Type": "text/plain"})
+            await client.send(whole[:-1])
+            answer = await client.answer()
+            assert answer is not None
+            assert (answer.status, answer.headers.get("connection")) == (status, "close")
+            await client.send(whole[-1:])
+            assert await client.hear_all() == b""
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize(("path", "status"), EARLY)
+async def test_a_body_that_came_at_once_does_not_cost_the_connection_though_nobody_reads_it(
+    path: str, status: int
+) -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            for _ in range(3):
+                await client.send(request("POST", path, b"x" * 100, headers={"Content-Type": "text/plain"}))
+                answer = await client.answer()
+                assert answer is not None
+                assert (answer.status, answer.headers.get("connection")) == (status, None)
+        await server.assert_unharmed()
+
+
 async def test_a_client_that_asks_before_it_sends_a_body_is_told_to_go_on() -> None:
     async with served() as server:
         head, _, body = REQUESTS["a question before the body"].partition(HEAD_END)

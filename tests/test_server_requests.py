@@ -670,6 +670,21 @@ def test_pages_of_other_origins_may_ask_only_where_that_is_said() -> None:
     simulated_server(test, origins=[ours], **KEYED)
 
 
+@pytest.mark.parametrize("name", ["authorization", "content-type", "x-stainless-os", "x-anything"])
+def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str) -> None:
+    ours, theirs = "https://ours.example", "https://theirs.example"
+
+    async def test(server: Served) -> None:
+        for origin, status in ((ours, 200), (theirs, 400)):
+            wants = {"access-control-request-method": "POST", "access-control-request-headers": f"authorization,{name}"}
+            before = await server.ask(COMPLETIONS, method="OPTIONS", headers={"origin": origin, **wants})
+            assert before.status == status
+        allowed = (await server.ask(COMPLETIONS, method="OPTIONS", headers={"origin": ours, **wants})).headers
+        assert {"authorization", name} <= set(allowed["access-control-allow-headers"].replace(" ", "").split(","))
+
+    simulated_server(test, origins=[ours], **KEYED)
+
+
 @pytest.mark.parametrize("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
 def test_every_answer_has_the_headers_that_keep_browsers_careful(path: str) -> None:
     async def test(server: Served) -> None:

@@ -36,6 +36,8 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+# It may be a newer one by the next time, of which no part may be left from before.
+_PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
 # What is inline there is ours; what a model wrote is data.
 _TIMELINE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
@@ -88,7 +90,7 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
     async def index(request: Request) -> Response:
         return HTMLResponse(
             page.joinpath("index.html").read_text(encoding="utf-8"),
-            headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"},
+            headers=_PAGE_HEADERS,
         )
 
     async def models(request: Request) -> Response:
@@ -127,7 +129,7 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
     app = Starlette(
         routes=[
             Route("/", index),
-            Mount("/page", StaticFiles(packages=[("runtime", "server/page")])),
+            Mount("/page", _PageFiles(packages=[("runtime", "server/page")])),
             Route("/timelines/{id}", timeline),
             Route("/health", health),
             Route("/metrics", metrics),
@@ -149,12 +151,22 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
     return AlwaysHeaders(app)
 
 
+class _PageFiles(StaticFiles):
+    """What the page is made of, with the headers that it has itself."""
+
+    def file_response(self, *arguments: Any, **keywords: Any) -> Response:
+        response = super().file_response(*arguments, **keywords)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
 def _origins(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        # Any: clients have headers of their own, as OpenAI's for JavaScript, and none opens a door here but the key.
+        allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.server.refusals import Refusal
+
+# Bytes of a body for which a client is waited for; a longer one is sent in pieces.
+_MOST_AT_ONCE = 2**16
 
 
 class ClientGone(Exception):
@@ -54,7 +57,7 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
 
     Args:
         receive, send: ASGI's.
-        stalled_s: seconds that it may leave something unread.
+        stalled_s: seconds that it may leave something unread; 64 KiB of it, where it is longer.
         work: is given a `send` that sees to that.
 
     Raises:
@@ -75,11 +78,12 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         leave()
 
     async def send_patiently(message: Message) -> None:
-        with trio.move_on_after(stalled_s) as patience:
-            await send(message)
-        if patience.cancelled_caught:
-            leave()
-            await trio.lowlevel.checkpoint()
+        for piece in _pieces(message):
+            with trio.move_on_after(stalled_s) as patience:
+                await send(piece)
+            if patience.cancelled_caught:
+                leave()
+                await trio.lowlevel.checkpoint()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hear)
@@ -93,3 +97,12 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         raise refused
     if is_gone:
         raise ClientGone
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """A message as one or several: who reads slowly is not to be cut off for the length of what there is to read."""
+    body = message.get("body", b"")
+    last = max(0, len(body) - 1) // _MOST_AT_ONCE * _MOST_AT_ONCE
+    for at in range(0, last, _MOST_AT_ONCE):
+        yield {**message, "body": body[at : at + _MOST_AT_ONCE], "more_body": True}
+    yield {**message, "body": body[last:]} if last else message

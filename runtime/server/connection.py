@@ -19,6 +19,8 @@ import h11
 import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
@@ -35,6 +37,9 @@ _MOST_WAITING = 4
 # connection is reset, and an answer that says "too long" would not arrive.
 _LINGER_S = 2.0
 _MOST_LINGERING = 16 * 2**20
+
+# Of a request of which more is to come, or would have.
+_NOT_WHOLE = (h11.SEND_BODY, h11.ERROR)
 
 
 class Connection:
@@ -55,7 +60,7 @@ class Connection:
             app: the ASGI application that answers.
             stream: closed in the end.
             context: of the server; once that is terminated, no further request is answered.
-            stalled_s: seconds that the client may leave what it is sent unread.
+            stalled_s: seconds that the client may leave what it is sent unread; 64 KiB of it, where it is longer.
             idle_s: seconds that it may leave the server without a request.
         """
         self._app = app
@@ -147,8 +152,10 @@ class Connection:
         """Send; where the client is not there any more, or does not read, the connection is over."""
         async with self._sending:
             try:
-                with trio.fail_after(self._stalled_s):
-                    await self._stream.send_all(data)
+                # In pieces: who reads slowly is not to be cut off for the length of what there is to read.
+                for at in range(0, len(data), _MOST_AT_ONCE):
+                    with trio.fail_after(self._stalled_s):
+                        await self._stream.send_all(data[at : at + _MOST_AT_ONCE])
             except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:
@@ -208,6 +215,13 @@ class _HTTP1(H11Protocol):
             h11.Request(method=request.method, target=request.target, headers=others, http_version=request.http_version)
         )
 
+    async def stream_send(self, event: StreamEvent) -> None:
+        # Answered before all of it has come, a request is the last of its connection, and the client is to know.
+        if isinstance(event, Response) and self.connection.their_state in _NOT_WHOLE:
+            headers = [*event.headers, (b"connection", b"close")]
+            event = Response(stream_id=event.stream_id, headers=headers, status_code=event.status_code)
+        await super().stream_send(event)
+
 
 class _Applications:
     """Has the application answer requests; what hypercorn calls a group of tasks."""
@@ -225,7 +239,12 @@ class _Applications:
                 put.close()
             else:
                 with suppress(trio.ClosedResourceError):
-                    await put.send(message)
+                    # Not in turn with others where it need not: of a body that has come with its head, the end is to
+                    # be seen before the request is answered, or that would have to be the last of its connection.
+                    try:
+                        put.send_nowait(message)
+                    except trio.WouldBlock:
+                        await put.send(message)
 
         async def receive() -> Any:
             try:

@@ -95,8 +95,9 @@ class _OfRuntime(Collector):
         ):
             yield CounterMetricFamily(f"outrider_{name}", text, value=count)
         busy = CounterMetricFamily("outrider_busy_seconds", "Time at work", labels=["model"])
-        busy.add_metric(["target"], statistics.target_busy * statistics.elapsed)
-        busy.add_metric(["draft"], statistics.draft_busy * statistics.elapsed)
+        # Not from the fractions: what is rounded may fall, and a counter that falls is taken for one begun anew.
+        for model, seconds in zip(("target", "draft"), runtime.busy_seconds, strict=True):
+            busy.add_metric([model], seconds)
         yield busy
         for name, text, value in (
             ("streams", "Answers under way", runtime.num_streams),

@@ -3,6 +3,7 @@
 import { Figures } from "./figures.js";
 import { Following } from "./following.js";
 import { Failure, Generation, model } from "./generation.js";
+import { recallKey } from "./key.js";
 import { tab } from "./memory.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
@@ -80,7 +81,7 @@ async function ask(question) {
   const met = await modelFor(mine);
   if (met === null || mine.isOver) return;
   showQuestion();
-  await mine.run(question, met, settings.request, tab.recall("key"));
+  await mine.run(question, met, settings.request, recallKey());
 }
 
 /** End what is being answered without a word: another answer takes its place, or nobody looks any more. */
@@ -221,7 +222,7 @@ function showQuestion() {
 
 /** @throws {Failure} */
 async function meet() {
-  known = await model(tab.recall("key"));
+  known = await model(recallKey());
   const name = (path) => {
     const words = document.createElement("b");
     words.textContent = path.split("/").filter(Boolean).slice(-2).join("/");

@@ -1,6 +1,6 @@
 /** What went wrong, and what can be done about it: try again, maybe later, or with a key. */
 
-import { tab } from "./memory.js";
+import { keepKey, recallKey, wrongWith } from "./key.js";
 
 const TICK_MS = 500;
 
@@ -15,9 +15,10 @@ export class Trouble {
   constructor(place, retry) {
     this.#place = place;
     place("retry").addEventListener("click", retry);
+    place("key").addEventListener("input", ({ target }) => target.setCustomValidity(wrongWith(target.value)));
     place("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      tab.keep("key", place("key").value);
+      keepKey(place("key").value);
       retry();
     });
   }
@@ -49,7 +50,7 @@ export class Trouble {
   }
 
   #askForKey() {
-    const refused = tab.recall("key") !== null;
+    const refused = recallKey() !== null;
     this.#place("key-label").textContent = refused ? "This API key was refused" : "This server wants an API key";
     this.#place("key-form").hidden = false;
     this.#place("key").focus();
