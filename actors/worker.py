@@ -1,14 +1,17 @@
 """An owned operating-system thread, to which trio tasks hand jobs.
 
 MLX's streams and random state belong to a thread, so a model lives on one thread from load to
-shutdown. This is the only module that knows threads.
+shutdown. The threads themselves come from `actors.thread_pool`.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,10 +20,18 @@ import mlx.core as mx
 import outcome
 import trio
 
+from actors.thread_pool import run_on_thread
 from protocol.errors import OutriderError
 from protocol.trace import Actor, Event, Span, SpanKind
 
+logger = logging.getLogger("outrider")
+
 T = TypeVar("T")
+
+# A job that nobody waits for any more is taken to hang after so many seconds, beyond LONGEST_JOBS times the longest
+# job that its worker has done. Only workers whose loss can be borne give up a job.
+HANG_TIMEOUT_S = 10.0
+LONGEST_JOBS = 4.0
 
 
 @attrs.define(eq=False)
@@ -32,8 +43,9 @@ class Job(Generic[T]):
         call: does it, on the worker's thread. What it returns crosses threads, so it holds ints and
             evaluated arrays only.
         session: which session it is for, or None.
-        num_tokens: tokens that go through the model.
+        num_tokens: tokens that go through the model. Once the job is done, what `count` says, where there is one.
         round: which round of the session it is for, or None.
+        count: how many tokens went through the model, told from the result; None where that is known beforehand.
         began, ended: seconds on the worker's clock, once it is done.
     """
 
@@ -42,6 +54,7 @@ class Job(Generic[T]):
     session: int | None = None
     num_tokens: int = 0
     round: int | None = None
+    count: Callable[[T], int] | None = None
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 
@@ -49,6 +62,13 @@ class Job(Generic[T]):
     def seconds(self) -> float:
         """How long it took, once it is done."""
         return self.ended - self.began
+
+    def run(self) -> outcome.Outcome[T]:
+        """Do it, and see how many tokens went through the model."""
+        result = outcome.capture(self.call)
+        if self.count is not None and isinstance(result, outcome.Value):
+            self.num_tokens = self.count(result.value)
+        return result
 
 
 @attrs.frozen
@@ -130,6 +150,11 @@ class Worker(Protocol):
         """Whether it does jobs."""
         ...
 
+    @property
+    def job_began(self) -> float | None:
+        """When the job that is running began, in seconds on the worker's clock; None where none is."""
+        ...
+
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Do a job and return its result.
 
@@ -137,11 +162,11 @@ class Worker(Protocol):
             job: what to do.
             meanwhile: called, in trio's thread, once the job is handed over; must neither wait nor raise.
 
-        Cancellation: a job that has not begun is taken back. One that has begun is never abandoned:
+        Cancellation: a job that has not begun is taken back. One that has begun is not abandoned:
         the call waits for its end and returns its result, and the cancellation strikes at the caller's
-        next checkpoint.
+        next checkpoint. (A worker that may be given up does not wait for a job that hangs.)
 
-        Raises: JobError: the job raised; or the worker has died, of the cause.
+        Raises: JobError: the job raised; or the worker has died, of the cause, or was given up.
         """
         ...
 
@@ -175,60 +200,80 @@ class _Waiting:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     begun: bool = False
     taken_back: bool = False
+    over: trio.Event | None = None  # set once the job is over, where somebody watches for that
+
+
+class HangError(OutriderError):
+    """A job that nobody waits for any more did not end in time."""
 
 
 class ThreadWorker:
     """A worker with a thread of its own.
 
-    Use as an async context manager, and leave it when nobody waits for a job any more. Leaving it waits for the
-    job that is running, releases the thread's MLX streams and joins the thread, also under cancellation and
-    when interrupted.
+    Use as an async context manager, and leave it when nobody waits for a job any more. Leaving it waits for the job
+    that is running and gives the thread back to the pool, also under cancellation and when interrupted.
     """
 
-    def __init__(self, actor: Actor, device: mx.Device | None = None, on_event: Callable[[Event], None] | None = None):
+    def __init__(
+        self,
+        actor: Actor,
+        device: mx.Device | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        *,
+        may_be_given_up: bool = False,
+    ) -> None:
         """A worker that is not started yet.
 
         Args:
             actor: whose it is; names the thread and the spans.
             device: where its jobs compute; None for MLX's default.
             on_event: called in trio's thread with the span of each finished job.
+            may_be_given_up: whether a job that hangs is waited for no longer than HANG_TIMEOUT_S and some, once it is
+                cancelled or the worker is left. The worker then does no jobs any more, and its thread is left to
+                itself.
         """
         self._actor = actor
         self._device = device
         self._on_event = on_event
+        self._may_be_given_up = may_be_given_up
         self._jobs: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0
+        self._longest_job_s = 0.0
+        self._job_began: float | None = None  # written on the thread alone
         self._unfinished: set[_Waiting] = set()
         self._death: BaseException | None = None
         self._stopped = trio.Event()
-        # Not a daemon: a thread that is in mid-forward when the interpreter exits aborts the process.
-        self._thread = threading.Thread(target=self._work, name=f"outrider-{actor}", daemon=False)
 
     async def __aenter__(self) -> ThreadWorker:
         self._trio_token = trio.lowlevel.current_trio_token()
-        self._thread.start()
+        run_on_thread(f"outrider-{self._actor}", self._do_jobs, self._announce_end)
         return self
 
     @trio.lowlevel.enable_ki_protection
     async def __aexit__(self, *_: object) -> None:
         self._jobs.put(None)
         interrupt: KeyboardInterrupt | None = None
-        with trio.CancelScope(shield=True):
-            # A Ctrl-C has to wait too: a thread that outlives the event loop aborts the process.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + self._hang_timeout_s):
+            # A Ctrl-C has to wait too: a thread that is at work when the interpreter exits may abort the process.
             while not self._stopped.is_set():
                 try:
                     await self._stopped.wait()
                 except KeyboardInterrupt as error:
                     interrupt = error
-        # All that is left of the thread by now is its return.
-        self._thread.join()
+        if not self._stopped.is_set():
+            self._give_up()
         if interrupt is not None:
             raise interrupt
 
     @property
     def is_alive(self) -> bool:
         """See `Worker.is_alive`."""
-        return self._thread.is_alive() and not self._stopped.is_set()
+        return not self._stopped.is_set()
+
+    @property
+    def job_began(self) -> float | None:
+        """See `Worker.job_began`."""
+        return self._job_began
 
     @property
     def busy_seconds(self) -> float:
@@ -263,6 +308,9 @@ class ThreadWorker:
                 if waiting.begun:
                     if waiting.steps is not None:
                         waiting.steps.interrupt()
+                    if self._may_be_given_up:
+                        waiting.over = trio.Event()
+                        trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs, waiting.over)
                     return trio.lowlevel.Abort.FAILED
                 waiting.taken_back = True
                 self._unfinished.discard(waiting)
@@ -270,13 +318,32 @@ class ThreadWorker:
 
         return await trio.lowlevel.wait_task_rescheduled(take_back)
 
-    # --- on the thread ----------------------------------------------------------------------------
+    # --- a job that hangs -------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        # Whatever ends it, those who wait for it hear of that.
-        outcomes = outcome.capture(self._do_jobs), outcome.capture(_release)
-        deaths = [ended.error for ended in outcomes if isinstance(ended, outcome.Error)]
-        self._trio_token.run_sync_soon(self._end, deaths[0] if deaths else None)
+    @property
+    def _hang_timeout_s(self) -> float:
+        return HANG_TIMEOUT_S + LONGEST_JOBS * self._longest_job_s if self._may_be_given_up else math.inf
+
+    async def _give_up_if_it_hangs(self, over: trio.Event) -> None:
+        with trio.move_on_after(self._hang_timeout_s):
+            await over.wait()
+        if not over.is_set() and not self._stopped.is_set():
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Leave the thread to itself, and whoever waits for one of its jobs, too."""
+        began = self._job_began
+        seconds = 0.0 if began is None else self.clock() - began
+        logger.warning(
+            "the %s model hangs: a job has been running for %.0f s. Its thread is left to itself, as a daemon, and "
+            "nothing is asked of the model any more",
+            self._actor,
+            seconds,
+        )
+        self._jobs.put(None)
+        self._end(HangError(f"a job had not ended after {seconds:.0f} s"))
+
+    # --- on the thread ----------------------------------------------------------------------------
 
     def _do_jobs(self) -> None:
         with mx.stream(self._device or mx.default_device()):
@@ -293,9 +360,10 @@ class ThreadWorker:
 
     def _do(self, waiting: _Waiting, job: Job[Any]) -> Job[Any] | None:
         """Do a job, or a step; returns the step that follows it."""
-        began = time.perf_counter()
-        result = outcome.capture(job.call)
+        began = self._job_began = time.perf_counter()
+        result = job.run()
         ended = time.perf_counter()
+        self._job_began = None
         following = None
         if waiting.steps is not None and isinstance(result, outcome.Value):
             # Whoever waits for the worker comes first: sessions have their turns after each step.
@@ -304,6 +372,13 @@ class ThreadWorker:
             result = outcome.Value(result.value.result)
         self._trio_token.run_sync_soon(self._finish, waiting, job, result, began, ended, following is not None)
         return following
+
+    def _announce_end(self, result: outcome.Outcome[None]) -> None:
+        # Whatever ends it, those who wait for it hear of that.
+        try:
+            self._trio_token.run_sync_soon(self._end, result.error if isinstance(result, outcome.Error) else None)
+        except trio.RunFinishedError:
+            return  # it had been given up, and nobody is there to hear of it
 
     # --- back in trio -----------------------------------------------------------------------------
 
@@ -316,9 +391,12 @@ class ThreadWorker:
         ended: float,
         goes_on: bool,
     ) -> None:
+        if waiting not in self._unfinished:
+            return  # given up
         steps = waiting.steps
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
+        self._longest_job_s = max(self._longest_job_s, job.seconds)
         if self._on_event is not None:
             round = job.round if steps is None else steps.round
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round))
@@ -327,12 +405,18 @@ class ThreadWorker:
             result = steps.hand_over(job, result.value, goes_on)
         if not goes_on:
             self._unfinished.discard(waiting)
+            if waiting.over is not None:
+                waiting.over.set()
             trio.lowlevel.reschedule(waiting.task, result)
 
     def _end(self, death: BaseException | None) -> None:
+        if self._stopped.is_set():
+            return  # given up before
         self._death = death
         while self._unfinished and death is not None:
             waiting = self._unfinished.pop()
+            if waiting.over is not None:
+                waiting.over.set()
             trio.lowlevel.reschedule(waiting.task, outcome.Error(self._dead(waiting.job)))
         self._stopped.set()
 
@@ -343,16 +427,13 @@ class ThreadWorker:
         return error
 
 
-def _release() -> None:
-    # Without this, a process whose threads ran compiled models may abort as it exits.
-    mx.synchronize()
-    mx.clear_streams()
-
-
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
     """A job's outcome with any exception wrapped, so that callers can tell it from their own."""
     if not isinstance(result, outcome.Error):
         return result
+    # The error may live for long, as the cause of what a user is told. The arrays in the frames that it came through,
+    # which may be what there was no room for, must not live as long.
+    traceback.clear_frames(result.error.__traceback__)
     error = JobError(f"{job.kind} failed: {type(result.error).__name__}: {result.error}")
     error.__cause__ = result.error
     return outcome.Error(error)

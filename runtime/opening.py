@@ -124,7 +124,12 @@ async def open(
         if listener is not None:
             events.listen(_harmless(listener))
         stack.enter_context(wired_memory())
-        workers = {role: await stack.enter_async_context(ThreadWorker(role, devices[role], events)) for role in sources}
+        workers = {
+            role: await stack.enter_async_context(
+                ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
+            )
+            for role in sources
+        }
         loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
 
         async def load(role: Actor) -> None:

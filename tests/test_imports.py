@@ -129,9 +129,9 @@ def test_every_random_number_has_a_key(path):
     assert list(draws_without_a_key(parsed(path))) == []
 
 
-def test_two_modules_make_threads_and_two_mind_that_there_are_several():
+def test_three_modules_know_threads_and_two_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    makers = {"actors/worker.py", "runtime/trio_thread.py"}
+    makers = {"actors/thread_pool.py", "actors/worker.py", "runtime/trio_thread.py"}
     assert threads == makers | {"actors/shaping.py", "runtime/grammar.py"}
 
 

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from actors.worker import Job, JobError, Step, Steps, ThreadWorker
+from actors.worker import Job, JobError, Step, Steps, ThreadWorker, _Waiting
 from protocol.trace import Event, Span
 
 
@@ -54,10 +54,9 @@ def worker_threads() -> list[str]:
 async def test_jobs_are_done_on_one_thread_that_is_not_the_callers() -> None:
     async with ThreadWorker("target") as worker:
         threads = {await worker.run(job(threading.current_thread)) for _ in range(3)}
-    (thread,) = threads
-    assert thread is not threading.current_thread()
-    assert thread.name == "outrider-target"
-    assert not thread.daemon
+        (thread,) = threads
+        assert thread is not threading.current_thread()
+        assert thread.name == "outrider-target"
 
 
 async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in() -> None:
@@ -475,12 +474,142 @@ async def test_leaving_takes_back_the_jobs_that_wait() -> None:
     assert worker_threads() == []
 
 
-async def test_many_workers_in_a_row_leave_no_thread() -> None:
-    before = threading.active_count()
+async def test_workers_that_follow_each_other_share_one_thread() -> None:
+    threads: set[threading.Thread] = set()
     for number in range(50):
         async with ThreadWorker("target") as worker:
             assert await worker.run(job(lambda number=number: (mx.ones(2) * number).tolist())) == [number, number]
-        assert threading.active_count() == before
+            threads.add(await worker.run(job(threading.current_thread)))
+    assert len(threads) == 1
+
+
+async def test_workers_at_the_same_time_have_a_thread_each() -> None:
+    async with ThreadWorker("target") as target, ThreadWorker("draft") as draft:
+        threads = {await worker.run(job(threading.current_thread)) for worker in (target, draft)}
+    assert len(threads) == 2
+
+
+async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
+    async with ThreadWorker("draft") as worker:
+        dead = await worker.run(job(threading.current_thread))
+        with pytest.raises(JobError, match="has died"):
+            await worker.run_steps(steps_of(deadly, []))
+    async with ThreadWorker("draft") as worker:
+        assert await worker.run(job(threading.current_thread)) is not dead
+
+
+# --- a job that hangs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatience(monkeypatch: Any) -> None:
+    monkeypatch.setattr("actors.worker.HANG_TIMEOUT_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(caplog: Any) -> None:
+    gate = Gate()
+    waited: list[JobError] = []
+    async with ThreadWorker("draft", may_be_given_up=True) as worker:
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+
+            @nursery.start_soon
+            async def hang() -> None:
+                with scope, pytest.raises(JobError, match="draft's thread has died of HangError"):
+                    await worker.run(job(gate))
+
+            await gate.begun()
+
+            @nursery.start_soon
+            async def wait() -> None:
+                with pytest.raises(JobError, match="HangError") as raised:
+                    await worker.run(job(lambda: None))
+                waited.append(raised.value)
+
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+        assert len(waited) == 1
+        assert not worker.is_alive
+        with pytest.raises(JobError, match="HangError"):
+            await worker.run(job(lambda: None))
+    assert "the draft model hangs" in caplog.text
+    # What the thread says when it comes to its end is no longer heard.
+    gate.let_go_on()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_is_not_used_again(caplog: Any) -> None:
+    gate = Gate()
+    hung: list[threading.Thread] = []
+    with trio.CancelScope() as scope:
+        async with ThreadWorker("draft", may_be_given_up=True) as worker:
+            hung.append(await worker.run(job(threading.current_thread)))
+            # Nobody waits for it, as where its task was ended already.
+            worker._jobs.put(_Waiting(job(gate), trio.lowlevel.current_task()))
+            await gate.begun()
+            scope.cancel()
+    assert "hangs" in caplog.text
+    async with ThreadWorker("draft") as worker:
+        assert await worker.run(job(threading.current_thread)) is not hung[0]
+    gate.let_go_on()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_cancelled_job_of_a_worker_that_may_not_be_given_up_is_waited_for() -> None:
+    gate = Gate()
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def work() -> None:
+            with scope:
+                assert await worker.run(job(gate)) is None
+
+        await gate.begun()
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.is_alive
+        gate.let_go_on()
+    assert gate.is_done
+
+
+async def test_when_a_job_began_is_known_while_it_runs() -> None:
+    gate = Gate()
+    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
+        assert worker.job_began is None
+        before = worker.clock()
+        nursery.start_soon(worker.run, job(gate))
+        await gate.begun()
+        assert worker.job_began is not None
+        assert before <= worker.job_began <= worker.clock()
+        gate.let_go_on()
+    assert worker.job_began is None
+
+
+async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
+    class Large:
+        pass
+
+    kept: list[weakref.ref[Large]] = []
+
+    def fail() -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        raise ValueError("no room")
+
+    async with ThreadWorker("target") as worker:
+        with pytest.raises(JobError) as raised:
+            await worker.run(job(fail))
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert kept[0]() is None
+
+
+async def test_how_many_tokens_went_through_is_told_by_the_result() -> None:
+    spans: list[Any] = []
+    async with ThreadWorker("target", on_event=spans.append) as worker:
+        await worker.run(job(lambda: 3, num_tokens=5, count=lambda result: result + 1))
+    assert spans[0].num_tokens == 4
 
 
 # --- a thread that dies ---------------------------------------------------------------------------
