@@ -17,6 +17,7 @@ from actors.model import Line, Model
 from actors.session import Session
 from actors.worker import Job, JobError, Worker
 from protocol.books import Books, Commit, State
+from protocol.chunks import ChunkSize
 from protocol.errors import OutriderError
 from protocol.held import Held, Plan
 from protocol.messages import Close, Message
@@ -42,6 +43,8 @@ class Part(ABC):
         self.held = Held()
         self.scope = trio.CancelScope()
         self.is_over = trio.Event()  # and whatever it had is let go of, or kept
+        # What its cache holds is not known any more, so that no other session may use it.
+        self.is_in_disorder = False
         self._changed = trio.Event()
 
     @abstractmethod
@@ -107,9 +110,12 @@ class Actor(ABC, Generic[S]):
             return
         try:
             part.receive(message)
-        except OutriderError as error:
-            # A session that is in disorder ends; the others know nothing of it.
-            part.session.end(error)
+        except Exception as error:  # whatever it is: the other sessions know nothing of it
+            part.is_in_disorder = True
+            if isinstance(error, OutriderError):
+                part.session.end(error)
+            else:
+                self._fail(part, error)
             part.scope.cancel()
 
     @property
@@ -165,6 +171,10 @@ class Actor(ABC, Generic[S]):
         """Time spent on jobs so far."""
 
     @abstractmethod
+    def _fail(self, part: S, error: Exception) -> None:
+        """Have a session do without this actor, or end, because of an error that is not ours."""
+
+    @abstractmethod
     def _join(self, session: Session) -> S:
         """Make this actor's part in a session."""
 
@@ -208,6 +218,7 @@ class ModelActor(Actor[S]):
         super().__init__(on_event, prices, worker.clock)
         self.model = model
         self.worker = worker
+        self.chunk_size = ChunkSize()
         # Of the thread, as the lines are: only jobs touch it.
         self._kept = KeptLines(model, prefix_cache_bytes)
 
@@ -254,7 +265,7 @@ class ModelActor(Actor[S]):
             raise
         finally:
             put_away: Callable[[], None] = begun.line.close
-            if opened.settings.reuse_prefix and is_in_order and part.session.error is None:
+            if opened.settings.reuse_prefix and is_in_order and not part.is_in_disorder and part.session.error is None:
                 put_away = partial(
                     self._kept.put_away,
                     begun.line,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +11,15 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.draft_steps import Drafted, DraftSteps, FellBack, Outcome, Refused, catch_up
+from actors.drafter import Drafter
 from actors.model import Line, Model
-from actors.prefill import prefill
+from actors.prefill import prefill, read_on
 from actors.session import Session
 from actors.worker import Job, Step, Steps, Worker
 from protocol.books import Commit, State
-from protocol.errors import OutriderError, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.lookahead import Auto, Policy, View, policy_for
-from protocol.messages import Message, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD, Settings
@@ -27,17 +27,18 @@ from protocol.trace import Event
 from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.turns import Turns
 
-logger = logging.getLogger("outrider")
-
-
 # Tokens of a prompt that are indexed in a row: a few milliseconds at most, in which nothing else happens.
 INDEXED_IN_A_ROW = 256
 # Tokens that are looked up after a miss.
 LOOKED_UP_AT_ONCE = 8
 # Rows of logits that are looked at when catching up, at most: each is as wide as the vocabulary.
 MOST_ROWS = 32
+# Committed tokens that it need not have read to be ready: it reads so many with its next draft step.
+FEW_BEHIND = 8
 # Rounds for which the drafter leaves the target alone at a time.
 REST = 8
+# Seconds for which a job of the drafter's may run before it is taken to hang.
+LONGEST_JOB_S = 30.0
 # Rounds before its end at which a rest is prolonged, if it is: soon enough for the target to work ahead all the time.
 SAY_SO_BEFORE = 2
 
@@ -74,7 +75,7 @@ class DraftPart(Part):
         session: Session,
         context_length: int | None,
         policy: Policy,
-        hear: Callable[[DraftPart, Verdict], None],
+        hear: Callable[[DraftPart, Verdict | Overdue], None],
     ) -> None:
         super().__init__(session)
         self._hear = hear
@@ -83,7 +84,8 @@ class DraftPart(Part):
         self.policy = policy
         self.text = PromptLookup()  # for what to propose after a miss, when nothing is drafted yet
         self.context_length = context_length
-        self.is_ready = False  # prefilled
+        self.is_ready = False  # it has read the text, and the target waits for its proposals
+        self.is_late = False  # it was ready, and the target has stopped waiting for a proposal
         # False once the cache could not lose again what is not committed: then only committed tokens
         # are fed, and one token beyond them can be guessed.
         self.can_look_ahead = True
@@ -91,24 +93,23 @@ class DraftPart(Part):
         self.drafting: Drafting | None = None
 
     def receive(self, message: Message) -> None:
-        """Take a verdict, and answer it."""
-        if not isinstance(message, Verdict):
+        """Take a verdict, and answer it; or hear that an answer came too late."""
+        if not isinstance(message, Verdict | Overdue):
             raise ProtocolError(f"the drafter was handed {message!r}")
         # At once, whatever the task is waiting for: where the text was drafted for, the next proposal
         # is there already.
         self._hear(self, message)
         self.wake()
 
-    async def read_prompt(self) -> None:
-        """Make what the prompt says known to the lookup.
+    async def index_text(self) -> None:
+        """Make what the text says so far, the prompt above all, known to the lookup.
 
         Cancellation: strikes every few hundred tokens.
         """
-        prompt = self.session.opened.prompt
-        if isinstance(self.policy, Auto):
-            for begin in range(0, len(prompt), INDEXED_IN_A_ROW):
-                self.text.append(prompt[begin : begin + INDEXED_IN_A_ROW])
-                await trio.lowlevel.checkpoint()
+        committed = self.books.committed  # which the target may lengthen meanwhile
+        while isinstance(self.policy, Auto) and len(self.text) < len(committed):
+            self.text.append(committed[len(self.text) : len(self.text) + INDEXED_IN_A_ROW])
+            await trio.lowlevel.checkpoint()
 
     @property
     def is_past_context(self) -> bool:
@@ -181,7 +182,8 @@ class DraftPart(Part):
     def follow(self, commit: Commit) -> bool:
         """Move on to what was committed. True for a hit: its last token had been drafted, too."""
         was_hit = self.tree.advance(commit.tokens)
-        if isinstance(self.policy, Auto):
+        # Before the prompt is indexed, `index_text` comes by here as well.
+        if isinstance(self.policy, Auto) and len(self.text) == commit.start:
             self.text.append(commit.tokens)
             if not was_hit and (found := self.text.lookup(most=LOOKED_UP_AT_ONCE)) is not None:
                 self.tree.look_up(
@@ -201,7 +203,7 @@ class DraftPart(Part):
         return len(self.held.plan(self.books.committed, self.tree.path(node)).feed)
 
 
-class DraftActor(ModelActor[DraftPart]):
+class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
     """Drafts a token a step, for all sessions in turn.
 
     Attributes:
@@ -239,6 +241,17 @@ class DraftActor(ModelActor[DraftPart]):
         self._turns = turns or Turns()
         self.chains: bool | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """See `Actor.is_alive`; the target must not be waiting for it in vain, either."""
+        return super().is_alive and not self._hangs()
+
+    def _hangs(self) -> bool:
+        began = self.worker.job_began
+        if began is not None and self.worker.clock() - began > LONGEST_JOB_S:
+            return True
+        return any(part.is_late for part in list(self._parts.values()))
+
     def _join(self, session: Session) -> DraftPart:
         policy = self._make_policy(session.opened.settings, self.prices)
         return DraftPart(session, self.model.context_length, policy, self._hear)
@@ -250,29 +263,21 @@ class DraftActor(ModelActor[DraftPart]):
             return
         try:
             async with self._line(part, beside_another=True) as line:
-                await prefill(self.worker, line, part.held, opened)
-                await part.read_prompt()
-                part.is_ready = True
+                await prefill(self.worker, line, part.held, opened, self.chunk_size)
+                await part.index_text()
                 await self._draft_on(part, line)
-        except OutriderError as error:
-            # It costs speed, never text: the target goes on by itself.
-            logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)
-            part.session.counts.draft_failures += 1
-            self._withdraw(part)
-
-    def _withdraw(self, part: DraftPart) -> None:
-        """Leave the session to the target, which is faster alone than with empty proposals."""
-        self._note(part, "withdraw")
-        part.books.withdraw(Withdraw(part.id))
-        self._target.send_nowait(Withdraw(part.id))
+        except Exception as error:  # whatever it is: it costs speed, never text
+            self._fail(part, error)
 
     async def _draft_on(self, part: DraftPart, line: Line) -> None:
         """Draft, and send proposals, until the session is over."""
-        self._take_turn(part)
         while part.books.state is not State.CLOSED:
             if part.is_past_context:
                 self._withdraw(part)
                 return
+            if not part.is_ready:
+                await self._become_ready(part, line)
+                continue
             if part.books.state is State.RESTING and part.policy.should_catch_up(part.num_behind):
                 await self._catch_up(part, line)
                 continue
@@ -281,6 +286,18 @@ class DraftActor(ModelActor[DraftPart]):
                 await part.change()
             else:
                 await self._draft(part, line, node)
+
+    async def _become_ready(self, part: DraftPart, line: Line) -> None:
+        """Read a pass of what the target has committed alone; or, if that is little, have it wait for proposals."""
+        if part.num_behind > FEW_BEHIND:
+            await read_on(self.worker, line, part.held, part.session.opened, part.books.committed, self.chunk_size)
+            return
+        part.is_ready = True
+        if part.is_late:
+            part.is_late = False
+            self._note(part, "rejoin")
+        self._target.send_nowait(Ready(part.id))
+        self._take_turn(part)
 
     def _next_expansion(self, part: DraftPart) -> Node | None:
         now = self.worker.clock()
@@ -432,7 +449,22 @@ class DraftActor(ModelActor[DraftPart]):
             part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
             self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
-    def _hear(self, part: DraftPart, verdict: Verdict) -> None:
+    def _hear(self, part: DraftPart, message: Verdict | Overdue) -> None:
+        if isinstance(message, Overdue):
+            self._hear_of_lateness(part, message)
+        else:
+            self._hear_verdict(part, message)
+
+    def _hear_of_lateness(self, part: DraftPart, overdue: Overdue) -> None:
+        """End what is being drafted, as soon as that can be, and catch up."""
+        was_resting = part.books.state is State.RESTING
+        # In a rest it only says that the target, when it said this, had not heard yet that the drafter is ready.
+        if part.books.rest(overdue) and not was_resting:
+            part.is_late = part.is_late or part.is_ready
+            part.is_ready = False
+            self._reconsider(part)
+
+    def _hear_verdict(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""
         was_resting, proposal = part.books.state is State.RESTING, part.books.outstanding
         commit = part.books.apply(verdict)
@@ -444,6 +476,8 @@ class DraftActor(ModelActor[DraftPart]):
             return
         part.learn(commit, len(proposal.tokens) if proposal is not None else 0)
         was_hit = part.follow(commit)
+        if not part.is_ready:
+            return
         if was_resting:
             is_ending = part.books.rests_until - part.books.round == SAY_SO_BEFORE
             if is_ending and part.policy.should_rest_on(part.num_behind):

@@ -170,11 +170,16 @@ class MLXLine:
     @property
     def needs_pins(self) -> bool:
         """See `Line.needs_pins`."""
-        # A prefill is cut where a pin is set. Where that makes a difference (caches are quantised at the end of a pass,
-        # or read several tokens otherwise than one) there are none.
-        if self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize):
+        # A prefill is cut where a pin is set.
+        if self.depends_on_passes:
             return False
         return not all(can_always_trim(layer) for layer in self.cache) and self._options.can_checkpoint(self.cache)
+
+    @property
+    def depends_on_passes(self) -> bool:
+        """See `Line.depends_on_passes`."""
+        # Caches are quantised at the end of a pass, and some read several tokens otherwise than one by one.
+        return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
     def pin(self) -> None:
         """See `Line.pin`."""

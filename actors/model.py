@@ -89,6 +89,11 @@ class Line(Protocol):
         """Whether, once the text has gone on, only a pin can lead back to where it is now, and pins can be set."""
         ...
 
+    @property
+    def depends_on_passes(self) -> bool:
+        """Whether what it holds of a text depends on how that was cut into passes, by more than rounding."""
+        ...
+
     def pin(self) -> None:
         """Keep the way back to the present length, whatever is settled, until the line goes back beyond it."""
         ...

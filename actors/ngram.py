@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import Part
 from actors.draft import INDEXED_IN_A_ROW, MakePolicy, policy_by_settings
+from actors.drafter import Drafter
 from actors.session import Session
 from protocol.books import Commit, State
 from protocol.errors import ProtocolError
 from protocol.lookahead import LEAST_REACH, UNPRICED, Auto, Chain, Policy, View
-from protocol.messages import Message, Proposal, Rest, Verdict
+from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
@@ -30,7 +31,7 @@ REST = 3
 class LookupPart(Part):
     """The lookup's part in one session: its books, the index over its text, and what was found there."""
 
-    def __init__(self, session: Session, policy: Policy, hear: Callable[[LookupPart, Verdict], None]) -> None:
+    def __init__(self, session: Session, policy: Policy, hear: Callable[[LookupPart, Verdict | Overdue], None]) -> None:
         super().__init__(session)
         self._hear = hear
         opened = session.opened
@@ -39,10 +40,11 @@ class LookupPart(Part):
         self.index = PromptLookup(shortest=1 if isinstance(policy, Auto) else 2)
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.num_idle = 0  # rounds in a row without anything to propose
+        self.is_ready = False  # the prompt is indexed
 
     def receive(self, message: Message) -> None:
-        """Take a verdict, and answer it."""
-        if not isinstance(message, Verdict):
+        """Take a verdict, and answer it; or hear that the prompt takes too long."""
+        if not isinstance(message, Verdict | Overdue):
             raise ProtocolError(f"the drafter was handed {message!r}")
         self._hear(self, message)
         self.wake()
@@ -60,9 +62,22 @@ class LookupPart(Part):
             for _, guess, was_right in self.tree.outcomes(commit.tokens):
                 self.policy.calibration.observe(guess, was_right)
         was_hit = self.tree.advance(commit.tokens)
-        self.index.append(commit.tokens)
-        self.look_up()
+        if self.is_ready:
+            self.index.append(commit.tokens)
+            self.look_up()
         return was_hit
+
+    async def index_text(self) -> None:
+        """Index the prompt, and what the target has committed meanwhile.
+
+        Cancellation: strikes every few hundred tokens.
+        """
+        committed = self.books.committed
+        while len(self.index) < len(committed):
+            self.index.append(committed[len(self.index) : len(self.index) + INDEXED_IN_A_ROW])
+            await trio.lowlevel.checkpoint()
+        self.is_ready = True
+        self.look_up()
 
     def look_up(self) -> None:
         """Grow the tree anew from the committed text, by the chain that is found."""
@@ -104,7 +119,7 @@ class LookupPart(Part):
         return Proposal(self.id, books.round, books.next_position, tuple(node.token for node in nodes), probs)
 
 
-class LookupActor(Actor[LookupPart]):
+class LookupActor(Drafter[LookupPart]):
     """Looks up, for all sessions; has no model and no thread, and answers a verdict as it hears it."""
 
     name = "draft"
@@ -135,16 +150,21 @@ class LookupActor(Actor[LookupPart]):
         return LookupPart(session, self._make_policy(session.opened.settings, self.prices), self._hear)
 
     async def _take_part(self, part: LookupPart) -> None:
-        prompt = part.session.opened.prompt
-        for begin in range(0, len(prompt), INDEXED_IN_A_ROW):
-            part.index.append(prompt[begin : begin + INDEXED_IN_A_ROW])
-            await trio.lowlevel.checkpoint()
-        part.look_up()
+        await part.index_text()
+        self._target.send_nowait(Ready(part.id))
         self._answer(part)
         while part.books.state is not State.CLOSED:
             await part.change()
 
-    def _hear(self, part: LookupPart, verdict: Verdict) -> None:
+    def _hear(self, part: LookupPart, message: Verdict | Overdue) -> None:
+        if isinstance(message, Overdue):
+            part.books.rest(message)
+            if part.is_ready:
+                self._target.send_nowait(Ready(part.id))
+        else:
+            self._hear_verdict(part, message)
+
+    def _hear_verdict(self, part: LookupPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed, and answer it."""
         was_resting = part.books.state is State.RESTING
         commit = part.books.apply(verdict)
@@ -154,6 +174,8 @@ class LookupActor(Actor[LookupPart]):
         if commit.finish_reason is not None:
             return
         was_hit = part.follow(commit)
+        if not part.is_ready:
+            return
         if not was_resting:
             self._count_hit(part, verdict, was_hit)
         self._answer(part)

@@ -1,13 +1,15 @@
-"""Prefill: the prompt goes into a cache, in chunks."""
+"""Prefill: the prompt goes into a cache, in passes of so many tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 from actors.model import Line
 from actors.worker import Job, Worker
-from protocol.held import Held
+from protocol.chunks import FIXED_SIZE, ChunkSize
+from protocol.held import Held, Plan
 from protocol.messages import Open
 
 # Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
@@ -15,31 +17,73 @@ from protocol.messages import Open
 BEFORE_THE_END = 16
 
 
-async def prefill(worker: Worker, line: Line, held: Held, opened: Open) -> None:
+async def prefill(worker: Worker, line: Line, held: Held, opened: Open, chunk_size: ChunkSize) -> None:
     """Feed the prompt but for its last token, whose logits the first round wants, and what is held already.
 
-    Cancellation: strikes between two chunks. A chunk is a job, so that is also where other sessions
+    Args:
+        chunk_size: of the model; used where the setting is "auto", and kept informed in any case.
+
+    Cancellation: strikes between two passes. A pass is a job, so that is also where other sessions
     have their turn.
     """
     most = len(opened.prompt) - 1
     pins = {most - BEFORE_THE_END, most} if opened.settings.reuse_prefix and line.needs_pins else set()
-    for end in _ends(len(held), most, opened.settings.prefill_step_size, pins):
+    step = step_size(opened.settings.prefill_step_size, line)
+    while len(held) < most:
+        end = _end_of_pass(len(held), most, chunk_size() if step == "auto" else step, pins, is_aligned=step != "auto")
         plan = held.plan(opened.prompt[:end], num_logits=0)
-        call = partial(_read, line, plan.feed, end in pins)
-        await worker.run(Job("prefill", call, opened.session, len(plan.feed)))
+        job = Job("prefill", partial(_read, line, plan.feed, end in pins), opened.session, len(plan.feed))
+        await worker.run(job)
+        chunk_size.observe(job.num_tokens, job.seconds)
         held.follow(plan)
 
 
-def _ends(begin: int, most: int, size: int, pins: set[int]) -> Iterator[int]:
-    """Where the chunks end: at multiples of their size, wherever the first begins, at pins, and at the end.
+async def read_on(
+    worker: Worker, line: Line, held: Held, opened: Open, committed: Sequence[int], chunk_size: ChunkSize
+) -> None:
+    """Feed some of the committed tokens that a cache is behind, in one pass.
 
-    With a quantised cache it matters where: it is quantised at the end of a chunk.
+    Args:
+        committed: the session's text so far.
+        chunk_size: of the model.
+
+    Cancellation: strikes after the pass.
     """
-    ends = {*range((begin // size + 1) * size, most, size), most, *pins}
-    yield from sorted(end for end in ends if end > begin)
+    step = opened.settings.prefill_step_size
+    plan = held.plan(committed, num_logits=0)
+    plan = Plan(plan.keep, plan.feed[: chunk_size() if step == "auto" else step])
+    job = Job("prefill", partial(_go_back_and_read, line, plan), opened.session, len(plan.feed))
+    length = await worker.run(job)
+    if length < plan.keep:  # it could only go back to a checkpoint, and read nothing
+        held.rewind(length)
+    else:
+        chunk_size.observe(job.num_tokens, job.seconds)
+        held.follow(plan)
+
+
+def step_size(setting: int | Literal["auto"], line: Line) -> int | Literal["auto"]:
+    """Tokens in a pass; "auto" where prices decide, and may decide otherwise in each pass."""
+    return FIXED_SIZE if setting == "auto" and line.depends_on_passes else setting
+
+
+def _end_of_pass(begin: int, most: int, size: int, pins: set[int], *, is_aligned: bool) -> int:
+    """Where a pass ends: after `size` tokens, or at the next multiple of that, at a pin, or at the end of the prompt.
+
+    With a quantised cache it matters where: it is quantised at the end of a pass.
+    """
+    end = (begin // size + 1) * size if is_aligned else begin + size
+    return min(end, most, *(pin for pin in pins if pin > begin))
 
 
 def _read(line: Line, tokens: tuple[int, ...], pin: bool) -> None:
     line.feed(tokens, 0)
     if pin:
         line.pin()
+
+
+def _go_back_and_read(line: Line, plan: Plan) -> int:
+    length = line.rewind(plan.keep)
+    if length == plan.keep:
+        line.feed(plan.feed, 0)
+        line.check(plan.keep + len(plan.feed))
+    return length

@@ -14,6 +14,7 @@ from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.peaks import Peaks
 from actors.prefill import prefill
+from actors.probe import TOKENS, probe
 from actors.session import Session
 from actors.shaping import Shaping, Tail
 from actors.worker import Job, JobError, Worker
@@ -27,12 +28,14 @@ from protocol.acceptance import (
     likelihoods,
 )
 from protocol.books import Commit, State
-from protocol.errors import OutriderError, ProtocolError
+from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
+from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.held import Plan
-from protocol.messages import Likelihood, Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Likelihood, Message, Open, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
+from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Event
 from protocol.turns import Turns
 
@@ -52,6 +55,8 @@ class TargetPart(Part):
         self.seconds = 0.0  # of verify passes
         self.pass_seconds = 0.0  # of the last pass
         self.was_plain = False  # the round before
+        self.was_single_step = False  # the last verify pass: the cache could have undone nothing
+        self.is_drafter_ready = False  # it has read the text, and its proposals can be waited for
 
     @property
     def seconds_per_token(self) -> float:
@@ -64,7 +69,10 @@ class TargetPart(Part):
             case Proposal():
                 if not self.books.propose(message):
                     self.session.counts.stale_proposals += 1
+            case Ready():
+                self.is_drafter_ready = True
             case Rest():
+                self.is_drafter_ready = True
                 self.books.rest(message)
             case Withdraw():
                 self.books.withdraw(message)
@@ -120,7 +128,7 @@ class TargetActor(ModelActor[TargetPart]):
         try:
             async with self._line(part, beside_another=opened.drafted and self.beside_another) as line:
                 session.counts.cached_tokens = len(part.held)
-                await prefill(self.worker, line, part.held, opened)
+                await prefill(self.worker, line, part.held, opened, self.chunk_size)
                 while part.books.state is not State.CLOSED:
                     session.unsent = await self._round(part, line)
                 # What has no room is handed out from where it is, and waiting for that would keep another from here.
@@ -128,17 +136,41 @@ class TargetActor(ModelActor[TargetPart]):
                 if part.books.finish_reason is not None:
                     self._note(part, "finish")
         except JobError as error:
-            # The model failed, unless the error is one of ours, which is about this session only.
-            if isinstance(error.__cause__, OutriderError):
-                session.end(error.__cause__)
-            else:
-                self._on_failure(error)
+            await self._end_or_break(part, error)
         except OutriderError as error:
             session.end(error)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the consumer has gone, or the runtime has ended the session
+        except Exception as error:  # whatever it is: it came up in this session, and the others go on
+            self._fail(part, error)
         finally:
             session.end()
+
+    async def _end_or_break(self, part: TargetPart, error: JobError) -> None:
+        """End a session one of whose jobs failed; and the runtime, if the model does not work any more.
+
+        An error that is not ours may be this session's doing all the same: a prompt that there is no memory for, a
+        processor. So the model counts as failed only if it fails at a text that has nothing to do with the session.
+        """
+        cause = error.__cause__
+        if isinstance(cause, OutriderError):
+            part.session.end(cause)
+            return
+        try:
+            # Also where nobody wants the session any more: others may.
+            with trio.CancelScope(shield=True):
+                await self.worker.run(Job("probe", partial(probe, self.model), None, len(TOKENS)))
+        except JobError:
+            self._on_failure(error)
+        else:
+            self._fail(part, cause if isinstance(cause, Exception) else error)
+
+    def _fail(self, part: TargetPart, error: Exception) -> None:
+        failure = StreamFailedError(
+            f"this stream failed, and no other: {type(error).__name__}: {error}; the model itself works"
+        )
+        failure.__cause__ = error
+        part.session.end(failure)
 
     async def _round(self, part: TargetPart, line: Line) -> Commit:
         """Wait for a proposal, judge it, tell the drafter, and return what was committed.
@@ -150,13 +182,7 @@ class TargetActor(ModelActor[TargetPart]):
         began, busy_before = self.worker.clock(), self.worker.busy_seconds
         self._num_in_rounds += 1
         try:
-            for _ in range(TURNS_OF_AN_ANSWER):
-                if part.books.state is not State.PROPOSING:
-                    break
-                await trio.lowlevel.checkpoint()
-            while part.books.state is State.PROPOSING:
-                await self._deliver(part.session)
-                await part.change()
+            await self._wait_for_proposal(part)
             proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
             verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
             # A job that runs is not abandoned, so the session may have been closed under it.
@@ -181,6 +207,43 @@ class TargetActor(ModelActor[TargetPart]):
                 self.prices.round_over(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
+
+    async def _wait_for_proposal(self, part: TargetPart) -> None:
+        """Wait until the drafter has proposed, or leaves the round to the target, or is waited for no longer."""
+        if part.books.state is State.RESTING and not part.is_drafter_ready:
+            self._go_on_alone(part)
+        for _ in range(TURNS_OF_AN_ANSWER):
+            if part.books.state is not State.PROPOSING:
+                return
+            await trio.lowlevel.checkpoint()
+        began = trio.current_time()
+        while part.books.state is State.PROPOSING:
+            # Looked up again each time, since the drafter may have become ready meanwhile.
+            deadline = began + self._patience_s(part)
+            with trio.move_on_at(deadline):
+                await self._deliver(part.session)
+                await part.change()
+            if part.books.state is State.PROPOSING and trio.current_time() >= began + self._patience_s(part):
+                part.is_drafter_ready = False
+                part.session.counts.draft_timeouts += 1
+                self._note(part, "overdue")
+                self._go_on_alone(part)
+
+    def _patience_s(self, part: TargetPart) -> float:
+        """Seconds for which the drafter is waited for."""
+        if not part.is_drafter_ready:
+            return prompt_wait_s(self.prices)
+        lookahead = part.session.opened.settings.lookahead
+        num_steps = MAX_LOOKAHEAD if lookahead == "auto" else max(1, lookahead)
+        return proposal_wait_s(self.prices, num_steps, len(self._parts))
+
+    def _go_on_alone(self, part: TargetPart) -> None:
+        """Leave a drafter that is overdue behind for another round or two, unless it was heard already."""
+        # Always for a round more than the one that begins, so that decoding can be a pass ahead.
+        if part.books.rests_until - part.books.round < ROUNDS_ALONE:
+            overdue = Overdue(part.id, part.books.round + ROUNDS_ALONE)
+            if part.books.rest(overdue) and self.drafter is not None:
+                self.drafter.send_nowait(overdue)
 
     async def _pass(self, part: TargetPart, job: Job[T], expected_s: float) -> T:
         """Have a round's job done in its turn; several that wait could be one pass, if lines could be fed together."""
@@ -230,10 +293,14 @@ class TargetActor(ModelActor[TargetPart]):
             "verify",
             partial(verify, line, plan, proposal, part.session, self._tail(part, proposal), settle=settle),
             part.id,
-            len(plan.feed) + len(proposal.tokens),
+            len(plan.feed) + (0 if settle else len(proposal.tokens)),
             proposal.round,
+            lambda verified: verified.width,
         )
-        verified = await self._pass(part, job, self.prices.verify(job.num_tokens))
+        # A cache that could undo nothing in the last pass most likely cannot in this one.
+        expected_width = len(plan.feed) if part.was_single_step else job.num_tokens
+        verified = await self._pass(part, job, self.prices.verify(expected_width))
+        part.was_single_step = verified.single_step and not settle
         self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement

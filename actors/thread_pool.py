@@ -29,8 +29,8 @@ class PooledThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Work, OnEnd] | None] = queue.SimpleQueue()
-        # A daemon, since a thread that hangs in a model must not keep the process from ending. `_join_idle_threads` ends
-        # the others in order: a thread that is still in MLX when the interpreter exits may abort the process.
+        # A daemon, since a thread that hangs in a model must not keep the process from ending. The others are ended in
+        # order by `_join_idle_threads`: one that is in MLX when the interpreter exits may abort the process.
         self._thread = threading.Thread(target=self._run, name=IDLE, daemon=True)
         self._thread.start()
 

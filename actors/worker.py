@@ -139,7 +139,7 @@ class Steps(Generic[T]):
 
 
 class JobError(OutriderError):
-    """A job raised; the error is the cause."""
+    """A job raised, or was not done because its worker has ended; the error is the cause."""
 
 
 class Worker(Protocol):

@@ -6,6 +6,9 @@
     PROPOSING    Rest       RESTING       for some rounds the target goes alone
     RESTING      Rest       RESTING       … for some more
     RESTING      Verdict    RESTING       or PROPOSING, once those rounds are over
+    PROPOSING    Overdue    RESTING       the target waits no longer, and goes alone for some rounds
+    VERIFYING    Overdue    RESTING       … and what is on the table has come too late (the drafter's copy alone)
+    RESTING      Overdue    RESTING
     PROPOSING    Withdraw   UNDRAFTED     from here on the target goes alone
     RESTING      Withdraw   UNDRAFTED
     VERIFYING    Withdraw   UNDRAFTED     … once it has judged what is on the table
@@ -25,7 +28,7 @@ from typing import Literal
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Likelihood, Message, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposal, Rest, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
 
@@ -46,6 +49,9 @@ TRANSITIONS: dict[tuple[State, type], State] = {
     (State.PROPOSING, Rest): State.RESTING,
     (State.RESTING, Rest): State.RESTING,
     (State.RESTING, Verdict): State.RESTING,  # and on to PROPOSING in the round that ends the rest
+    (State.PROPOSING, Overdue): State.RESTING,
+    (State.VERIFYING, Overdue): State.RESTING,
+    (State.RESTING, Overdue): State.RESTING,
     (State.PROPOSING, Withdraw): State.UNDRAFTED,
     (State.RESTING, Withdraw): State.UNDRAFTED,
     (State.VERIFYING, Withdraw): State.UNDRAFTED,
@@ -70,7 +76,7 @@ class Commit:
             proposed beyond the end of the text were never needed and do not count.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
-        resting: whether the drafter had left the round to the target.
+        resting: whether the target had the round to itself: the drafter had left it, or was late.
         finish_reason: why the text ends with the last token, or None where it goes on.
         likelihoods: of the tokens, where the session asks for log-probabilities.
         stop_reason: the stop string or stop token that the user named and that ended it. None for the tokenizer's
@@ -169,12 +175,13 @@ class Books:
         self.outstanding = proposal
         return True
 
-    def rest(self, message: Rest) -> bool:
+    def rest(self, message: Rest | Overdue) -> bool:
         """Leave the rounds until another to the target alone. False if they are over and nothing changed."""
         if message.until <= max(self.round, self.rests_until) or self.state in (State.UNDRAFTED, State.CLOSED):
             return False
         self._move(message)
         self.rests_until = message.until
+        self.outstanding = None
         return True
 
     def withdraw(self, message: Withdraw) -> None:

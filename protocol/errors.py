@@ -68,6 +68,10 @@ class RuntimeBrokenError(OutriderError):
     """The target model failed and took the runtime with it; the original error is the cause."""
 
 
+class StreamFailedError(OutriderError):
+    """A job of this stream failed, of the error that is the cause; the model works, and other streams go on."""
+
+
 class NotANumberError(OutriderError):
     """A model's logits are NaN or infinite, so that no token can be chosen by them; it ends that stream alone."""
 

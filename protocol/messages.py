@@ -9,6 +9,9 @@ A session, seen from outside (drafter on the left, target on the right):
     Proposal  ─────────────────>  "for round r, from position s, I propose these"
     Verdict   <─────────────────  "of those I accepted n, and this token comes next"
       … one proposal and one verdict a round, in turn …
+    Ready     ─────────────────>  "I have read the text: you can wait for my proposals"
+    Overdue   <─────────────────  "I wait for you no longer, and go alone until round r"; the drafter reads what
+                                  is committed meanwhile, and says Ready again
     Rest      ─────────────────>  "until round r, go alone": where speculating does not pay at present
     Withdraw  ─────────────────>  "I draft no more for this session" (a failure, or nothing to offer)
     Close     ─────────────────>  both, from the runtime
@@ -151,6 +154,32 @@ class Rest:
 
 
 @attrs.frozen
+class Ready:
+    """The drafter has read the text, but for the last few tokens, and drafts from now on.
+
+    Until then, and after an `Overdue`, the target does not wait for proposals longer than a moment.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+
+
+@attrs.frozen
+class Overdue:
+    """The target stops waiting for the drafter, and decodes by itself for a while.
+
+    A proposal for the round that crosses this message is dropped, and its tokens are not judged.
+
+    Attributes:
+        session: what it belongs to.
+        until: the first round for which a proposal is expected again. It is said anew, before that round begins, as
+            long as the drafter is not `Ready`.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    until: int = attrs.field(validator=ge(1))
+
+
+@attrs.frozen
 class Withdraw:
     """The drafter takes no further part in a session."""
 
@@ -164,4 +193,4 @@ class Close:
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | Proposal | Rest | Verdict | Withdraw | Close
+Message = Open | Proposal | Ready | Overdue | Rest | Verdict | Withdraw | Close

@@ -278,6 +278,11 @@ class Prices:
         """R: what a second is worth, in tokens; plain decoding can always be had."""
         return max(self.plain_rate, self.speculative_rate)
 
+    @property
+    def best_rate(self) -> float:
+        """Tokens per second to be expected of the better of speculating and plain decoding."""
+        return max(self.rate, self.modelled_rate(self._last.mean)) if self.is_known else self.rate
+
     def modelled_rate(self, acceptance: float) -> float:
         """Tokens per second of the best fixed lookahead, were each drafted token to stand with this probability."""
         best, tokens, reach = 0.0, 1.0, 1.0

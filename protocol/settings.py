@@ -198,8 +198,9 @@ class Settings:
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
-        prefill_step_size: prompt tokens per forward pass during prefill, >= 1. A cancellation takes
-            effect between two such passes.
+        prefill_step_size: prompt tokens per forward pass during prefill, >= 1, or "auto": as many as measurement shows
+            to be cheap, in 0.2 s at most (where the text depends on it, as with `kv_bits`: 2048). A cancellation takes
+            effect between two such passes, and other streams have their turn.
         acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else
             rejection. At temperature 0 the two rules are the same.
         lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
@@ -241,7 +242,7 @@ class Settings:
     frequency_context_size: int = attrs.field(default=20, validator=_integer(1))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
     logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
-    prefill_step_size: int = attrs.field(default=2048, validator=_integer(1))
+    prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
     lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)

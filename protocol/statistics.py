@@ -34,6 +34,8 @@ class Statistics:
         lookahead_hits: verdicts whose text had been drafted for already.
         lookahead_misses: verdicts whose text had not.
         draft_failures: drafters that failed and were left behind.
+        draft_timeouts: times that the target stopped waiting for the drafter, which was late with a proposal or was
+            still reading the prompt, and went on alone until the drafter had caught up.
         acceptance_rate: accepted / proposed, in [0, 1]; 0 where nothing was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
         prompt_tps: prompt tokens that the target's prefill has read, per second of it.
@@ -62,6 +64,7 @@ class Statistics:
     lookahead_hits: int
     lookahead_misses: int
     draft_failures: int
+    draft_timeouts: int
     acceptance_rate: float
     tokens_per_round: float
     prompt_tps: float
@@ -94,6 +97,7 @@ class Counts:
     lookahead_hits: int = 0
     lookahead_misses: int = 0
     draft_failures: int = 0
+    draft_timeouts: int = 0
     prefilled_tokens: int = 0
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0

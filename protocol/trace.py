@@ -11,8 +11,21 @@ if TYPE_CHECKING:
     from protocol.books import Commit
 
 Actor = Literal["target", "draft"]
-SpanKind = Literal["load", "warm-up", "open", "prefill", "draft", "verify", "decode", "close", "save"]
-InstantKind = Literal["open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "withdraw", "finish", "cancel"]
+SpanKind = Literal["load", "warm-up", "probe", "open", "prefill", "draft", "verify", "decode", "close", "save"]
+InstantKind = Literal[
+    "open",
+    "proposal",
+    "verdict",
+    "hit",
+    "miss",
+    "rewind",
+    "rest",
+    "overdue",
+    "rejoin",
+    "withdraw",
+    "finish",
+    "cancel",
+]
 
 
 @attrs.frozen

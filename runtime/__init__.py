@@ -24,6 +24,7 @@ from protocol.errors import (
     SessionFileError,
     SettingsError,
     StreamBusyError,
+    StreamFailedError,
     VocabularyMismatchError,
     WrongEventLoopError,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "Span",
     "Statistics",
     "StreamBusyError",
+    "StreamFailedError",
     "Token",
     "TokenStream",
     "TopLogprob",

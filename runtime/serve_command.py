@@ -72,7 +72,11 @@ _LIMITS = (
     Option("max_tokens_limit", 1, None, "most tokens that a request may ask for (default: what the context holds)"),
     Option("max_prompt_tokens", 1, None, "most tokens of a prompt (default: what the model's context holds)"),
     Option(
-        "prefill_step_size", 1, 512, "tokens of a prompt that are read in one pass, for which all other answers wait"
+        "prefill_step_size",
+        1,
+        None,
+        "tokens of a prompt that are read in one pass, for which all other answers wait (default: as many as are "
+        "cheap, in 0.2 s at most)",
     ),
     Option("max_body_bytes", 1, 2 * 2**20, "longest body of a request"),
     Option("max_connections", 1, 1000, "connections at a time; others wait"),
@@ -195,7 +199,7 @@ async def _open_and_serve(server: _Server) -> None:
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
         max_tokens_limit=arguments.max_tokens_limit,
-        prefill_step_size=arguments.prefill_step_size,
+        prefill_step_size=arguments.prefill_step_size or "auto",
         stalled_s=arguments.stalled_seconds,
     )
     service = Service(

@@ -47,7 +47,7 @@ BASIC: tuple[Option, ...] = (
     ("seed", "N", value, "makes a text at a temperature repeatable"),
     ("lookahead", "N", value, 'most tokens in one proposal; "auto"; 0 decodes plainly'),
     ("acceptance", "RULE", value, '"match", "rejection", or "auto": match at temperature 0 or with a seed'),
-    ("prefill_step_size", "N", value, "prompt tokens per forward pass"),
+    ("prefill_step_size", "N", value, 'prompt tokens per forward pass; "auto": as many as are cheap, in 0.2 s at most'),
 )
 FILTERS: tuple[Option, ...] = (
     ("top_p", "P", value, "keep the likeliest tokens that together have this probability; 0 and 1 keep all"),

@@ -217,6 +217,7 @@ class _ScriptedLine:
 
     num_bytes = 0  # to speak of
     needs_pins = False  # it can always go back
+    depends_on_passes = False
 
     def pin(self) -> None:
         """See `Line.pin`."""

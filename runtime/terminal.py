@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import trio
@@ -224,14 +224,17 @@ class Display:
         if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
             self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
 
-    def reading(self, prompt_tokens: int, step_size: int) -> None:
-        """Say that the prompt is being read, and in how many steps it will be."""
+    def reading(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
+        """Say that the prompt is being read, and how far, where that takes more than a step."""
         self._is_loading = False
         self.clear()
         if _is_terminal():
             # The last token is read together with the first that is generated. Where all others make one
             # step, there is nothing to measure.
-            self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > step_size else None)
+            from protocol.chunks import SMALLEST
+
+            pass_tokens = SMALLEST if step_size == "auto" else step_size
+            self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
 
     def on_event(self, event: Event) -> None:
         """Move the bar, if an event is about the prompt."""

@@ -229,6 +229,10 @@ class ScriptedLine:
         # Far from where it is now.
         return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
 
+    @property
+    def depends_on_passes(self) -> bool:
+        return False
+
     def pin(self) -> None:
         self._check_open()
         self.pins.append(len(self.tokens))
@@ -331,7 +335,15 @@ class ScriptedModel:
 Price = Callable[[Job[Any]], float]
 
 # Powers of two, so that sums of them are exact and times can be compared with ==.
-PRICES: Mapping[str, float] = {"open": 0.0, "prefill": 4.0, "draft": 0.5, "verify": 8.0, "decode": 8.0, "close": 0.0}
+PRICES: Mapping[str, float] = {
+    "open": 0.0,
+    "probe": 8.0,
+    "prefill": 4.0,
+    "draft": 0.5,
+    "verify": 8.0,
+    "decode": 8.0,
+    "close": 0.0,
+}
 
 
 def priced(**changes: float) -> Price:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import protocol.books
 from protocol.books import TRANSITIONS, Books, Commit, State
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Open, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Open, Overdue, Proposal, Rest, Verdict, Withdraw
 from protocol.settings import Settings
 from protocol.stops import Stop
 
@@ -83,6 +83,7 @@ EVENTS = {
     Proposal: lambda of: of.propose(proposal(of, 8, 9)),
     Verdict: lambda of: of.apply(verdict(of, 0, 5)),
     Rest: lambda of: of.rest(Rest(SESSION, max(of.round, of.rests_until) + 2)),
+    Overdue: lambda of: of.rest(Overdue(SESSION, max(of.round, of.rests_until) + 2)),
     Withdraw: lambda of: of.withdraw(Withdraw(SESSION)),
     Close: lambda of: of.close(Close(SESSION)),
 }
@@ -96,6 +97,8 @@ DROPPED = {
     (State.CLOSED, Verdict): (None, 1),
     (State.UNDRAFTED, Rest): (False, 0),
     (State.CLOSED, Rest): (False, 0),
+    (State.UNDRAFTED, Overdue): (False, 0),
+    (State.CLOSED, Overdue): (False, 0),
     (State.UNDRAFTED, Withdraw): (None, 0),
     (State.CLOSED, Withdraw): (None, 0),
     (State.CLOSED, Close): (None, 0),
@@ -618,6 +621,8 @@ def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_i
 class TwoCopies(RuleBasedStateMachine):
     """The drafter's copy and the target's, on a wire that delays, duplicates and delivers again.
 
+    The target may at any time wait no longer for the drafter and go on alone, also while a proposal is under way.
+
     What is sent one way arrives in the order in which it was sent, as over a memory channel, but for a
     withdrawal, which may overtake. Anything that has arrived may arrive again, at any later time, any
     number of times. The target is greedy: what it says at a position depends on the position alone.
@@ -646,12 +651,13 @@ class TwoCopies(RuleBasedStateMachine):
         self.drafter, self.target = Books(begun), Books(begun)
         self.text, self.string_ends_at = text, string_ends_at
         self.to_target: deque[Proposal | Rest | Withdraw] = deque()
-        self.to_drafter: deque[Verdict] = deque()
-        self.arrived: list[tuple[Books, Proposal | Rest | Verdict | Withdraw]] = []
+        self.to_drafter: deque[Verdict | Overdue] = deque()
+        self.arrived: list[tuple[Books, Proposal | Rest | Overdue | Verdict | Withdraw]] = []
         self.late = {"drafter": 0, "target": 0}
         self.commits: list[Commit] = []
         self.is_closed_from_outside = False
         self.has_withdrawn = False
+        self.last_overdue: Overdue | None = None
         self.whole, self.finish_reason = self.read_to_the_end(max_tokens, room, stop_tokens)
 
     def true_token(self, position: int) -> int:
@@ -689,6 +695,15 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.drafter.rest(message)
         assert self.drafter.state is State.RESTING
         self.to_target.append(message)
+
+    @precondition(lambda self: self.target.state in (State.PROPOSING, State.RESTING))
+    @rule(num_rounds=st.integers(1, 4))
+    def wait_no_longer(self, num_rounds):
+        message = Overdue(SESSION, max(self.target.round, self.target.rests_until) + num_rounds)
+        assert self.target.rest(message)
+        assert self.target.state is State.RESTING
+        self.to_drafter.append(message)
+        self.last_overdue = message
 
     @precondition(lambda self: not self.has_withdrawn)
     @rule(overtakes=st.booleans())
@@ -741,17 +756,22 @@ class TwoCopies(RuleBasedStateMachine):
     def deliver_to_drafter(self):
         self.deliver(self.drafter, self.to_drafter.popleft())
 
-    def deliver(self, to: Books, message: Proposal | Rest | Verdict | Withdraw) -> None:
+    def deliver(self, to: Books, message: Proposal | Rest | Overdue | Verdict | Withdraw) -> None:
         """The first arrival of a message."""
         if isinstance(message, Withdraw):
             on_the_table = to.outstanding
             to.withdraw(message)
             assert to.outstanding is on_the_table
             assert to.state in (State.UNDRAFTED, State.CLOSED)
-        elif isinstance(message, Rest):
-            assert to.rest(message) is (to.state not in (State.UNDRAFTED, State.CLOSED))
+        elif isinstance(message, Rest | Overdue):
+            # Both sides may have sent one at the same time, and then the later end holds.
+            is_over = to.state in (State.UNDRAFTED, State.CLOSED) or message.until <= max(to.round, to.rests_until)
+            assert to.rest(message) is not is_over
         else:
-            is_late = to.state is State.CLOSED or (isinstance(message, Proposal) and to.state is State.UNDRAFTED)
+            # A proposal may come to a target that has gone on alone, for a round or for good.
+            is_late = to.state is State.CLOSED or (
+                isinstance(message, Proposal) and (to.state is not State.PROPOSING or message.round < to.round)
+            )
             assert bool(hear(to, message)) is not is_late
             self.late["target" if to is self.target else "drafter"] += is_late
         self.arrived.append((to, message))
@@ -763,7 +783,7 @@ class TwoCopies(RuleBasedStateMachine):
         before = snapshot(to)
         if isinstance(message, Withdraw):
             to.withdraw(message)
-        elif isinstance(message, Rest):
+        elif isinstance(message, Rest | Overdue):
             assert not to.rest(message)
         else:
             assert not hear(to, message)
@@ -812,13 +832,15 @@ class TwoCopies(RuleBasedStateMachine):
     def the_target_is_no_further_than_the_drafter_let_it_go(self):
         if self.drafter is None or self.has_withdrawn or self.is_closed_from_outside:
             return
+        # By itself, or without waiting for it any more.
+        alone_until = 0 if self.last_overdue is None else self.last_overdue.until
         match self.drafter.state:
             case State.PROPOSING:
-                assert self.target.round == self.drafter.round
+                assert self.drafter.round <= self.target.round <= max(self.drafter.round, alone_until)
             case State.VERIFYING:
-                assert self.target.round - self.drafter.round in (0, 1)
+                assert self.drafter.round <= self.target.round <= max(self.drafter.round + 1, alone_until)
             case State.RESTING:
-                assert self.drafter.round <= self.target.round <= self.drafter.rests_until
+                assert self.drafter.round <= self.target.round <= max(self.drafter.rests_until, alone_until)
 
     def teardown(self) -> None:
         if self.drafter is None:

@@ -33,7 +33,9 @@ from protocol.errors import (
     RuntimeBrokenError,
     RuntimeClosedError,
     StreamBusyError,
+    StreamFailedError,
 )
+from protocol.lookahead import Chain
 from protocol.messages import Message, Proposal, Verdict
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -41,6 +43,11 @@ TEXT = continuation(PROMPT, 12)
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "prefill_step_size": 2}
 # Verdicts come while the drafter rests; and while it drafts.
 PRICES = {"quick drafter": priced(draft=0.5, verify=8.0), "slow drafter": priced(draft=8.0, verify=3.0)}
+
+
+def from_now_on(n: int) -> range:
+    """The n-th call, and all after it."""
+    return range(n, 10**6)
 
 
 def drafter(**changes: Any) -> ScriptedModel:
@@ -148,7 +155,7 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
     lookahead: Any, price: str
 ) -> None:
     async def fail_at(n: int) -> None:
-        target = ScriptedModel(truthful, fails={"feed": {n}})
+        target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
         with trio.fail_after(10_000):
             async with simulated(target, drafter(), price=PRICES[price], schedule=n) as simulation:
                 stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
@@ -169,9 +176,9 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
 
 
 @pytest.mark.parametrize("with_drafter", [True, False])
-def test_a_target_that_fails_ends_every_stream_with_its_error(with_drafter: bool) -> None:
+def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(with_drafter: bool) -> None:
     async def fail_at(n: int) -> None:
-        target = ScriptedModel(truthful, fails={"feed": {n}})
+        target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
         with trio.fail_after(10_000):
             async with (
                 simulated(target, drafter() if with_drafter else None, schedule=n) as simulation,
@@ -199,7 +206,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
     autojump_clock: Any,
 ) -> None:
     # Another session's feed fails, when this one's buffer is full and a round waits to enter it.
-    target = ScriptedModel(truthful, fails={"feed": {60}})
+    target = ScriptedModel(truthful, fails={"feed": from_now_on(60)})
     async with simulated(target, drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=2)
         await trio.sleep(1000)
@@ -211,10 +218,125 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         assert PROMPT + got == simulation.target_worker.parts.ever[0].books.committed
 
 
+@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+def test_a_feed_that_fails_once_ends_its_stream_with_the_error_and_no_other(lookahead: Any) -> None:
+    async def fail_at(n: int) -> None:
+        target = ScriptedModel(truthful, fails={"feed": {n}})
+        async with simulated(target, drafter(), schedule=n) as simulation:
+            failures: list[StreamFailedError] = []
+            lengths: list[int] = []
+
+            async def one(prompt: list[int]) -> None:
+                got: list[int] = []
+                try:
+                    await read_into(got, simulation.runtime.stream(prompt, max_tokens=30, lookahead=lookahead))
+                except StreamFailedError as failure:
+                    failures.append(failure)
+                else:
+                    lengths.append(len(got))
+                assert got == continuation(prompt, len(got))
+
+            with trio.fail_after(10_000):
+                async with trio.open_nursery() as nursery:
+                    for i in range(3):
+                        nursery.start_soon(one, [i, i, i])
+            assert lengths == [30, 30]
+            assert [type(failure.__cause__) for failure in failures] == [ScriptedFailure]
+            assert f"feed {n} failed" in str(failures[0])
+            assert simulation.runtime.health().ok
+            # And so it stays for the next one.
+            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
+
+    for n in range(1, 30, 2):
+        run(fail_at, n)
+
+
 @pytest.mark.parametrize("call", ["open", "close"])
-async def test_a_target_that_fails_in_anything_else_breaks_the_runtime(call: str, autojump_clock: Any) -> None:
+async def test_anything_else_that_fails_once_ends_its_stream_and_no_other(call: str, autojump_clock: Any) -> None:
     with trio.fail_after(10_000):
         async with simulated(ScriptedModel(truthful, fails={call: {1}}), drafter()) as simulation:
+            first = simulation.runtime.stream(PROMPT, **SETTINGS)
+            other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
+            if call == "open":
+                with pytest.raises(StreamFailedError, match="open 1 failed"):
+                    await collect(first)
+            else:  # by then the text is whole
+                assert await collect(first) == TEXT
+            assert await collect(other) == continuation([1, 2, 3], 100)
+
+
+class Unforeseen(Exception):
+    """What nothing here has ever heard of."""
+
+
+@pytest.mark.parametrize("what", ["find_stop", "receive"])
+async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_other(
+    what: str, autojump_clock: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise Unforeseen("by chance")
+
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+            stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
+            other = simulation.runtime.stream([1, 2, 3], max_tokens=30, lookahead=2)
+            if what == "find_stop":
+                simulation.runtime._sessions[0].find_stop = fail
+            else:
+                simulation.target_worker.parts[0].receive = fail  # type: ignore[method-assign]
+            with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
+                await collect(stream)
+            assert await collect(other) == continuation([1, 2, 3], 30)
+
+
+@pytest.mark.parametrize("what", ["proposal", "expansion", "leash"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_session_alone(
+    what: str, at: int, autojump_clock: Any, caplog: Any
+) -> None:
+    num_calls = 0
+    policies: list[Any] = []
+
+    class Erring:
+        """A fixed lookahead, one of whose decisions fails; for the first session."""
+
+        num_guesses = 1
+
+        def __init__(self) -> None:
+            self._chain = Chain(2)
+            self._is_first = not policies
+            policies.append(self)
+
+        def __getattr__(self, name: str) -> Any:
+            nonlocal num_calls
+            if name == what and self._is_first:
+                num_calls += 1
+                if num_calls == at:
+                    raise Unforeseen(name)
+            return getattr(self._chain, name)
+
+    got: dict[int, Any] = {}
+    async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
+
+        async def one(i: int) -> None:
+            got[i] = await simulation.runtime.generate([i, i, i], max_tokens=30, lookahead=2)
+
+        with trio.fail_after(10_000):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one, 0)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(one, 1)
+    for i, completion in got.items():
+        assert ids(completion.tokens) == continuation([i, i, i], 30)
+        assert completion.statistics.draft_failures == (i == 0)
+    assert got[1].statistics.accepted > 0
+    assert num_calls >= at
+
+
+@pytest.mark.parametrize("call", ["open", "close"])
+async def test_a_target_that_fails_in_anything_else_for_good_breaks_the_runtime(call: str, autojump_clock: Any) -> None:
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful, fails={call: from_now_on(1)}), drafter()) as simulation:
             other = simulation.runtime.stream([1, 2, 3], max_tokens=100)
             first = simulation.runtime.stream(PROMPT, **SETTINGS)
             await trio.sleep(20)
@@ -256,7 +378,7 @@ async def test_a_runtime_is_healthy_until_it_is_left(draft: str, alive: bool | N
 
 
 async def test_a_target_that_fails_is_no_longer_healthy_and_a_drafter_that_fails_is(autojump_clock: Any) -> None:
-    target, draft = ScriptedModel(truthful, fails={"feed": {30}}), drafter(fails={"feed": {4}})
+    target, draft = ScriptedModel(truthful, fails={"feed": from_now_on(30)}), drafter(fails={"feed": {4}})
     async with simulated(target, draft) as simulation:
         assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
         assert simulation.runtime.statistics().draft_failures == 1

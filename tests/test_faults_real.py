@@ -44,8 +44,13 @@ async def kill(worker: Any) -> None:
         await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))  # type: ignore[arg-type,return-value]
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int) -> Callable[[], int]:
-    """Have the n-th call of a method of a model's lines raise; returns how often it was called."""
+def fail_at(
+    monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int, *, for_good: bool = False
+) -> Callable[[], int]:
+    """Have the n-th call of a method of a model's lines raise, or all from there on.
+
+    Returns: what says how often it was called.
+    """
     calls = 0
     method = getattr(MLXLine, name)
 
@@ -53,7 +58,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, 
         nonlocal calls
         if line._model is vocab_model:
             calls += 1
-            if calls == at:
+            if calls == at or (for_good and calls > at):
                 raise Fault(f"{name} {at}")
         return method(line, *arguments, **keywords)
 
@@ -93,13 +98,45 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
     [(True, *moment) for moment in MOMENTS]
     + [(False, *moment) for moment in MOMENTS if moment[0] not in ("prepare", "rewind")],
 )
-async def test_a_targets_job_that_raises_ends_every_stream_with_its_error(
+async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and_no_other(
+    monkeypatch: Any, name: str, at: int, with_drafter: bool
+) -> None:
+    target, draft = pair()
+    text = greedy(target, PROMPT, 10)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (draft, None) if with_drafter else None) as rt:
+            fail_at(monkeypatch, name, target, at)
+            failures: list[runtime.StreamFailedError] = []
+            texts: list[list[int]] = []
+
+            async def one() -> None:
+                try:
+                    texts.append(ids((await rt.generate(PROMPT, **SETTINGS)).tokens))
+                except runtime.StreamFailedError as failure:
+                    failures.append(failure)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(one)
+                nursery.start_soon(one)
+            if name == "close":  # by then the text is whole
+                assert texts == [text, text]
+            else:
+                assert texts == [text]
+                assert [type(failure.__cause__) for failure in failures] == [Fault]
+            assert rt.health().ok
+            assert ids((await rt.generate(PROMPT, **SETTINGS)).tokens) == text
+    assert threads() == []
+
+
+@pytest.mark.parametrize("with_drafter", [True, False])
+@pytest.mark.parametrize(("name", "at"), [moment for moment in MOMENTS if moment[0] in ("feed", "close")])
+async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_error(
     monkeypatch: Any, name: str, at: int, with_drafter: bool
 ) -> None:
     target, draft = pair()
     with trio.fail_after(60):
         async with runtime.open((target, None), (draft, None) if with_drafter else None) as rt:
-            fail_at(monkeypatch, name, target, at)
+            fail_at(monkeypatch, name, target, at, for_good=True)
             first, second = rt.stream(PROMPT, **SETTINGS), rt.stream(PROMPT, **{**SETTINGS, "max_tokens": None})
             with pytest.raises(runtime.RuntimeBrokenError) as broken:
                 await read_all(first, second)
@@ -107,6 +144,87 @@ async def test_a_targets_job_that_raises_ends_every_stream_with_its_error(
             with pytest.raises(runtime.RuntimeBrokenError):
                 rt.stream(PROMPT)
     assert threads() == []
+
+
+# --- a drafter that hangs -------------------------------------------------------------------------
+
+
+class Hanging(nn.Module):
+    """A model one of whose calls does not come back until it is let.
+
+    It hangs by Python's own means, so that its thread can be left behind by a process that goes on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._wrapped = model
+        self.hang_at: int | None = None
+        self.num_calls = 0
+        self.let_go_on = threading.Event()
+
+    @property
+    def layers(self) -> Any:
+        return self._wrapped.layers
+
+    @property
+    def args(self) -> Any:
+        return self._wrapped.args
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.num_calls += 1
+        if self.hang_at is not None and self.num_calls >= self.hang_at:
+            self.let_go_on.wait()
+        return self._wrapped(*arguments, **keywords)
+
+
+@pytest.fixture
+def impatience(monkeypatch: Any) -> None:
+    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 0.05)
+    monkeypatch.setattr("actors.worker.HANG_TIMEOUT_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("is_left_open", [False, True])
+async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_runtime(
+    is_left_open: bool, caplog: Any
+) -> None:
+    target, draft = pair()
+    hanging = Hanging(draft)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            hanging.hang_at = hanging.num_calls + 6
+            stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
+            assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
+            assert stream.statistics().draft_timeouts == 1
+            assert rt.health() == runtime.Health(target=True, draft=False)
+            # Whoever comes next is served as well.
+            assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
+            if is_left_open:
+                unread = rt.stream(PROMPT, max_tokens=None, lookahead=2)
+                await anext(unread)
+    assert "the draft model hangs" in caplog.text
+    hanging.let_go_on.set()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
+    target, draft = pair()
+    hanging = Hanging(draft)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            hanging.hang_at = hanging.num_calls + 6
+            got: list[int] = []
+            async with rt.stream(PROMPT, max_tokens=400, lookahead=2) as stream:
+                async for token in stream:
+                    got.append(token.id)
+                    if stream.statistics().draft_timeouts and not hanging.let_go_on.is_set():
+                        assert not rt.health().draft
+                        hanging.hang_at = None
+                        hanging.let_go_on.set()
+                        accepted = stream.statistics().accepted
+            assert got == greedy(target, PROMPT, 400)
+            assert stream.statistics().accepted > accepted
+            assert rt.health().ok
 
 
 async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:

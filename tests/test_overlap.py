@@ -103,7 +103,8 @@ async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_let
     draft_price: float, autojump_clock: Any
 ) -> None:
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+    # Draft steps end at the very moments at which verifies do; in this schedule they are heard of first.
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, schedule=4) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=80)
     verifies, drafts = simulation.spans("target", "verify"), simulation.spans("draft", "draft")
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import attrs
 import trio
@@ -39,8 +39,7 @@ class Limits:
         max_prompt_tokens: of a prompt; None for what the context holds.
         max_tokens: of an answer for which no number is given.
         max_tokens_limit: most that may be asked for; None for what the context holds.
-        prefill_step_size: tokens of a prompt that are read in one pass: so long others wait, and a client's leaving
-            goes unheeded by the models.
+        prefill_step_size: see `Settings`; for so long others wait, and a client's leaving goes unheeded by the models.
         body_s: seconds within which a body must have come.
         schema_s: seconds within which a JSON schema must be ready to be kept to.
         stalled_s: seconds that a client may leave what it is sent unread.
@@ -50,7 +49,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_tokens: int = 512
     max_tokens_limit: int | None = None
-    prefill_step_size: int = 512
+    prefill_step_size: int | Literal["auto"] = "auto"
     body_s: float = 30.0
     schema_s: float = 10.0
     stalled_s: float = 60.0

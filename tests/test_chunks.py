@@ -1,0 +1,110 @@
+"""How many prompt tokens go into one forward pass: as many as is cheap, and no more than fit into the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from models import greedy, llama, prompt_of
+from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
+
+import runtime
+from actors.worker import Job
+from protocol.chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, ChunkSize
+from protocol.trace import Span
+
+
+def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
+    """The sizes of the first passes on a device on which a pass takes so long."""
+    chunk_size = ChunkSize()
+    passes = []
+    for _ in range(num_passes):
+        passes.append(chunk_size())
+        chunk_size.observe(passes[-1], seconds_of(passes[-1]))
+    return passes
+
+
+def test_sizes_double_while_that_is_cheap_and_fits() -> None:
+    # Half a millisecond a token, however many: 256 of them fit into a fifth of a second.
+    assert sizes(lambda n: 0.0005 * n, 7) == [16, 32, 64, 128, 256, 256, 256]
+
+
+def test_a_fast_device_reads_the_most_at_once() -> None:
+    passes = sizes(lambda n: 0.01 + n * 1e-5, 12)
+    assert passes[-1] == LARGEST
+    assert sorted(passes) == passes
+
+
+def test_a_slow_device_reads_no_more_than_fits() -> None:
+    passes = sizes(lambda n: 0.01 * n, 20)
+    assert set(passes) == {SMALLEST}
+    assert max(0.01 * n for n in passes) <= MAX_PASS_S
+
+
+def test_a_device_that_is_too_slow_for_any_size_makes_the_shortest_passes() -> None:
+    assert set(sizes(lambda n: 0.05 * n, 10)) == {SMALLEST}
+
+
+def test_large_passes_that_buy_nothing_are_not_made() -> None:
+    # As FACTS of a CPU: above 64 tokens, a token costs more.
+    passes = sizes(lambda n: n * (0.0001 if n <= 64 else 0.0002), 10)
+    assert passes[-1] == 64
+
+
+def test_a_device_that_gets_slower_has_shorter_passes() -> None:
+    chunk_size = ChunkSize()
+    for _ in range(10):
+        n = chunk_size()
+        chunk_size.observe(n, n * 1e-4)
+    before = chunk_size()
+    for _ in range(40):
+        n = chunk_size()
+        chunk_size.observe(n, n * 2e-3)
+    assert chunk_size() < before
+    assert chunk_size() * 2e-3 <= MAX_PASS_S
+
+
+def test_the_end_of_a_prompt_says_nothing_of_a_size() -> None:
+    chunk_size = ChunkSize()
+    for n in (1, 5, 17, 100, 4096):
+        chunk_size.observe(n, 100.0)
+    assert chunk_size() == SMALLEST
+
+
+# --- at work --------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_is_read_in_passes_that_fit_into_the_time(autojump_clock: Any) -> None:
+    def price(job: Job[Any]) -> float:
+        return 0.001 * job.num_tokens if job.kind == "prefill" else priced()(job)
+
+    prompt = [i % 60 for i in range(1000)]
+    async with simulated(ScriptedModel(truthful), price=price) as simulation:
+        assert await text_of(simulation, prompt, max_tokens=4) == continuation(prompt, 4)
+        passes = simulation.spans("target", "prefill")
+    assert max(span.num_tokens for span in passes) == 128
+    assert max(span.ended - span.began for span in passes) <= MAX_PASS_S
+    assert sum(span.num_tokens for span in passes) == 999
+
+
+async def test_a_number_stays_a_number(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        await text_of(simulation, [i % 60 for i in range(101)], max_tokens=4, prefill_step_size=30)
+    assert [span.num_tokens for span in simulation.spans("target", "prefill")] == [30, 30, 30, 10]
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | None) -> None:
+    target, spans = llama(0), list[Any]()
+    prompt = prompt_of(200)
+    async with runtime.open(
+        (target, None), kv_bits=kv_bits, kv_group_size=32, quantized_kv_start=50, trace=spans.append
+    ) as rt:
+        completion = await rt.generate(prompt, max_tokens=8)
+    passes = [span.num_tokens for span in spans if isinstance(span, Span) and span.kind == "prefill"]
+    assert (passes == [199]) is (kv_bits is not None)
+    assert FIXED_SIZE == 2048
+    if kv_bits is None:
+        assert passes[0] == SMALLEST
+        assert [token.id for token in completion.tokens] == greedy(target, prompt, 8)
