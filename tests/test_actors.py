@@ -242,6 +242,17 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     assert statistics.acceptance_rate == pytest.approx(agreement, abs=0.25)
 
 
+@pytest.mark.parametrize("undo", ["nothing", "by checkpoint"])
+async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, autojump_clock: Any) -> None:
+    # With checkpoints, what was accepted is now and then fed again in a pass of its own, which settles it.
+    target = ScriptedModel(truthful, undo=never, keeps_states=undo == "by checkpoint")
+    async with simulated(target, ScriptedModel(agreeing(0.5))) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=40, lookahead=3) == continuation(PROMPT, 40)
+        spans = simulation.spans("target", "prefill", "verify")
+    assert [span.num_tokens for span in spans] == [len(tokens) for _, tokens in target.lines[0].fed]
+    assert any(span.num_tokens == 1 for span in spans) is (undo == "nothing")
+
+
 async def test_a_drafter_that_is_always_right_is_always_right_for_a_target_that_cannot_rewind(
     autojump_clock: Any,
 ) -> None:

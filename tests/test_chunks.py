@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from models import greedy, llama, prompt_of
+from architectures import build
+from models import greedy, prompt_of
 from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
 
 import runtime
@@ -96,8 +97,8 @@ async def test_a_number_stays_a_number(autojump_clock: Any) -> None:
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
 async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | None) -> None:
-    target, spans = llama(0), list[Any]()
-    prompt = prompt_of(200)
+    target, spans = build("qwen3", head_dim=32), list[Any]()
+    prompt = [token % 60 for token in prompt_of(200)]
     async with runtime.open(
         (target, None), kv_bits=kv_bits, kv_group_size=32, quantized_kv_start=50, trace=spans.append
     ) as rt:
