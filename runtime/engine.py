@@ -120,7 +120,8 @@ class Runtime:
             SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
                 no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
-            ProcessorError: a logits processor cannot say its state.
+            ProcessorError: a logits processor cannot say its state. (One that another stream is calling at this moment
+                is asked later, on a model's thread, and the error comes out of the stream: nobody waits here.)
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         return self._begin(self._intake.opened(prompt, self._check_asked(settings)))
