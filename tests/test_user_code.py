@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
-from models import VOCAB_SIZE, llama, near, prompt_of
 from mlx_lm.generate import generate_step
+from models import VOCAB_SIZE, llama, near, prompt_of
 
 import runtime
 from actors.shaping import Shaping
