@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
-from actors.user_code import UserProcessors
+from actors.user_code import UserProcessors, UserSampler
 from protocol.messages import Open
 from protocol.processors import LogitsProcessor
 from protocol.randomness import Purpose, key_for
@@ -65,13 +65,15 @@ class Shaping:
         self._penalties = _penalties(settings)
         self._own = UserProcessors(settings.logits_processors, len(opened.prompt))
         self._filters = _filters(settings) if settings.temperature > 0 else []
+        self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
         # How many tokens before a position are to be known: all (None), or so many.
-        self._look_back = None if self._own else max((size for _, size in self._penalties), default=0)
+        sizes = [size for _, size in self._penalties]
+        self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
 
     @property
     def runs_user_code(self) -> bool:
         """Whether a user's code has a say, which is called with what is computed and evaluated at once."""
-        return len(self._own) > 0
+        return len(self._own) > 0 or self._sampler is not None
 
     @property
     def needs_text(self) -> bool:
@@ -146,6 +148,13 @@ class Shaping:
             logprobs = apply(logprobs, partial(self._coins, start, logits.shape[0]))
         return logprobs
 
+    def sample(self, logits: mx.array) -> mx.array | None:
+        """What the user's sampler chooses by each row of logits (n, V): (n,) ids; None where there is no sampler.
+
+        Raises: ProcessorError: the sampler failed.
+        """
+        return None if self._sampler is None else self._sampler(logits)
+
     def shape(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
         """`process`, then `filter`."""
         return self.filter(self.process(logits, tail, start), start)
@@ -162,7 +171,7 @@ class Shaping:
 
     def _penalised(self, logits: mx.array, tokens: mx.array) -> mx.array:
         for processor, size in self._penalties:
-            logits = processor(tokens[-size:], logits)
+            logits = processor(tokens if size is None else tokens[-size:], logits)
         return logits
 
 
@@ -182,15 +191,17 @@ _MOST_TOKENS = 2**31 - 1
 _LEAST_TOP_P = 1e-30
 
 
-def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int]]:
-    """Each penalty that is on, and how many tokens it looks back."""
+def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int | None]]:
+    """Each penalty that is on, and how many tokens it looks back; None for all."""
     found = []
     for name in ("repetition", "presence", "frequency"):
-        size = min(getattr(settings, f"{name}_context_size"), _MOST_TOKENS)
+        size: int | None = getattr(settings, f"{name}_context_size")
+        # mlx-lm cuts the text as well, and takes no None.
+        most = _MOST_TOKENS if size is None else min(size, _MOST_TOKENS)
         made = make_logits_processors(
-            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": size}
+            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": most}
         )
-        found += [(processor, size) for processor in made]
+        found += [(processor, None if size is None else most) for processor in made]
     return found
 
 

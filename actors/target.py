@@ -317,7 +317,7 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     processed = session.shaping.process(logits, tail, proposal.start)
     peaks = Peaks.of(logits, processed)
     filtered = session.shaping.filter(processed, proposal.start)
-    judgement = judge(filtered, drafted, proposal, session.opened, peaks.arrays())
+    judgement = judge(filtered, drafted, proposal, session, peaks.arrays())
     num_fed = 0 if single_step else judgement.num_accepted
     if judgement.num_accepted + (judgement.token is not None) > (num_sound := peaks.num_sound()):
         if num_sound == 0:
@@ -338,10 +338,10 @@ def asked_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -
 
 
 def judge(
-    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open, beside: Sequence[mx.array]
+    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, session: Session, beside: Sequence[mx.array]
 ) -> Judgement:
     """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens; evaluates `beside`, too."""
-    settings = opened.settings
+    opened, settings = session.opened, session.opened.settings
     if settings.rule == "match":
         return judge_by_match(
             logits,
@@ -350,6 +350,7 @@ def judge(
             seed=opened.seed,
             start=proposal.start,
             beside=beside,
+            chosen=session.shaping.sample(logits),
         )
     return judge_by_rejection(
         logits,
@@ -437,7 +438,9 @@ class PlainDecoder:
         """What comes of the model's logits (1, V), once they are processed; lazy."""
         settings, seed = self._opened.settings, self._opened.seed
         filtered = self._shaping.filter(logits, position)
-        if settings.rule == "match":
+        if (chosen := self._shaping.sample(filtered)) is not None:
+            token = chosen
+        elif settings.rule == "match":
             token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
         else:
             probs = distribution(filtered[0], settings.temperature)

@@ -1,4 +1,4 @@
-"""A user's logits processors, on the models' threads: called, evaluated, and told apart from the models.
+"""A user's logits processors and sampler, on the models' threads: called, evaluated, and told apart from the models.
 
 MLX computes later than it is asked to. So an error in what a processor returned would come up in the middle of a
 model's pass, and look like the model's. Here the logits are evaluated before a processor gets them, outside of any
@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
 from protocol.errors import ProcessorError
-from protocol.processors import Checkpointed, LogitsProcessor, Stateless
+from protocol.processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
 # States of one processor that are kept: those of what is drafted, and of the text behind it.
 MOST_STATES = 256
@@ -89,6 +89,52 @@ def _called(processor: LogitsProcessor | _Recalled, ids: tuple[int, ...], tokens
     return result
 
 
+class UserSampler:
+    """The `sampler` of one session, for both models."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._named = f"the sampler {name_of(sampler)}"
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Choose a token by each row, the first row first. Costs two synchronisations.
+
+        Args:
+            logits: (n, V) processed, lazy or not.
+
+        Returns: (n,) ids, evaluated; 0 for a row that is not of numbers, by which nothing can be chosen.
+        Raises: ProcessorError: the sampler raised, or returned something else than an id. What evaluating `logits`
+            raises, which is the model's.
+        """
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        are_sound = mx.isfinite(mx.max(logits, axis=-1))
+        mx.eval(logprobs, are_sound)
+        chosen = [
+            self._chosen(logprobs[i : i + 1]) if is_sound else mx.array([0])
+            for i, is_sound in enumerate(cast(list[bool], are_sound.tolist()))
+        ]
+        evaluate_guarded(self._named, chosen)
+        ids = [cast(int, token.item()) for token in chosen]
+        for id in ids:
+            if not 0 <= id < logits.shape[-1]:
+                raise ProcessorError(f"{self._named} must return ids in [0, {logits.shape[-1] - 1}], got {id}")
+        return mx.array(ids)
+
+    def _chosen(self, logprobs: mx.array) -> mx.array:
+        try:
+            token = self._sampler(logprobs)
+        # Somebody else's code, as a processor is.
+        except Exception as error:
+            raise ProcessorError(f"{self._named} raised {type(error).__name__}: {error}") from error
+        if not isinstance(token, mx.array) or token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
+            is_array = isinstance(token, mx.array)
+            got = f"shape {token.shape} of {token.dtype}" if is_array else f"a {type(token).__name__}"
+            raise ProcessorError(
+                f"{self._named} must return an array of one whole number, the id of a token, got {got}"
+            )
+        return token
+
+
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
     """Evaluate what somebody else's code returned.
 
@@ -111,7 +157,7 @@ def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
 
 
 def name_of(code: object) -> str:
-    """The name of a processor, which asks nothing of it that may fail."""
+    """The name of a processor or sampler, which asks nothing of it that may fail."""
     if isinstance(code, _Recalled):
         return name_of(code.processor)
     if isinstance(code, Stateless):

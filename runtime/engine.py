@@ -194,8 +194,8 @@ class Runtime:
             any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
                 the text that comes is the same under the match rule. A runtime without a draft model leaves out what
                 the file has of one, and where the file has none, the draft model reads the text anew.
-            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`,
-                they must be given again, or [] to go on without.
+            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`
+                or a `sampler`, they must be given again, or [] or None to go on without.
 
         Raises: and then nothing has changed:
             SessionFileError: the file cannot be read (the system's error is the cause), is no saved session, is of a

@@ -9,8 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from architectures import ARCHITECTURES
-from architectures import build as built
 from mlx_lm.models import phi3small
 from models import VOCAB_SIZE, Wrapped, llama, mamba, prompt_of
 from scripted import ScriptedFailure, ScriptedModel, truthful
@@ -86,23 +84,6 @@ def test_a_model_that_works_passes_a_probe_however_often(build: Any) -> None:
     model = MLXModel(build(), CacheOptions())
     for _ in range(3):
         probe(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_passes_a_probe_and_says_the_same_afterwards(name: str) -> None:
-    model = MLXModel(built(name), CacheOptions())
-    before = said(model)
-    probe(model)
-    assert mx.array_equal(said(model), before)
-
-
-def said(model: MLXModel) -> mx.array:
-    """Logits for the tokens of a prompt, one after the other."""
-    line = model.open_line(beside_another=False)
-    rows = [line.feed((token,), 1) for token in (11, 7, 52)]
-    line.close()
-    return mx.stack([row for row in rows if row is not None])
 
 
 def test_a_probe_closes_its_line_whatever_comes() -> None:

@@ -99,6 +99,19 @@ async def test_penalties_reach_back_into_the_prompt_on_every_kind_of_cache(build
     assert ids(completion.tokens)[: len(reference)] == reference
 
 
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_penalties_may_look_back_to_the_beginning(lookahead: Any) -> None:
+    def penalties(size: int | None) -> dict[str, Any]:
+        strengths = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+        return strengths | {f"{name.removesuffix('_penalty')}_context_size": size for name in strengths}
+
+    reference = plain(TARGET, **penalties(10**6))
+    assert reference[:NUM_TOKENS] != plain(TARGET, **penalties(20))[: len(reference)]
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **penalties(None))
+    assert ids(completion.tokens)[: len(reference)] == reference
+
+
 async def test_a_drafter_that_knows_the_penalties_is_right_and_one_with_other_rows_does_no_harm() -> None:
     penalties = {"repetition_penalty": 2.5, "presence_penalty": 1.5, "logit_bias": {VOCAB_SIZE - 1: 2.0}}
     reference = plain(TARGET, **penalties)

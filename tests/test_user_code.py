@@ -10,7 +10,8 @@ import pytest
 import trio
 import trio.testing
 from mlx_lm.generate import generate_step
-from models import VOCAB_SIZE, llama, near, prompt_of
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
 
 import runtime
 from actors.shaping import Shaping
@@ -175,3 +176,103 @@ async def test_a_processor_that_is_in_a_call_is_asked_for_its_state_on_the_model
         with pytest.raises(runtime.ProcessorError, match=r"in save\(\)"):
             rt.stream(PROMPT, **settings)
         assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+# --- samplers -------------------------------------------------------------------------------------
+
+
+def second(logprobs: mx.array) -> mx.array:
+    """The likeliest token but one."""
+    assert logprobs.shape == (1, VOCAB_SIZE)
+    assert abs(mx.logsumexp(logprobs).item()) < 1e-4
+    return mx.argsort(logprobs, axis=-1)[:, -2]
+
+
+def plain(sampler: Any, model: Any = TARGET) -> list[int]:
+    return [token for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, sampler=sampler)]
+
+
+@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
+async def test_a_sampler_chooses_as_it_does_in_plain_decoding_however_far_is_drafted_ahead(build: Any) -> None:
+    model = build()
+    expected = plain(second, model)
+    assert expected != plain(None, model)
+    async with runtime.open((model, None), (near(model, noise=0.02), None)) as rt:
+        for lookahead in (0, 1, 3, "auto"):
+            completion = await rt.generate(
+                PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, sampler=runtime.stateless(second)
+            )
+            assert ids(completion) == expected
+            assert completion.statistics.draft_failures == 0
+            assert completion.statistics.accepted > 0 or lookahead != 3
+
+
+@pytest.mark.parametrize("draft", ["ngram", None])
+async def test_a_sampler_goes_with_processors_lookup_and_log_probabilities(draft: Any) -> None:
+    forbidden = plain(second)[0]
+    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logit_bias": {forbidden: -float("inf")}, "logprobs": 2}
+    async with runtime.open((TARGET, None), draft) as rt:
+        completion = await rt.generate(PROMPT, **asked, logits_processors=[harmless], sampler=runtime.stateless(second))
+    processors = make_logits_processors(logit_bias=asked["logit_bias"])
+    steps = generate_step(mx.array(PROMPT), TARGET, max_tokens=NUM_TOKENS, sampler=second, logits_processors=processors)
+    assert ids(completion) == [token for token, _ in steps]
+    assert [token.top_logprobs[1].id for token in completion.tokens] == ids(completion)
+
+
+async def test_mlx_lms_samplers_run_on_the_models_threads() -> None:
+    sampler = runtime.stateless(make_sampler(temp=0.9, top_p=0.95, min_p=0.01, top_k=30, xtc_probability=0.5))
+    async with runtime.open((TARGET, None), (TARGET, None)) as rt:
+        texts = [ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=2, sampler=sampler)) for _ in range(4)]
+    assert len({tuple(text) for text in texts}) > 1
+
+
+async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def counting(logprobs: mx.array) -> mx.array:
+        calls.append(len(calls))
+        return mx.argsort(logprobs, axis=-1)[:, -1 - len(calls) % 3]
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, sampler=counting)
+    assert len(calls) == NUM_TOKENS
+    assert completion.statistics.proposed == 0
+    calls.clear()
+    assert ids(completion) == plain(counting)
+    assert "the sampler" in caplog.text
+    assert "runtime.stateless" in caplog.text
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "raises": (lambda logprobs: 1 // 0, "raised ZeroDivisionError"),
+    "cannot be evaluated": (lambda logprobs: mx.argmax(logprobs + LAZY_HERE, axis=-1), "cannot be evaluated"),
+    "no array": (lambda logprobs: 3, "must return an array of one whole number.* got a int"),
+    "logits": (lambda logprobs: logprobs, r"must return .* got shape \(1, 80\)"),
+    "no id": (lambda logprobs: mx.array([0.5]), "must return .*float32"),
+    "beyond the vocabulary": (lambda logprobs: mx.array([VOCAB_SIZE]), r"must return ids in \[0, 79\], got 80"),
+    "below it": (lambda logprobs: mx.array([-1]), r"must return ids in \[0, 79\], got -1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) -> None:
+    sampler, says = WRONG[wrong]
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        for marked in (runtime.stateless(sampler), sampler):
+            with pytest.raises(runtime.ProcessorError, match=f"the sampler <lambda> {'(returned .*)?'}{says}"):
+                await rt.generate(PROMPT, lookahead=3, sampler=marked)
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+async def test_a_sampler_is_not_asked_to_choose_by_what_is_no_number() -> None:
+    def careful(logprobs: mx.array) -> mx.array:
+        assert not mx.isnan(logprobs).any().item()
+        return mx.argmax(logprobs, axis=-1)
+
+    class Spoilt(Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return super().__call__(inputs, cache) * float("nan")
+
+    async with runtime.open((Spoilt(llama()), None)) as rt:
+        with pytest.raises(runtime.NotANumberError):
+            await rt.generate(PROMPT, sampler=careful)
