@@ -47,7 +47,7 @@ MakePolicy = Callable[[Settings, Prices], Policy]
 
 def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
     """The policy that a session's settings ask for."""
-    return policy_for(settings.lookahead, prices, (settings.rule, round(settings.temperature, 1)))
+    return policy_for(settings.lookahead, prices, settings.manner)
 
 
 @attrs.define

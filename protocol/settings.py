@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.processors import LogitsProcessor
+from protocol.processors import LogitsProcessor, Sampler
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -22,7 +22,6 @@ SYNONYMS = {
     "num_speculative_tokens": "lookahead",
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
-    "sampler": "temperature",
     "stop_words": "stop",
     "stop_token_ids": "stop_tokens",
     "top_logprobs": "logprobs",
@@ -155,6 +154,20 @@ def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
             )
 
 
+def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and not callable(value):
+        raise SettingsError(
+            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {value!r}"
+        )
+
+
+# What a sampler of the user's takes the place of.
+_OF_SAMPLING = (
+    *("temperature", "draft_temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k"),
+    *("xtc_probability", "xtc_threshold", "xtc_special_tokens", "seed"),
+)
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
     """Settings of one generation.
@@ -167,6 +180,9 @@ class Settings:
         max_tokens: most tokens to generate, >= 1; None goes on until a stop or the end of the
             context. A generation never runs past the target's context either way.
         temperature: >= 0; 0 is greedy, and then the filters (`top_p` to `xtc_special_tokens`) do nothing.
+        draft_temperature: the drafter's own, >= 0; None takes `temperature`. At 0 it drafts its likeliest tokens. It
+            changes how many drafts stand, and no distribution: of either rule, exact for any drafter. At a
+            `temperature` of 0 both models are greedy, and this does nothing, like the filters.
         top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1
             keep all.
         min_p: keep tokens that are at least so likely, as a part of the likeliest's probability, in [0, 1]; 0 keeps
@@ -189,12 +205,18 @@ class Settings:
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
         frequency_penalty: likewise, once for each time that they occur there.
         repetition_context_size, presence_context_size, frequency_context_size: tokens, prompt included, that the
-            penalties look back, >= 1.
+            penalties look back, >= 1; None for the whole text.
         logits_processors: functions `f(tokens, logits)` as mlx-lm's: (n,) ids of the text so far, prompt included, and
             (1, V) logits of the target's width; each returns (1, V) logits. They run on the models' threads, in any
             order of texts and also for texts that are never committed. That is right for one that is marked with
             `runtime.stateless`, and for one that has `save()` and `restore(state)` (see `runtime.Checkpointed`); any
             other is taken to keep a state, and called on committed text alone, which means a lookahead of 0.
+        sampler: a function `f(logprobs)` as mlx-lm's, which chooses in the place of the temperature: (1, V)
+            log-probabilities of the target's, after `logits_processors`; returns (1,) ids. A drafted token stands
+            where it is what the function chooses (the match rule), so that each token is its choice by the target's
+            log-probabilities, be that drawn at random or not. One marked with `runtime.stateless` chooses for drafts
+            as well, on both models' threads; any other is called once for each token of the text alone, which means a
+            lookahead of 0. With a sampler, the temperature, the filters and the seed are to be left alone.
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
@@ -214,6 +236,9 @@ class Settings:
     temperature: float = attrs.field(
         default=0.0, converter=_real, validator=_number(0, _MOST, "use 0 for greedy decoding")
     )
+    draft_temperature: float | None = attrs.field(
+        default=None, converter=_real, validator=_number(0, _MOST, "0 drafts greedily", or_none="the temperature")
+    )
     top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 and 1 keep all tokens"))
     min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 keeps all tokens"))
     min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
@@ -231,21 +256,36 @@ class Settings:
     repetition_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
     )
-    repetition_context_size: int = attrs.field(default=20, validator=_integer(1))
+    repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     presence_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
-    presence_context_size: int = attrs.field(default=20, validator=_integer(1))
+    presence_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     frequency_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
-    frequency_context_size: int = attrs.field(default=20, validator=_integer(1))
+    frequency_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
+    sampler: Sampler | None = attrs.field(default=None, validator=_sampler)
     logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
     prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
     lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)
+
+    def __attrs_post_init__(self) -> None:
+        if self.sampler is None:
+            return
+        defaults = attrs.fields_dict(Settings)
+        if void := [name for name in _OF_SAMPLING if getattr(self, name) != defaults[name].default]:
+            raise SettingsError(
+                f"a sampler chooses by itself, so {', '.join(void)} would do nothing; leave out one or the other"
+            )
+        if self.acceptance == "rejection":
+            raise SettingsError(
+                'a sampler says what it chooses and not how likely that was, so acceptance="rejection" cannot judge by '
+                'it; leave it at "auto", or use temperature and the filters'
+            )
 
     @property
     def rule(self) -> Literal["match", "rejection"]:
@@ -255,6 +295,19 @@ class Settings:
         if self.acceptance == "auto":
             return "rejection" if self.seed is None else "match"
         return self.acceptance
+
+    @property
+    def drafting_temperature(self) -> float:
+        """The temperature at which the drafter chooses."""
+        if self.draft_temperature is None or self.temperature == 0:
+            return self.temperature
+        return self.draft_temperature
+
+    @property
+    def manner(self) -> tuple[object, ...]:
+        """How both models choose, so far as it decides what a drafter's confidence means."""
+        temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
+        return self.rule, *temperatures, self.sampler is not None
 
 
 def settings_from(keywords: dict[str, Any]) -> Settings:

@@ -120,7 +120,8 @@ class Runtime:
             SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
                 no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
-            ProcessorError: a logits processor cannot say its state.
+            ProcessorError: a logits processor cannot say its state. (One that another stream is calling at this moment
+                is asked later, on a model's thread, and the error comes out of the stream: nobody waits here.)
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         return self._begin(self._intake.opened(prompt, self._check_asked(settings)))
@@ -193,8 +194,8 @@ class Runtime:
             any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
                 the text that comes is the same under the match rule. A runtime without a draft model leaves out what
                 the file has of one, and where the file has none, the draft model reads the text anew.
-            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`,
-                they must be given again, or [] to go on without.
+            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`
+                or a `sampler`, they must be given again, or [] or None to go on without.
 
         Raises: and then nothing has changed:
             SessionFileError: the file cannot be read (the system's error is the cause), is no saved session, is of a

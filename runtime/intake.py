@@ -10,16 +10,17 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.model import Model
+from actors.user_code import name_of
 from protocol.errors import PromptTooLongError, SettingsError
 from protocol.messages import Open
-from protocol.processors import can_be_speculated_with
+from protocol.processors import Stateless, can_be_speculated_with
 from protocol.settings import MAX_SEED, Settings, check_vocabulary_size, settings_from
 from runtime.grammar import Grammar
 from runtime.text import Prompt, encode_prompt
 
 logger = logging.getLogger("outrider")
 
-_warned_of: set[str] = set()  # logits processors, once a process
+_warned_of: set[str] = set()  # logits processors and samplers, once a process
 
 
 class Intake:
@@ -92,15 +93,22 @@ class Intake:
 
 
 def _can_be_speculated(settings: Settings) -> bool:
-    """Whether all logits processors may be called on drafted text; says so, once, where one may not."""
-    careful = [processor for processor in settings.logits_processors if not can_be_speculated_with(processor)]
-    for processor in careful:
-        name = getattr(processor, "__qualname__", type(processor).__qualname__)
-        if name not in _warned_of:
+    """Whether all logits processors and the sampler may be called on drafted text; says so, once, where one may not."""
+    careful: list[tuple[str, object, str]] = [
+        ("logits processor", processor, "runtime.stateless if it keeps none, or give it save() and restore(state)")
+        for processor in settings.logits_processors
+        if not can_be_speculated_with(processor)
+    ]
+    # It does not hear of the text, so there is no state that it could be taken back to.
+    if settings.sampler is not None and not isinstance(settings.sampler, Stateless):
+        careful.append(("sampler", settings.sampler, "runtime.stateless if it keeps none"))
+    for kind, code, remedy in careful:
+        if (name := name_of(code)) not in _warned_of:
             _warned_of.add(name)
             logger.warning(
-                "the logits processor %s may keep a state, so nothing is drafted for streams that use it; mark it with "
-                "runtime.stateless if it keeps none, or give it save() and restore(state)",
+                "the %s %s may keep a state, so nothing is drafted for streams that use it; mark it with %s",
+                kind,
                 name,
+                remedy,
             )
     return not careful

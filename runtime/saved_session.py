@@ -87,11 +87,12 @@ def check_path(path: Any) -> FilePath:
 
 
 def settings_for_json(settings: Settings) -> dict[str, Any]:
-    """Settings by name, as JSON has them; without the processors."""
-    names = [field.name for field in attrs.fields(Settings) if field.name != "logits_processors"]
+    """Settings by name, as JSON has them; without the processors, and of a sampler only whether there is one."""
+    names = [field.name for field in attrs.fields(Settings) if field.name not in ("logits_processors", "sampler")]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has neither numbers for names nor infinity.
     values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
+    values["sampler"] = settings.sampler is not None
     return values
 
 
@@ -99,8 +100,8 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
     """The keywords of a session's settings, with others in the place of some of them.
 
     Raises:
-        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, and
-            none are given.
+        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, or a
+            `sampler`, and none are given.
         SessionFileError: the file's are not settings.
     """
     settings_from(dict(given))
@@ -110,6 +111,12 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
             "and not in the file; give logits_processors=[...] again, or [] to go on without"
         )
     saved = dict(session.settings)
+    # Files that were saved before there were samplers have no word of them.
+    if saved.pop("sampler", False) and "sampler" not in given:
+        raise SettingsError(
+            f"the session in {os.fspath(path)!r} had a sampler, which is a function and not in the file; give "
+            "sampler=... again, or None to go on without"
+        )
     try:
         if "logit_bias" in saved:
             saved["logit_bias"] = {id: -math.inf if bias is None else bias for id, bias in saved["logit_bias"]}

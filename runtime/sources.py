@@ -127,8 +127,9 @@ def check_integer(name: str, value: Any, low: int) -> None:
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
-    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
+    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
     """
+    name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
     if isinstance(source, tuple):
         built, tokenizer = source
         # On the caller's thread, since a lazy array can only be evaluated where it was made.
@@ -137,10 +138,9 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     try:
         if not isinstance(source, tuple):
             built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
-        model = await worker.run(Job("load", partial(MLXModel, built, options)))
+        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}")))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))

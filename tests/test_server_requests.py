@@ -61,6 +61,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"repetition_penalty": 2.5, "repetition_context_size": 10},
         {"repetition_penalty": 2.5, "repetition_context_size": 10},
     ),
+    "a context size of null": (
+        {"presence_penalty": 4, "presence_context_size": None},
+        {"presence_penalty": 4, "presence_context_size": None},
+    ),
     "logit_bias": ({"logit_bias": {"5": 3.5, "0": -100}}, {"logit_bias": {5: 3.5, 0: -100}}),
     "stop_tokens": ({"logit_bias": {"9": 50}, "stop_tokens": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
     "ignore_eos": ({"logit_bias": {"57": 50}, "ignore_eos": True}, {"logit_bias": {57: 50}, "ignore_eos": True}),
