@@ -193,10 +193,13 @@ class Arrivals:
         try:
             return await self._commits.receive()
         except trio.EndOfChannel:
-            # Nothing more comes, but what was committed already is the consumer's.
+            # Nothing more comes, but what was committed already is the consumer's. It may be the end of the text, which
+            # is no failure: an actor that is still at work would take it for one, and drop what it has cached.
+            if (unsent := self._take_unsent()) is not None:
+                return unsent
             if self._session.error is None:
                 self._session.error = RuntimeClosedError("the runtime was closed before the text was over")
-            return self._take_unsent()
+            return None
         except trio.ClosedResourceError:
             return None  # closed by another task, while this one was waiting
 
