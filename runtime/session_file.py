@@ -15,7 +15,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -162,7 +162,9 @@ def _force_to_disk(directory: Path) -> None:
 def read(path: Path_, check_cancelled: CheckCancelled = _never) -> Contents:
     """Read a file, and see that it is as it was written.
 
-    Nothing of it is kept in memory but its header before the checksum over all of it holds.
+    Nothing of it is kept in memory but its header before the checksum over all of it holds. What is kept then is
+    compared with the checksum again, as it is in memory: a file that is altered while it is read is refused, and one
+    that another is moved in the place of is read to its end.
 
     Args:
         path: of the file.
@@ -218,9 +220,14 @@ class _Reader:
         content = self._content(header.pop("__metadata__", None))
         data_begin = _LENGTH_BYTES + len(header_bytes)
         entries = self._entries(header, self.size - data_begin)
-        self._compare_checksum()
-        parsed = self._parsed(content, "what it says of itself")
-        return Contents(parsed, {entry.name: self._tensor(entry, data_begin) for entry in entries})
+        # First of all without keeping it, so that a file which is mostly a hole takes no memory.
+        beginning = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
+        checksum = self._checksum(beginning)
+        self.file.seek(data_begin)
+        tensors = {entry.name: self._tensor(entry) for entry in entries}
+        if self._digest([beginning, *(tensor.data for tensor in tensors.values())]) != checksum:
+            self._damaged("it was altered while it was read")
+        return Contents(self._parsed(content, "what it says of itself"), tensors)
 
     def _header_bytes(self) -> bytes:
         most = self.size - _LENGTH_BYTES - _DIGEST_BYTES
@@ -275,10 +282,10 @@ class _Reader:
                     return _Entry(name, dtype, tuple(shape), begin, end)
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
-    def _compare_checksum(self) -> None:
-        digest = hashlib.sha256()
-        self.file.seek(0)
-        left = self.size - _DIGEST_BYTES
+    def _checksum(self, beginning: bytes) -> bytes:
+        """The checksum at the file's end, which must be that of its beginning and of what comes next in it."""
+        digest = hashlib.sha256(beginning)
+        left = self.size - _DIGEST_BYTES - len(beginning)
         while left > 0:
             self.check_cancelled()
             chunk = self.file.read(min(left, _CHUNK_BYTES))
@@ -286,12 +293,22 @@ class _Reader:
                 self._damaged("it was cut short while it was read")
             digest.update(chunk)
             left -= len(chunk)
-        if self.file.read(_DIGEST_BYTES) != digest.digest():
+        checksum = digest.digest()
+        if self.file.read(_DIGEST_BYTES) != checksum:
             self._damaged("its checksum does not match: something in it was altered")
+        return checksum
 
-    def _tensor(self, entry: _Entry, data_begin: int) -> Tensor:
+    def _digest(self, views: Iterable[bytes | memoryview]) -> bytes:
+        digest = hashlib.sha256()
+        for view in views:
+            for begin in range(0, len(view), _CHUNK_BYTES):
+                self.check_cancelled()
+                digest.update(view[begin : begin + _CHUNK_BYTES])
+        return digest.digest()
+
+    def _tensor(self, entry: _Entry) -> Tensor:
+        """The tensor that comes next in the file."""
         data = memoryview(bytearray(entry.end - entry.begin))
-        self.file.seek(data_begin + entry.begin)
         done = 0
         while done < len(data):
             self.check_cancelled()

@@ -357,6 +357,56 @@ def test_a_file_that_is_mostly_a_hole_takes_no_memory(path: Path) -> None:
         tracemalloc.stop()
 
 
+def changed_once(change: Callable[[], None], call: int) -> Callable[[], None]:
+    """A `check_cancelled` that changes something at its so many-th call."""
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            change()
+
+    return check
+
+
+# The checksum's first and last piece, the tensor's, and those of what is in memory by then.
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_file_altered_while_it_is_read_is_refused_or_was_read_already(path: Path, call: int) -> None:
+    write(path, big())
+    size = path.stat().st_size
+
+    def alter() -> None:
+        with open(path, "r+b") as file:
+            file.seek(size - 33 - (call % 2) * (8 << 20))
+            file.write(b"\x01")
+
+    try:
+        contents = read(path, changed_once(alter, call))
+    except SessionFileError:
+        return
+    assert not any(contents.tensors["big"].data)
+
+
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_file_with_another_moved_in_its_place_is_read_to_its_end(path: Path, call: int) -> None:
+    write(path, big())
+
+    def replace() -> None:
+        write(path, Contents({"another": 1}, {"big": Tensor("U8", (9 << 20,), memoryview(b"\x01" * (9 << 20)))}))
+
+    contents = read(path, changed_once(replace, call))
+    assert contents.content == {}
+    assert not any(contents.tensors["big"].data)
+
+
+def test_a_file_cut_while_it_is_read_is_refused(path: Path) -> None:
+    for call in range(1, 7):
+        write(path, big())
+        with pytest.raises(SessionFileError, match="damaged"):
+            read(path, changed_once(lambda: os.truncate(path, 1 << 20), call))
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
