@@ -43,7 +43,7 @@ class Commits:
 
     def close(self) -> None:
         """See `Source.close`."""
-        self.stream._close()
+        self.stream._hang_up()
 
 
 class TokenStream:
@@ -92,6 +92,11 @@ class TokenStream:
     def answer(self) -> Answer:
         """What was given so far, told apart into what the model thinks and what it says."""
         return _NOTHING if self._source is None else self._source.reading.answer
+
+    @property
+    def tail(self) -> str:
+        """The text of the tokens given that was not given with them; see `runtime.TokenStream.tail`."""
+        return "" if self._source is None else self._source.reading.tail
 
     @property
     def is_closed(self) -> bool:
@@ -160,6 +165,8 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._is_closed:
+            if self._source is not None:
+                self._source.reading.end()
             self._relay.hang_up()
 
     def statistics(self) -> Statistics:
@@ -199,5 +206,6 @@ class TokenStream:
         if not self._is_closed:
             self._is_closed = True
             if self._source is not None:
+                self._source.reading.end()
                 self._source.arrivals.hang_up()
             self._relay.hang_up()

@@ -144,12 +144,21 @@ class Reading:
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
-            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text),
+            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
         self.num_given += 1
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
         return token
+
+    @property
+    def tail(self) -> str:
+        """The decoded text of the tokens given that was not given; see `TokenStream.tail`."""
+        return self._text.tail
+
+    def end(self) -> None:
+        """Note that nothing more is given."""
+        self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
         """Counts and rates so far; over the time up to now, or where it is over, up to the last token."""

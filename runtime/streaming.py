@@ -88,6 +88,17 @@ class TokenStream:
         return self._reading.stop_reason
 
     @property
+    def tail(self) -> str:
+        """The text of the tokens given that was not given with them, because it may begin a stop string or ends in an
+        incomplete character.
+
+        The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
+        cancellation or a failure it is what else there is of the text; while the stream goes on, what comes next is
+        given with a later token, unless it turns out to be a stop string. Empty once the text is over.
+        """
+        return self._reading.tail
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
         return self._is_closed
@@ -140,6 +151,7 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._is_closed:
+            self._reading.end()
             self._arrivals.hang_up()
 
     def statistics(self) -> Statistics:
@@ -163,6 +175,11 @@ class TokenStream:
         self._reading.begin(commit)
 
     def _close(self) -> None:
+        self._reading.end()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Have nothing more come. What has come already may still be read, by `runtime.aio`."""
         if not self._is_closed:
             self._is_closed = True
             self._arrivals.close()

@@ -969,6 +969,22 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
+            # So is what was withheld, once it is known that nothing more comes.
+            expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
+            stream = conversation.stream("\nclass ", stop=expected.text + "☂")
+            async for token in stream:
+                if token.index == 2:
+                    break
+            assert conversation.messages[-1]["content"] == ""
+            await stream.aclose()
+            assert (
+                conversation.messages[-1]["content"]
+                == stream.tail
+                == "".join(token.text for token in expected.tokens[:3])
+                != ""
+            )
+            said = [message["content"] for message in conversation.messages]
+
             # A turn that is dropped, or cancelled before its first token, makes room at once.
             conversation.stream("never heard")
             third = await conversation.generate("\nimport os")
