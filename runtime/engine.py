@@ -39,8 +39,8 @@ from runtime.intake import Intake
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
-from runtime.reading import Arrivals, Reading
-from runtime.saved_session import FilePath
+from runtime.reading import Arrivals, Progress, Reading
+from runtime.saved_session import FilePath, SavedStream
 from runtime.saving import Models
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
@@ -215,6 +215,36 @@ class Runtime:
             await models.fill(path, session, self._intake.is_drafted(settings_from(keywords)))
         return conversation
 
+    async def load_stream(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+        """A stream from a file of `TokenStream.save`, to go on behind the last token that was given.
+
+        The tokens go on with the index after the last. `max_tokens` counts from the stream's beginning; `statistics`
+        count what happens from now on. What is cached in the file is used as with `reuse_prefix`.
+
+        Args: as `load`. Processors that keep a state and can save and restore it find it again by themselves; any other
+            must be as it was.
+
+        Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
+
+        Raises: as `load`, and:
+            SettingsError: `max_tokens` is not above the number of tokens that the text has.
+
+        Cancellation: waits for the job that is running; there is no stream then.
+        """
+        with self._while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft, is_stream=True)
+            saved = session.stream
+            assert saved is not None
+            keywords = saved_session.settings_of(session, path, settings)
+            checked = self._intake.checked({**keywords, "reuse_prefix": True})
+            seed = saved.seed if settings.get("seed") is None else settings["seed"]
+            opened = self._intake.resumed(session, saved, checked, seed)
+            if not saved.is_over:
+                await models.fill(path, session, opened.drafted)
+            return self._begin(opened, saved)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids that a prompt stands for, such as `stream` takes.
 
@@ -286,6 +316,14 @@ class Runtime:
         with self._while_open():
             return await self._models().save(path, account)
 
+    async def _save_stream(
+        self, opened: Open, num_prompt: int, arrivals: Arrivals, path: FilePath, progress: Callable[[], Progress]
+    ) -> int:
+        with self._while_open():
+            return await self._models().save_stream(
+                path, opened, lambda: progress().then(arrivals.look_ahead(), num_prompt)
+            )
+
     def _models(self) -> Models:
         draft = self._draft if isinstance(self._draft, DraftActor) else None
         return Models(self._target, draft, self._tokenizer)
@@ -315,16 +353,17 @@ class Runtime:
         self._check_open()
         return self._intake.checked(settings)
 
-    def _begin(self, opened: Open) -> TokenStream:
+    def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
+        """Begin a generation, or go on with one that was saved."""
         self._check_open()
-        answer = Answer(self._tokenizer, opened.prompt)
+        num_prompt = len(opened.prompt) - opened.num_resumed
+        answer = Answer(self._tokenizer, opened.prompt[:num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = StopFinder(self._tokenizer, opened)
-        self._sessions[opened.session] = session
-        self._places.enter(session)
+            session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
+            find_stop.resume(opened.prompt[num_prompt:])
         reading = Reading(
             session,
             GrowingText(self._tokenizer, opened),
@@ -333,7 +372,19 @@ class Runtime:
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
-        return TokenStream(reading, Arrivals(session, receive, partial(self._end_session_soon, opened.session)))
+        arrivals = Arrivals(session, receive, partial(self._end_session_soon, opened.session))
+        if saved is not None:
+            reading.resume(saved.progress)
+            arrivals.resume(saved.progress.commits)
+        self._sessions[opened.session] = session
+        if saved is not None and saved.is_over:
+            session.end()
+        else:
+            self._places.enter(session)
+        stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, num_prompt, arrivals))
+        if reading.finish_reason is not None:
+            stream._close()
+        return stream
 
     def _begin_session(self, session: Session) -> None:
         self._target.open_session(session)

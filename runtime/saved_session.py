@@ -15,27 +15,53 @@ from actors.fingerprint import Fingerprint
 from actors.line_state import LineRecord
 from actors.saved_line import SavedModel
 from actors.tensor import Tensor
+from protocol.books import Commit
 from protocol.errors import SessionFileError, SettingsError
-from protocol.settings import Settings, settings_from
+from protocol.messages import Likelihood
+from protocol.settings import MAX_SEED, Settings, settings_from
 from runtime import session_file
+from runtime.reading import Progress
 from runtime.session_file import Contents
 
 FilePath = str | os.PathLike[str]
 
 
-@attrs.frozen(kw_only=True)
-class SavedSession:
-    """A conversation as a file has it.
+@attrs.frozen
+class SavedStream:
+    """A stream in the middle of its text, as a file has it.
 
     Attributes:
-        messages: as they were said, in order, the system's included.
-        tokens: how the next turn's prompt would begin.
+        num_prompt: of the session's tokens, how many are the prompt.
+        seed: of the stream's randomness, whether it was asked for or not.
+        progress: how far the text has come; the session's tokens are the prompt, what was given, and what comes next.
+    """
+
+    num_prompt: int
+    seed: int
+    progress: Progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has its end, so that nothing is to be generated."""
+        commits = self.progress.commits
+        reason = commits[-1].finish_reason if commits else self.progress.finish_reason
+        return reason is not None
+
+
+@attrs.frozen(kw_only=True)
+class SavedSession:
+    """A conversation, or a stream, as a file has it.
+
+    Attributes:
+        messages: as they were said, in order, the system's included; none where it is a stream.
+        tokens: how the next turn's prompt would begin; of a stream, its prompt and its text.
         thinking: see `Runtime.conversation`.
         settings: by name, for JSON; without what is no data.
         num_processors: how many `logits_processors` it had, which are functions and not in the file.
         cache_options: with which the models' caches were made; those that decide what is in them.
         vocabulary: digest of the tokenizer's, or None where there was no tokenizer.
         target, draft: the models; `draft` is None where there was none.
+        stream: what else there is to say of a stream; None where it is a conversation.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -47,6 +73,7 @@ class SavedSession:
     vocabulary: str | None
     target: SavedModel
     draft: SavedModel | None
+    stream: SavedStream | None = None
 
 
 async def write(path: FilePath, session: SavedSession) -> int:
@@ -74,6 +101,13 @@ async def read(path: FilePath) -> SavedSession:
         raise SessionFileError(
             f"session file {os.fspath(path)!r} is damaged: {error}; use another copy of it, or save again"
         ) from None
+
+
+def check_kind(path: FilePath, session: SavedSession, *, is_stream: bool) -> None:
+    """Raises: SessionFileError: it is a conversation that was saved, and a stream is wanted, or the other way round."""
+    if (session.stream is not None) != is_stream:
+        has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
+        raise SessionFileError(f"session file {os.fspath(path)!r} has a {has}, not what was asked for; use {other}()")
 
 
 def check_path(path: Any) -> FilePath:
@@ -179,7 +213,37 @@ def _contents(session: SavedSession) -> Contents:
         "target": model(session.target),
         "draft": model(session.draft),
     }
+    if session.stream is not None:
+        content["stream"] = _stream_for_json(session.stream)
     return Contents(content, tensors)
+
+
+def _stream_for_json(stream: SavedStream) -> dict[str, Any]:
+    progress = stream.progress
+    return {
+        "num_prompt": stream.num_prompt,
+        "seed": stream.seed,
+        "num_given": len(progress.given),
+        "commits": [_commit_for_json(commit) for commit in progress.commits],
+        "finish_reason": progress.finish_reason,
+        "stop_reason": progress.stop_reason,
+    }
+
+
+def _commit_for_json(commit: Commit) -> dict[str, Any]:
+    def finite(logprob: float) -> float | None:
+        return None if math.isinf(logprob) else logprob
+
+    return {
+        "num_tokens": len(commit.tokens),
+        "num_from_draft": commit.num_from_draft,
+        "finish_reason": commit.finish_reason,
+        "stop_reason": commit.stop_reason,
+        "likelihoods": [
+            [finite(likelihood.logprob), [[id, finite(logprob)] for id, logprob in likelihood.top]]
+            for likelihood in commit.likelihoods
+        ],
+    }
 
 
 class _Unexpected(Exception):
@@ -208,8 +272,76 @@ def _session(contents: Contents) -> SavedSession:
                 vocabulary=vocabulary,
                 target=_model(target, contents),
                 draft=None if draft is None else _model(draft, contents),
+                stream=_stream(contents),
             )
     _unexpected("what it says of itself")
+
+
+def _stream(contents: Contents) -> SavedStream | None:
+    tokens = _tokens(contents.tensors.get("tokens"))
+    match contents.content.get("stream"):
+        case None:
+            return None
+        case {
+            "num_prompt": int(num_prompt),
+            "seed": int(seed),
+            "num_given": int(num_given),
+            "commits": list(described),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+        } if num_prompt > 0 and num_given >= 0 and 0 <= seed <= MAX_SEED:
+            begin, commits = num_prompt + num_given, []
+            for one in described:
+                commits.append(_commit(one, begin, tokens))
+                begin += len(commits[-1].tokens)
+            # Of all that ends the text, nothing comes after.
+            ends = [finish_reason, *(commit.finish_reason for commit in commits)]
+            if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
+                given = tokens[num_prompt : num_prompt + num_given]
+                return SavedStream(num_prompt, seed, Progress(given, tuple(commits), finish_reason, stop_reason))
+    _unexpected("what it says of a stream")
+
+
+def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
+    match described:
+        case {
+            "num_tokens": int(num_tokens),
+            "num_from_draft": int(num_from_draft),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+            "likelihoods": list(listed),
+        } if 0 < num_tokens <= len(tokens) - begin and 0 <= num_from_draft <= num_tokens:
+            likelihoods = tuple(_likelihood(one) for one in listed)
+            if len(likelihoods) in (0, num_tokens):
+                return Commit(
+                    session=0,
+                    round=0,
+                    start=begin,
+                    tokens=tokens[begin : begin + num_tokens],
+                    num_from_draft=num_from_draft,
+                    finish_reason=finish_reason,
+                    likelihoods=likelihoods,
+                    stop_reason=stop_reason,
+                )
+    _unexpected("what it says of what comes next")
+
+
+def _likelihood(described: Any) -> Likelihood:
+    match described:
+        case [float() | None as logprob, list(top)]:
+            return Likelihood(_logprob(logprob), tuple(_pair(one) for one in top))
+    _unexpected("what it says of a likelihood")
+
+
+def _pair(described: Any) -> tuple[int, float]:
+    match described:
+        case [int(id), float() | None as logprob] if id >= 0:
+            return id, _logprob(logprob)
+    _unexpected("what it says of a likelihood")
+
+
+def _logprob(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
 def _message(described: Any) -> dict[str, str]:

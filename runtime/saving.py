@@ -1,9 +1,10 @@
-"""How a conversation gets out of a runtime into a file, and out of a file into a runtime."""
+"""How a conversation or a stream gets out of a runtime into a file, and out of a file into a runtime."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 
 import attrs
 import trio
@@ -16,9 +17,11 @@ from actors.mlx_model import MLXModel
 from actors.saved_line import FilledLine, SavedModel
 from actors.target import TargetActor
 from protocol.errors import SessionFileError
+from protocol.messages import Open
 from runtime import saved_session
 from runtime.conversation import Account
-from runtime.saved_session import FilePath, SavedSession, settings_for_json
+from runtime.reading import Progress
+from runtime.saved_session import FilePath, SavedSession, SavedStream, settings_for_json
 from runtime.text import encode_prompt
 
 logger = logging.getLogger("outrider")
@@ -43,8 +46,6 @@ class Models:
         saved_session.check_path(path)
         # Without a template, nothing may have been said yet.
         tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
-        target = await saved_line.save(self.target, tokens)
-        draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
         session = SavedSession(
             messages=tuple(account.messages),
             tokens=tokens,
@@ -53,16 +54,50 @@ class Models:
             num_processors=len(account.settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
-            target=target,
-            draft=draft,
+            target=await saved_line.save(self.target, tokens),
+            draft=None if self.draft is None else await saved_line.save(self.draft, tokens),
         )
         return await saved_session.write(path, session)
 
-    async def read(self, path: FilePath, *, any_draft: bool) -> SavedSession:
-        """A conversation from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+    async def save_stream(self, path: FilePath, opened: Open, progress: Callable[[], Progress]) -> int:
+        """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
+
+        Args:
+            path: of the file.
+            opened: what began the stream.
+            progress: how far its text has come by now, all that was committed included.
+        """
+        saved_session.check_path(path)
+        progress()  # makes room for what comes next, where the models wait for a slow reader
+        target = await saved_line.take(self.target, opened.session)
+        draft = None if self.draft is None else await saved_line.take(self.draft, opened.session)
+        if target is not None:
+            # A recurrent cache that has read all of the text is of no use, since the last token's logits are wanted.
+            await saved_line.let_pass(self.target)
+        now = progress()
+        num_prompt = len(opened.prompt) - opened.num_resumed
+        decided = [token for commit in now.commits for token in commit.tokens]
+        tokens = (*opened.prompt[:num_prompt], *now.given, *decided)
+        session = SavedSession(
+            messages=(),
+            tokens=tokens,
+            thinking=None,
+            settings=settings_for_json(opened.settings),
+            num_processors=len(opened.settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=await saved_line.save(self.target, tokens, target),
+            draft=None if self.draft is None else await saved_line.save(self.draft, tokens, draft),
+            stream=SavedStream(num_prompt, opened.seed, now),
+        )
+        return await saved_session.write(path, session)
+
+    async def read(self, path: FilePath, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
+        """A conversation or a stream from a file that fits these models; see `Runtime.load`. Nothing is changed."""
         session = await saved_session.read(path)
+        saved_session.check_kind(path, session, is_stream=is_stream)
         saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
-        _check_tokens(path, session.tokens, self.target.model.vocab_size)
+        _check_tokens(path, _ids(session), self.target.model.vocab_size)
         present = await saved_line.identify(self.target)
         remedy = "open that one as the target, or begin the conversation anew"
         saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
@@ -125,7 +160,16 @@ def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
     return vocabulary_digest(tokenizer.get_vocab())
 
 
-def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:
+def _ids(session: SavedSession) -> Iterable[int]:
+    """All token ids that a session names."""
+    yield from session.tokens
+    if session.stream is not None:
+        for commit in session.stream.progress.commits:
+            for likelihood in commit.likelihoods:
+                yield from (id for id, _ in likelihood.top)
+
+
+def _check_tokens(path: FilePath, tokens: Iterable[int], vocab_size: int) -> None:
     if (largest := max(tokens, default=0)) >= vocab_size:
         raise SessionFileError(
             f"session file {os.fspath(path)!r} has token {largest}, outside the target's vocabulary of {vocab_size} "

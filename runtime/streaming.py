@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 import attrs
@@ -10,8 +11,12 @@ import trio
 from protocol.books import FinishReason
 from protocol.errors import StreamBusyError
 from protocol.statistics import Statistics
-from runtime.reading import Arrivals, Reading, Token
+from runtime.reading import Arrivals, Progress, Reading, Token
+from runtime.saved_session import FilePath
 from runtime.thinking import Answer
+
+Write = Callable[[FilePath, Callable[[], Progress]], Awaitable[int]]
+"""Saves a stream to a file, as far as its reader says that it has come."""
 
 
 @attrs.frozen
@@ -45,13 +50,15 @@ class TokenStream:
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
-    def __init__(self, reading: Reading, arrivals: Arrivals) -> None:
+    def __init__(self, reading: Reading, arrivals: Arrivals, write: Write) -> None:
         """Made by `Runtime.stream`.
 
         Args:
-            reading: fresh, of this generation.
+            reading: of this generation.
             arrivals: of the same.
+            write: saves it to a file.
         """
+        self._write = write
         # `runtime.aio` takes the two apart: it has what arrives in trio's thread read in asyncio's.
         self._reading = reading
         self._arrivals = arrivals
@@ -132,6 +139,29 @@ class TokenStream:
         if token.finish_reason is not None:
             self._close()
         return token
+
+    async def save(self, path: FilePath) -> int:
+        """Save the stream to a file, for `Runtime.load_stream`: to go on behind the last token that was given.
+
+        The stream goes on undisturbed; it may also be closed, cancelled, failed or over. In the file are the prompt,
+        the text so far with what the target has decided beyond the last token given, the settings, the seed (also where
+        none was asked for), and what the target and the draft model have cached of the text; of a stream that is
+        closed, what was kept with `reuse_prefix`. See `Conversation.save` for what else holds for such files.
+
+        Under the match rule the text that comes is the one that would have come. So it is under the rejection rule
+        where the proposals are the same: where nothing is drafted, or with a lookahead that is a number. Else it is
+        another sample of the same distribution.
+
+        Args:
+            path: of the file; its directory must exist. What is there already is replaced.
+
+        Returns: the file's size in bytes.
+
+        Raises: as `Conversation.save`, but for `ConversationBusyError`.
+
+        Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
+        """
+        return await self._write(path, lambda: self._reading.progress)
 
     async def aclose(self) -> None:
         """End the generation. Returns at once; closing twice is closing once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
@@ -204,6 +204,12 @@ class StopFinder:
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
         """For one generation that has stop strings."""
         self._text: GrowingText | None = GrowingText(tokenizer, opened)
+
+    def resume(self, tokens: Iterable[int]) -> None:
+        """Go on behind tokens that were generated before, and in which no stop string is complete."""
+        if self._text is not None:
+            for token in tokens:
+                self._text.add(token, is_last=False)
 
     def __call__(self, commit: Commit) -> Stop | None:
         """Where a stop string ends the text, if it does in this round; to be called with each, in order."""
