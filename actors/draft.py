@@ -80,10 +80,9 @@ class DraftPart(Part):
         super().__init__(session)
         self._hear = hear
         opened = session.opened
-        begin = len(opened.prompt) - 1 - opened.num_resumed
-        self.tree = LookaheadTree(opened.prompt[begin], begin)
-        if opened.num_resumed:  # draws depend on the whole text since the prompt
-            self.tree.advance(opened.prompt[begin + 1 :])
+        self.tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
+        if opened.num_resumed:  # draws depend on all that was generated
+            self.tree.advance(opened.prompt[opened.num_prompt :])
         self.policy = policy
         self.text = PromptLookup()  # for what to propose after a miss, when nothing is drafted yet
         self.context_length = context_length

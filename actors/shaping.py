@@ -70,9 +70,8 @@ class Shaping:
         self._settings = settings
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
-        num_prompt = len(opened.prompt) - opened.num_resumed
         self._own = [
-            _Recalled(processor, num_prompt) if isinstance(processor, Checkpointed) else processor
+            _Recalled(processor, opened.num_prompt) if isinstance(processor, Checkpointed) else processor
             for processor in settings.logits_processors
         ]
         self._filters = _filters(settings) if settings.temperature > 0 else []

@@ -59,6 +59,11 @@ class Open:
     drafted: bool = True
     num_resumed: int = attrs.field(default=0, validator=ge(0))
 
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt that were not generated."""
+        return len(self.prompt) - self.num_resumed
+
     @prompt.validator
     def _not_empty(self, _: Any, value: tuple[int, ...]) -> None:
         if not value:

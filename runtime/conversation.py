@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
 from protocol.settings import Settings, settings_from
-from runtime.saved_session import FilePath
+from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import Prompt, apply_chat_template
 from runtime.thinking import Answer
@@ -73,7 +73,7 @@ class Conversation:
     def __init__(
         self,
         open_stream: Callable[..., TokenStream],
-        write: Callable[[FilePath, Account], Awaitable[int]],
+        write: Callable[[SessionFile, Account], Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
         system: str | None,
@@ -155,7 +155,7 @@ class Conversation:
         """
         return await complete(self.stream(text, **overrides))
 
-    async def save(self, path: FilePath) -> int:
+    async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`.
 
         In the file are the messages, the settings, and what target and draft model still have cached of the text, so

@@ -40,8 +40,9 @@ from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
 from runtime.reading import Arrivals, Progress, Reading
-from runtime.saved_session import FilePath, SavedStream
+from runtime.saved_session import SavedStream
 from runtime.saving import Models
+from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
@@ -178,7 +179,7 @@ class Runtime:
         """
         return self._conversation(system, thinking, settings)
 
-    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
         """A conversation from a file of `Conversation.save`, to go on with where it was left.
 
         It goes on with the same text as it would have without the file, under the same conditions: the target must be
@@ -215,7 +216,7 @@ class Runtime:
             await models.fill(path, session, self._intake.is_drafted(settings_from(keywords)))
         return conversation
 
-    async def load_stream(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
         """A stream from a file of `TokenStream.save`, to go on behind the last token that was given.
 
         The tokens go on with the index after the last. `max_tokens` counts from the stream's beginning; `statistics`
@@ -312,17 +313,15 @@ class Runtime:
         check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
         return conversation
 
-    async def _save(self, path: FilePath, account: Account) -> int:
+    async def _save(self, path: SessionFile, account: Account) -> int:
         with self._while_open():
             return await self._models().save(path, account)
 
     async def _save_stream(
-        self, opened: Open, num_prompt: int, arrivals: Arrivals, path: FilePath, progress: Callable[[], Progress]
+        self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
     ) -> int:
         with self._while_open():
-            return await self._models().save_stream(
-                path, opened, lambda: progress().then(arrivals.look_ahead(), num_prompt)
-            )
+            return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
 
     def _models(self) -> Models:
         draft = self._draft if isinstance(self._draft, DraftActor) else None
@@ -356,14 +355,13 @@ class Runtime:
     def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
         """Begin a generation, or go on with one that was saved."""
         self._check_open()
-        num_prompt = len(opened.prompt) - opened.num_resumed
-        answer = Answer(self._tokenizer, opened.prompt[:num_prompt])
+        answer = Answer(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
-            find_stop.resume(opened.prompt[num_prompt:])
+            find_stop.resume(opened.prompt[opened.num_prompt :])
         reading = Reading(
             session,
             GrowingText(self._tokenizer, opened),
@@ -381,7 +379,7 @@ class Runtime:
             session.end()
         else:
             self._places.enter(session)
-        stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, num_prompt, arrivals))
+        stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, arrivals))
         if reading.finish_reason is not None:
             stream._close()
         return stream

@@ -90,7 +90,7 @@ class Intake:
             SettingsError: `max_tokens` leaves nothing to generate.
             SessionFileError: the text does not fit in the context.
         """
-        num_resumed = len(session.tokens) - stream.num_prompt
+        num_resumed = len(session.tokens) - stream.progress.num_prompt
         context_length = self._model.context_length
         if not stream.is_over:
             if settings.max_tokens is not None and settings.max_tokens <= num_resumed:

@@ -68,20 +68,22 @@ class Progress:
     """How far a text has come, for somebody who goes on with it.
 
     Attributes:
+        num_prompt: tokens before it.
         given: tokens that were given.
         commits: what comes next and is decided already, in order.
         finish_reason, stop_reason: as in `Token`, where the last token was given.
     """
 
+    num_prompt: int
     given: tuple[int, ...]
     commits: tuple[Commit, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def then(self, commits: Iterable[Commit], num_prompt: int) -> Progress:
+    def then(self, commits: Iterable[Commit]) -> Progress:
         """With further commits, as far as each begins where the text so far ends."""
         found = list(self.commits)
-        end = num_prompt + len(self.given) + sum(len(commit.tokens) for commit in found)
+        end = self.num_prompt + len(self.given) + sum(len(commit.tokens) for commit in found)
         for commit in commits:
             if commit.start == end and self.finish_reason is None:
                 found.append(commit)
@@ -128,6 +130,7 @@ class Reading:
         self.num_given = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self._num_prompt = session.opened.num_prompt
         self._counts = session.counts
         self._text = text
         self._clock = clock
@@ -153,7 +156,7 @@ class Reading:
     def progress(self) -> Progress:
         """How far the text has come: what was given, and the rest of the commit that was begun."""
         rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
-        return Progress(tuple(self._given), rest, self.finish_reason, self.stop_reason)
+        return Progress(self._num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from array import array
@@ -21,9 +22,7 @@ from protocol.messages import Likelihood
 from protocol.settings import MAX_SEED, Settings, settings_from
 from runtime import session_file
 from runtime.reading import Progress
-from runtime.session_file import Contents
-
-FilePath = str | os.PathLike[str]
+from runtime.session_file import Contents, SessionFile, named
 
 
 @attrs.frozen
@@ -31,12 +30,10 @@ class SavedStream:
     """A stream in the middle of its text, as a file has it.
 
     Attributes:
-        num_prompt: of the session's tokens, how many are the prompt.
         seed: of the stream's randomness, whether it was asked for or not.
         progress: how far the text has come; the session's tokens are the prompt, what was given, and what comes next.
     """
 
-    num_prompt: int
     seed: int
     progress: Progress
 
@@ -76,7 +73,7 @@ class SavedSession:
     stream: SavedStream | None = None
 
 
-async def write(path: FilePath, session: SavedSession) -> int:
+async def write(path: SessionFile, session: SavedSession) -> int:
     """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
 
     Cancellation: leaves what was there.
@@ -87,7 +84,7 @@ async def write(path: FilePath, session: SavedSession) -> int:
     return await trio.to_thread.run_sync(session_file.write, path, contents, trio.from_thread.check_cancelled)
 
 
-async def read(path: FilePath) -> SavedSession:
+async def read(path: SessionFile) -> SavedSession:
     """Read a session, in a thread of its own; see `session_file.read`.
 
     Cancellation: between two reads of a few megabytes.
@@ -98,22 +95,25 @@ async def read(path: FilePath) -> SavedSession:
     try:
         return _session(contents)
     except _Unexpected as error:
-        raise SessionFileError(
-            f"session file {os.fspath(path)!r} is damaged: {error}; use another copy of it, or save again"
-        ) from None
+        raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
 
 
-def check_kind(path: FilePath, session: SavedSession, *, is_stream: bool) -> None:
+def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> None:
     """Raises: SessionFileError: it is a conversation that was saved, and a stream is wanted, or the other way round."""
     if (session.stream is not None) != is_stream:
         has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
-        raise SessionFileError(f"session file {os.fspath(path)!r} has a {has}, not what was asked for; use {other}()")
+        raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
 
 
-def check_path(path: Any) -> FilePath:
-    """What names a file. Raises: SettingsError: it does not."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise SettingsError(f"a session is saved to and loaded from a path, got {path!r}; give the path of a file")
+def check_path(path: Any) -> SessionFile:
+    """What names a file, or is a binary one. Raises: SettingsError: it is neither."""
+    is_file = hasattr(path, "read" if hasattr(path, "read") else "write") and not isinstance(path, io.TextIOBase)
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
+    if not is_file and not is_path:
+        raise SettingsError(
+            f"a session is saved to and loaded from a path or a binary file object, got {path!r}; give the path of a "
+            "file, or io.BytesIO"
+        )
     return path
 
 
@@ -129,7 +129,7 @@ def settings_for_json(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a session's settings, with others in the place of some of them.
 
     Raises:
@@ -140,7 +140,7 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
     settings_from(dict(given))
     if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
-            f"the session in {os.fspath(path)!r} had {session.num_processors} logits_processors, which are functions "
+            f"{named(path)} had {session.num_processors} logits_processors, which are functions "
             "and not in the file; give logits_processors=[...] again, or [] to go on without"
         )
     saved = dict(session.settings)
@@ -150,7 +150,7 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
         settings_from(saved)
     except (SettingsError, TypeError, ValueError) as error:
         raise SessionFileError(
-            f"session file {os.fspath(path)!r} has settings that this Outrider does not take: {error}; update "
+            f"{named(path)} has settings that this Outrider does not take: {error}; update "
             "Outrider, or save the session again with this one"
         ) from error
     return saved | dict(given)
@@ -159,15 +159,13 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
 # --- what must match ------------------------------------------------------------------------------
 
 
-def check_model(path: FilePath, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
+def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
     """Raises: SessionFileError: the model is not the one with which a session was saved."""
     if (difference := saved.difference(present)) is not None:
-        raise SessionFileError(
-            f"session file {os.fspath(path)!r} was saved with another {role} model: {difference}; {remedy}"
-        )
+        raise SessionFileError(f"{named(path)} was saved with another {role} model: {difference}; {remedy}")
 
 
-def check_vocabulary(path: FilePath, saved: str | None, present: str | None) -> None:
+def check_vocabulary(path: SessionFile, saved: str | None, present: str | None) -> None:
     """Raises: SessionFileError: the tokenizer means something else by its ids than the one that a session had."""
     if saved == present:
         return
@@ -176,15 +174,15 @@ def check_vocabulary(path: FilePath, saved: str | None, present: str | None) -> 
         why = f"with {had}, and this runtime has {has}"
     else:
         why = "with a tokenizer of another vocabulary"
-    raise SessionFileError(f"session file {os.fspath(path)!r} was saved {why}; open the target that it was saved with")
+    raise SessionFileError(f"{named(path)} was saved {why}; open the target that it was saved with")
 
 
-def check_cache_options(path: FilePath, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raises: SessionFileError: caches are made otherwise than they were."""
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
             raise SessionFileError(
-                f"session file {os.fspath(path)!r} was saved with {name}={was!r}, and this runtime has {now!r}; "
+                f"{named(path)} was saved with {name}={was!r}, and this runtime has {now!r}; "
                 f"open it with {name}={was!r}"
             )
 
@@ -221,7 +219,7 @@ def _contents(session: SavedSession) -> Contents:
 def _stream_for_json(stream: SavedStream) -> dict[str, Any]:
     progress = stream.progress
     return {
-        "num_prompt": stream.num_prompt,
+        "num_prompt": progress.num_prompt,
         "seed": stream.seed,
         "num_given": len(progress.given),
         "commits": [_commit_for_json(commit) for commit in progress.commits],
@@ -298,7 +296,8 @@ def _stream(contents: Contents) -> SavedStream | None:
             ends = [finish_reason, *(commit.finish_reason for commit in commits)]
             if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
                 given = tokens[num_prompt : num_prompt + num_given]
-                return SavedStream(num_prompt, seed, Progress(given, tuple(commits), finish_reason, stop_reason))
+                progress = Progress(num_prompt, given, tuple(commits), finish_reason, stop_reason)
+                return SavedStream(seed, progress)
     _unexpected("what it says of a stream")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -21,7 +20,8 @@ from protocol.messages import Open
 from runtime import saved_session
 from runtime.conversation import Account
 from runtime.reading import Progress
-from runtime.saved_session import FilePath, SavedSession, SavedStream, settings_for_json
+from runtime.saved_session import SavedSession, SavedStream, settings_for_json
+from runtime.session_file import SessionFile, named, shown
 from runtime.text import encode_prompt
 
 logger = logging.getLogger("outrider")
@@ -41,7 +41,7 @@ class Models:
     draft: DraftActor | None
     tokenizer: TokenizerWrapper | None
 
-    async def save(self, path: FilePath, account: Account) -> int:
+    async def save(self, path: SessionFile, account: Account) -> int:
         """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
         saved_session.check_path(path)
         # Without a template, nothing may have been said yet.
@@ -59,7 +59,7 @@ class Models:
         )
         return await saved_session.write(path, session)
 
-    async def save_stream(self, path: FilePath, opened: Open, progress: Callable[[], Progress]) -> int:
+    async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
         """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
 
         Args:
@@ -75,9 +75,8 @@ class Models:
             # A recurrent cache that has read all of the text is of no use, since the last token's logits are wanted.
             await saved_line.let_pass(self.target)
         now = progress()
-        num_prompt = len(opened.prompt) - opened.num_resumed
         decided = [token for commit in now.commits for token in commit.tokens]
-        tokens = (*opened.prompt[:num_prompt], *now.given, *decided)
+        tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
         session = SavedSession(
             messages=(),
             tokens=tokens,
@@ -88,11 +87,11 @@ class Models:
             vocabulary=await self._vocabulary(),
             target=await saved_line.save(self.target, tokens, target),
             draft=None if self.draft is None else await saved_line.save(self.draft, tokens, draft),
-            stream=SavedStream(num_prompt, opened.seed, now),
+            stream=SavedStream(opened.seed, now),
         )
         return await saved_session.write(path, session)
 
-    async def read(self, path: FilePath, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
+    async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
         """A conversation or a stream from a file that fits these models; see `Runtime.load`. Nothing is changed."""
         session = await saved_session.read(path)
         saved_session.check_kind(path, session, is_stream=is_stream)
@@ -105,17 +104,17 @@ class Models:
         if session.draft is None:
             return session
         if self.draft is None:
-            logger.info("what a draft model had cached for session %r is left out: there is none", os.fspath(path))
+            logger.info("what a draft model had cached for session %s is left out: there is none", shown(path))
             return attrs.evolve(session, draft=None)
         present = await saved_line.identify(self.draft)
         if any_draft and session.draft.fingerprint.difference(present) is not None:
-            logger.info("what another draft model had cached for session %r is left out", os.fspath(path))
+            logger.info("what another draft model had cached for session %s is left out", shown(path))
             return attrs.evolve(session, draft=None)
         remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
         saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
         return session
 
-    async def fill(self, path: FilePath, session: SavedSession, drafted: bool) -> None:
+    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
         """Have the models keep what a session had cached, once all of it is seen to fit.
 
         Args:
@@ -138,7 +137,7 @@ class Models:
                     filled.append((actor, line))
         except SessionFileError as error:
             raise SessionFileError(
-                f"session file {os.fspath(path)!r} does not fit: {error}; use another copy of it, or save again"
+                f"{named(path)} does not fit: {error}; use another copy of it, or save again"
             ) from error
         # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
         for actor, line in filled:
@@ -169,9 +168,9 @@ def _ids(session: SavedSession) -> Iterable[int]:
                 yield from (id for id, _ in likelihood.top)
 
 
-def _check_tokens(path: FilePath, tokens: Iterable[int], vocab_size: int) -> None:
+def _check_tokens(path: SessionFile, tokens: Iterable[int], vocab_size: int) -> None:
     if (largest := max(tokens, default=0)) >= vocab_size:
         raise SessionFileError(
-            f"session file {os.fspath(path)!r} has token {largest}, outside the target's vocabulary of {vocab_size} "
+            f"{named(path)} has token {largest}, outside the target's vocabulary of {vocab_size} "
             "ids; open the target that it was saved with"
         )

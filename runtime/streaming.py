@@ -12,10 +12,10 @@ from protocol.books import FinishReason
 from protocol.errors import StreamBusyError
 from protocol.statistics import Statistics
 from runtime.reading import Arrivals, Progress, Reading, Token
-from runtime.saved_session import FilePath
+from runtime.session_file import SessionFile
 from runtime.thinking import Answer
 
-Write = Callable[[FilePath, Callable[[], Progress]], Awaitable[int]]
+Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
 """Saves a stream to a file, as far as its reader says that it has come."""
 
 
@@ -140,7 +140,7 @@ class TokenStream:
             self._close()
         return token
 
-    async def save(self, path: FilePath) -> int:
+    async def save(self, path: SessionFile) -> int:
         """Save the stream to a file, for `Runtime.load_stream`: to go on behind the last token that was given.
 
         The stream goes on undisturbed; it may also be closed, cancelled, failed or over. In the file are the prompt,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import stat
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +237,57 @@ def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
     with pytest.raises(SessionFileError, match="no ordinary file"):
         write(tmp_path / "pipe", Contents({}, {}))
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+# --- open files -----------------------------------------------------------------------------------
+
+
+class Dripping(io.RawIOBase):
+    """A file that takes and gives a few bytes at a time, as one without a buffer may."""
+
+    def __init__(self) -> None:
+        self.held = io.BytesIO()
+
+    def write(self, data: Any) -> int:
+        return self.held.write(bytes(data[:7]))
+
+    def read(self, most: int = -1) -> bytes:
+        return self.held.read(min(most, 5))
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        return self.held.seek(place, whence)
+
+    def tell(self) -> int:
+        return self.held.tell()
+
+
+@pytest.mark.parametrize("make", [io.BytesIO, Dripping, tempfile.SpooledTemporaryFile])
+def test_an_open_file_is_written_and_read_from_its_position_on(make: Callable[[], Any], written: Path) -> None:
+    with make() as file:
+        file.write(b"before")
+        assert write(file, Contents(CONTENT, some_tensors())) == written.stat().st_size
+        assert file.tell() == 6 + written.stat().st_size
+        file.seek(6)
+        contents = read(file)
+        assert contents.content == CONTENT
+        for name, tensor in some_tensors().items():
+            assert bytes(contents.tensors[name].data) == bytes(tensor.data)
+        file.seek(0)
+        with pytest.raises(SessionFileError, match=f"session file <{make.__name__}> is no saved session"):
+            read(file)
+
+
+def test_an_open_file_that_cannot_be_used_is_told_as_such(written: Path) -> None:
+    closed = io.BytesIO(written.read_bytes())
+    closed.close()
+    with pytest.raises(SessionFileError, match="cannot read session file <"):
+        read(closed)
+    ends = os.pipe()
+    with os.fdopen(ends[0], "rb") as pipe, pytest.raises(SessionFileError, match="cannot read session file <"):
+        read(pipe)
+    os.close(ends[1])
+    with open(written, "rb") as file, pytest.raises(SessionFileError, match="cannot write session file <"):
+        write(file, Contents({}, {}))
 
 
 # --- other files ----------------------------------------------------------------------------------
