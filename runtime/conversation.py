@@ -168,13 +168,15 @@ class Conversation:
         alone.
 
         Args:
-            path: of the file; its directory must exist. What is there already is replaced.
+            path: of the file; its directory must exist. What is there already is replaced. Or a binary file object,
+                such as `io.BytesIO`, which is written to from its position on, in another thread, and left with a part
+                where something goes wrong.
 
         Returns: the file's size in bytes.
 
         Raises:
             ConversationBusyError: a turn is neither over nor closed.
-            SettingsError: the path is none.
+            SettingsError: the path is neither.
             SessionFileError: the file cannot be written; the system's error is the cause. What was there still is.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
 

@@ -190,7 +190,8 @@ class Runtime:
         Nothing in a file is ever executed, and nothing of it is used before a checksum over all of it holds.
 
         Args:
-            path: of the file.
+            path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
+                thread from its position to its end.
             any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
                 the text that comes is the same under the match rule. A runtime without a draft model leaves out what
                 the file has of one, and where the file has none, the draft model reads the text anew.

@@ -105,16 +105,15 @@ def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> 
         raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
 
 
-def check_path(path: Any) -> SessionFile:
-    """What names a file, or is a binary one. Raises: SettingsError: it is neither."""
-    is_file = hasattr(path, "read" if hasattr(path, "read") else "write") and not isinstance(path, io.TextIOBase)
+def check_path(path: Any) -> None:
+    """Raises: SettingsError: it neither names a file nor is a binary one."""
+    is_file = (hasattr(path, "read") or hasattr(path, "write")) and not isinstance(path, io.TextIOBase)
     is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
     if not is_file and not is_path:
         raise SettingsError(
             f"a session is saved to and loaded from a path or a binary file object, got {path!r}; give the path of a "
             "file, or io.BytesIO"
         )
-    return path
 
 
 # --- settings -------------------------------------------------------------------------------------

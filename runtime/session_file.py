@@ -341,7 +341,7 @@ class _Reader:
             self._damaged("it was cut short while it was read")
         return chunk
 
-    def _parsed(self, written: bytes | str, what: str) -> Any:
+    def _parsed(self, written: bytes | bytearray | str, what: str) -> Any:
         try:
             return json.loads(written, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
         except (ValueError, RecursionError):  # UnicodeDecodeError among them

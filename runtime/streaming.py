@@ -148,12 +148,12 @@ class TokenStream:
         none was asked for), and what the target and the draft model have cached of the text; of a stream that is
         closed, what was kept with `reuse_prefix`. See `Conversation.save` for what else holds for such files.
 
-        Under the match rule the text that comes is the one that would have come. So it is under the rejection rule
-        where the proposals are the same: where nothing is drafted, or with a lookahead that is a number. Else it is
-        another sample of the same distribution.
+        Under the match rule the text that comes is the one that would have come. Under the rejection rule it is, too,
+        where the rounds are the same: where nothing is drafted, or with a lookahead that is a number and caches that
+        can be trimmed. Else it is another sample of the same distribution.
 
         Args:
-            path: of the file; its directory must exist. What is there already is replaced.
+            path: as for `Conversation.save`.
 
         Returns: the file's size in bytes.
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import trio
+import trio.testing
 from architectures import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import VOCAB_SIZE, gemma3_text, llama, near
+from test_conversation import THINKING_TEMPLATE, says
+from test_conversation import tokenizer as thinker
+from test_stops import byte_level
 
 import runtime
+from actors.tensor import Tensor
 from protocol.replay import ReplayDebt
+from protocol.settings import Settings
+from runtime import saved_session, session_file
+from runtime.engine import BUFFERED_ROUNDS
+from runtime.session_file import Contents
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NUM_TOKENS = 24
@@ -57,6 +72,10 @@ async def read(stream: runtime.TokenStream, most: int = 10**9) -> list[runtime.T
     return got
 
 
+def ids_of(tokens: Iterable[runtime.Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
 def content(tokens: list[runtime.Token]) -> list[runtime.Token]:
     """Tokens without who came upon them: that depends on where rounds begin, and on time."""
     return [attrs.evolve(token, from_draft=False) for token in tokens]
@@ -67,15 +86,19 @@ async def check(
 ) -> list[runtime.TokenStream]:
     """Save a stream at each cut; read on; and go on from each file elsewhere: the tokens are the same."""
     opened = {name: options.pop(name) for name in ("tokenizer", "drafted") if name in options}
-    settings = {"max_tokens": NUM_TOKENS, "lookahead": 3, **options}
+    asked = {"max_tokens": NUM_TOKENS, "lookahead": 3, **options}
     got: list[runtime.Token] = []
-    async with pair.open(**opened) as rt, rt.stream(PROMPT, **settings) as stream:
+    async with pair.open(**opened) as rt, rt.stream(PROMPT, **asked) as stream:
         for cut in cuts:
             got += await read(stream, cut - len(got))
             size = await stream.save(path.with_suffix(f".{cut}"))
             assert path.with_suffix(f".{cut}").stat().st_size == size
         got += await read(stream)
         assert stream.finish_reason is not None
+        if Settings(**asked).rule == "match":
+            # Having been saved made no difference to it.
+            alone = await rt.generate(PROMPT, **asked)
+            assert content(list(alone.tokens)) == content(got)
     loaded = []
     async with pair.open(**opened) as rt:
         for cut in cuts:
@@ -132,3 +155,282 @@ async def test_what_both_models_have_cached_is_in_the_file(tmp_path: Path, name:
         assert resumed.statistics().cached_tokens >= len(prompt) - 1
     assert read_by["target"] < 20
     assert read_by["draft"] < 20
+
+
+# --- what belongs to a text -----------------------------------------------------------------------
+
+
+async def test_stop_strings_and_characters_may_be_half_there(tmp_path: Path) -> None:
+    async with LLAMA.open(tokenizer=byte_level()) as rt:
+        text = (await rt.generate(PROMPT, max_tokens=NUM_TOKENS)).text
+    almost = [text[i : i + 4] + "☂" for i in range(len(text))]
+    streams = await check(
+        tmp_path / "stream", LLAMA, tuple(range(0, 20, 3)), tokenizer=byte_level(), stop=[*almost, text[-6:-2]]
+    )
+    assert {stream.stop_reason for stream in streams} == {text[-6:-2]}
+
+
+async def test_logprobs_and_what_nobody_has_read_are_not_lost(tmp_path: Path) -> None:
+    await check(tmp_path / "stream", LLAMA, tokenizer=byte_level(), logprobs=3, logit_bias={7: -math.inf})
+
+
+class Once:
+    """Lets nothing come twice; keeps what came, and can go back."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.seen = () if self.seen is None else (*self.seen, tokens[-1].item())
+        return mx.where(mx.array([i in self.seen for i in range(logits.shape[-1])])[None], -mx.inf, logits)
+
+    def save(self) -> Any:
+        return self.seen
+
+    def restore(self, state: Any) -> None:
+        self.seen = state
+
+
+async def test_processors_are_given_again_and_find_their_state(tmp_path: Path) -> None:
+    path = tmp_path / "stream"
+    await check(path, LLAMA, logits_processors=[Once()], again={"logits_processors": [Once()]}, repetition_penalty=1.3)
+    async with LLAMA.open() as rt:
+        with pytest.raises(runtime.SettingsError, match="had 1 logits_processors"):
+            await rt.load_stream(path.with_suffix(".7"))
+
+
+async def test_thinking_goes_on_where_it_was(tmp_path: Path) -> None:
+    wrapped = thinker(THINKING_TEMPLATE, thinks=True)
+    processor = says(wrapped, "<think>Hm, os</think>import os")
+    path, prompt = tmp_path / "stream", [{"role": "user", "content": "What now?"}]
+    async with runtime.open((llama(vocab_size=4103), wrapped)) as rt:
+        stream = rt.stream(prompt, logits_processors=[processor], stop="</think>?")
+        got = await read(stream, 3)
+        assert got[-1].is_thinking
+        await stream.save(path)
+        got += await read(stream)
+        resumed = await rt.load_stream(path, logits_processors=[processor])
+        assert content(await read(resumed)) == content(got[3:])
+        assert (resumed.answer.thinking, resumed.answer.said) == ("Hm, os", "import os")
+
+
+async def test_settings_may_be_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "stream"
+    async with LLAMA.open() as rt:
+        stream = rt.stream(PROMPT, max_tokens=9, lookahead=0)
+        got = await read(stream, 4)
+        await stream.save(path)
+        longer = ids_of((await rt.generate(PROMPT, max_tokens=20)).tokens)
+        num_decided = len((await saved_session.read(path)).tokens) - len(PROMPT)
+        assert num_decided < 9
+        assert ids_of(got) + ids_of(await read(await rt.load_stream(path, max_tokens=20))) == longer
+        with pytest.raises(runtime.SettingsError, match=f"max_tokens must be above the {num_decided} tokens"):
+            await rt.load_stream(path, max_tokens=num_decided)
+        with pytest.raises(runtime.SettingsError, match="did you mean 'max_tokens'"):
+            await rt.load_stream(path, max_token=20)
+        seeded = await read(await rt.load_stream(path, temperature=1.0, seed=5))
+        assert ids_of(seeded) == ids_of(await read(await rt.load_stream(path, temperature=1.0, seed=5)))
+        assert len(seeded) == 5
+
+
+# --- when a stream is saved -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse_prefix", [False, True])
+async def test_a_stream_that_was_closed_goes_on(tmp_path: Path, reuse_prefix: bool) -> None:
+    path = tmp_path / "stream"
+    async with LLAMA.open() as rt:
+        stream = rt.stream(PROMPT * 9, max_tokens=200, reuse_prefix=reuse_prefix)
+        got = await read(stream, 5)
+        await stream.aclose()
+        await stream.save(path)
+        expected = ids_of((await rt.generate(PROMPT * 9, max_tokens=30)).tokens)
+    async with LLAMA.open() as rt:
+        resumed = await rt.load_stream(path, max_tokens=30)
+        assert ids_of(got) + ids_of(await read(resumed)) == expected
+        assert resumed.statistics().cached_tokens > 0 or not reuse_prefix
+
+
+async def test_a_stream_that_failed_goes_on_without_what_failed(tmp_path: Path) -> None:
+    @runtime.stateless
+    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) > len(PROMPT) + 6:
+            raise ValueError("no more")
+        return logits
+
+    async with LLAMA.open() as rt:
+        stream = rt.stream(PROMPT, max_tokens=20, lookahead=0, logits_processors=[fails])
+        got = await read(stream, 4)
+        with pytest.raises(runtime.ProcessorError):
+            await read(stream)
+        await stream.save(tmp_path / "stream")
+        resumed = await rt.load_stream(tmp_path / "stream", logits_processors=[])
+        expected = await rt.generate(PROMPT, max_tokens=20)
+        rest = ids_of(await read(resumed))
+        num_given = 20 - len(rest)
+        assert num_given > 4
+        assert ids_of(got) == ids_of(expected.tokens[:4])
+        assert rest == ids_of(expected.tokens[num_given:])
+
+
+async def test_a_stream_that_is_over_stays_over(tmp_path: Path) -> None:
+    path = tmp_path / "stream"
+    async with LLAMA.open(tokenizer=byte_level()) as rt:
+        stream = rt.stream(PROMPT, max_tokens=8)
+        got = await read(stream)
+        await stream.save(path)
+        resumed = await rt.load_stream(path)
+        assert resumed.is_closed
+        assert await read(resumed) == []
+        assert (resumed.finish_reason, resumed.answer.text) == ("length", stream.answer.text)
+        await resumed.save(path)
+        assert (await rt.load_stream(path)).answer.text == "".join(token.text for token in got)
+        del resumed
+        await trio.testing.wait_all_tasks_blocked()
+        assert rt.num_streams == 0
+
+
+@pytest.mark.parametrize("name", ["attention", "recurrent"])
+async def test_a_stream_that_nobody_reads_is_saved_with_all_that_is_decided(tmp_path: Path, name: str) -> None:
+    path, num_verdicts = tmp_path / "stream", 0
+    is_full = trio.Event()
+
+    def note(event: runtime.Event) -> None:
+        nonlocal num_verdicts
+        num_verdicts += isinstance(event, runtime.Instant) and event.kind == "verdict"
+        if num_verdicts > BUFFERED_ROUNDS:
+            is_full.set()
+
+    async with PAIRS[name].open(drafted=False, trace=note) as rt:
+        stream = rt.stream(PROMPT, max_tokens=200)
+        got = await read(stream, 2)
+        await is_full.wait()
+        for _ in range(5):
+            await stream.save(path)
+        num_decided = len((await saved_session.read(path)).tokens) - len(PROMPT)
+        assert BUFFERED_ROUNDS < num_decided <= 3 * BUFFERED_ROUNDS + 2
+        resumed = await rt.load_stream(path)
+        rest = ids_of(await read(resumed))
+        assert rest == ids_of(await read(stream))
+        assert len(got) + len(rest) == 200
+
+
+async def test_a_stream_can_be_saved_again_and_again(tmp_path: Path) -> None:
+    path, got = tmp_path / "stream", []
+    async with LLAMA.open() as rt:
+        expected = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
+        await rt.stream(PROMPT, max_tokens=NUM_TOKENS, temperature=1.0, seed=3).save(path)
+        while True:
+            resumed = await rt.load_stream(path)
+            if not (some := await read(resumed, 5)):
+                break
+            got += some
+            await resumed.save(path)
+    assert content(got) == content(list(expected.tokens))
+
+
+async def test_a_lookup_has_no_model_to_save(tmp_path: Path) -> None:
+    async with runtime.open((llama(), None), "ngram") as rt:
+        stream = rt.stream(PROMPT * 5, max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
+        await read(stream, 5)
+        await stream.save(tmp_path / "stream")
+        assert ids_of(await read(await rt.load_stream(tmp_path / "stream"))) == ids_of(await read(stream))
+
+
+# --- other files ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def saved(tmp_path: Path) -> Path:
+    async with LLAMA.open() as rt, rt.stream(PROMPT, max_tokens=NUM_TOKENS, logprobs=2) as stream:
+        await read(stream, 5)
+        await stream.save(tmp_path / "stream")
+    return tmp_path / "stream"
+
+
+async def refusal(rt: runtime.Runtime, path: Path) -> str:
+    """The error of a load that changes nothing."""
+    with pytest.raises(runtime.SessionFileError) as refused:
+        await rt.load_stream(path)
+    assert (len(rt._target._kept), rt.num_streams) == (0, 0)
+    return str(refused.value)
+
+
+async def test_a_stream_is_no_conversation_and_a_conversation_no_stream(saved: Path, tmp_path: Path) -> None:
+    model = (llama(vocab_size=4101), thinker())
+    async with runtime.open(model) as rt:
+        await rt.conversation().save(tmp_path / "conversation")
+        assert "has a conversation, not what was asked for; use load()" in await refusal(rt, tmp_path / "conversation")
+    assert "stream" not in session_file.read(tmp_path / "conversation").content  # as before there were any
+    async with LLAMA.open() as rt:
+        with pytest.raises(
+            runtime.SessionFileError, match=r"has a stream, not what was asked for; use load_stream\(\)"
+        ):
+            await rt.load(saved)
+
+
+async def test_another_model_goes_on_with_no_stream(saved: Path) -> None:
+    async with runtime.open((llama(1), None)) as rt:
+        assert "another target model: its weights are others" in await refusal(rt, saved)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no prompt": {"num_prompt": 0},
+    "a prompt longer than the text": {"num_prompt": 10**6},
+    "more given than there is": {"num_given": 10**6},
+    "less than there is": {"commits": []},
+    "a negative number": {"num_given": -1},
+    "a seed that is none": {"seed": 2**64},
+    "a commit of nothing": {"commits": [{}]},
+    "an end of another kind": {"finish_reason": "error"},
+    "an end in the middle": {"finish_reason": "stop"},
+    "a list": {"commits": {}},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_a_hostile_stream_changes_nothing(saved: Path, change: dict[str, Any]) -> None:
+    contents = session_file.read(saved)
+    assert contents.content["stream"]["commits"]
+    contents.content["stream"].update(change)
+    session_file.write(saved, Contents(contents.content, contents.tensors))
+    async with LLAMA.open() as rt:
+        assert "damaged: what it says of" in await refusal(rt, saved)
+
+
+async def test_a_token_outside_the_vocabulary_is_refused_wherever_it_is(saved: Path) -> None:
+    contents = session_file.read(saved)
+    contents.content["stream"]["commits"][0]["likelihoods"][0][1][0][0] = VOCAB_SIZE
+    session_file.write(saved, Contents(contents.content, contents.tensors))
+    async with LLAMA.open() as rt:
+        assert f"token {VOCAB_SIZE}, outside the target's vocabulary" in await refusal(rt, saved)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["stop", "length"]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+COMMIT = ("num_tokens", "num_from_draft", "finish_reason", "stop_reason", "likelihoods")
+NAMES = ("num_prompt", "seed", "num_given", "commits", "finish_reason", "stop_reason")
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    described=st.fixed_dictionaries(
+        {name: json_values | st.integers(0, 9) for name in NAMES}
+        | {"commits": st.lists(st.fixed_dictionaries(dict.fromkeys(COMMIT, json_values)), max_size=3) | json_values}
+    ),
+    tokens=st.lists(st.integers(0, 9), max_size=12),
+)
+def test_whatever_a_file_says_of_a_stream_it_is_read_or_refused(described: Any, tokens: list[int]) -> None:
+    tensor = Tensor("U32", (len(tokens),), memoryview(array("I", tokens)).cast("B"))
+    try:
+        found = saved_session._stream(Contents({"stream": described}, {"tokens": tensor}))
+    except saved_session._Unexpected:
+        return
+    assert found is not None
+    progress = found.progress
+    decided = [token for commit in progress.commits for token in commit.tokens]
+    assert [*progress.given, *decided] == tokens[progress.num_prompt :]
+    assert 0 < progress.num_prompt <= len(tokens)
