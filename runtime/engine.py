@@ -325,7 +325,8 @@ class Runtime:
             return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
 
     def _models(self) -> Models:
-        draft = self._draft if isinstance(self._draft, DraftActor) else None
+        # One that has failed for good is none: nothing can be asked of it.
+        draft = self._draft if isinstance(self._draft, DraftActor) and self._draft.is_alive else None
         return Models(self._target, draft, self._tokenizer)
 
     @contextmanager
