@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import attrs
 import trio
 
-from actors.actor import ModelActor
+from actors.actor import ModelActor, Part
+from actors.draft import DraftPart
 from actors.fingerprint import Fingerprint, fingerprint
 from actors.kept_lines import KeptLines, common_length
 from actors.line_state import LineRecord, LineState, recall, record
@@ -51,6 +52,34 @@ class FilledLine:
     beside_another: bool
 
 
+@attrs.frozen
+class _Look:
+    """What a line held between two jobs.
+
+    Attributes:
+        state: of its tokens, only the number; None for nothing.
+        tokens: that it held, or None where its session may not know yet.
+        busy_seconds: of the worker, then.
+    """
+
+    state: LineState | None
+    tokens: tuple[int, ...] | None
+    busy_seconds: float
+
+
+def _look(
+    actor: ModelActor[Any],
+    part: Part,
+    hear: Callable[[_Look], None],
+    _job: Job[Any],
+    state: LineState | None,
+    _goes_on: bool,
+) -> None:
+    # Of draft steps the session has heard by now, as each was done.
+    tokens = part.held.tokens if isinstance(part, DraftPart) and part.drafting is not None else None
+    hear(_Look(state, tokens, actor.worker.busy_seconds))
+
+
 async def take(actor: ModelActor[Any], session: int) -> LineState | None:
     """What a session that is under way has in an actor's model, between two of its jobs; the session goes on.
 
@@ -64,20 +93,19 @@ async def take(actor: ModelActor[Any], session: int) -> LineState | None:
         part = actor.part_of(session)
         if part is None or not isinstance(part.line, MLXLine):
             return None
-        heard: list[tuple[LineState | None, float]] = []
-
-        def hear(_: Any, state: LineState | None, __: bool, heard: Any = heard) -> None:
-            heard.append((state, actor.worker.busy_seconds))
-
-        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, part.line), hear)))
-        ((state, busy_seconds),) = heard
-        if state is None:
+        heard: list[_Look] = []
+        look = partial(_look, actor, part, heard.append)
+        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, part.line), look)))
+        (seen,) = heard
+        if seen.state is None:
             return None
-        # The session's task may not have heard yet of its own job before this one.
-        await trio.lowlevel.checkpoint()
-        # Which tokens the line had is known only if no other job has ended since.
-        if actor.worker.busy_seconds == busy_seconds and len(part.held) == len(state.tokens):
-            return attrs.evolve(state, tokens=part.held.tokens)
+        tokens = seen.tokens
+        if tokens is None:
+            # The session's task may not have heard yet of its own job before this one. No other may have ended since.
+            await trio.lowlevel.checkpoint()
+            tokens = part.held.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
+        if len(tokens) == len(seen.state.tokens):
+            return attrs.evolve(seen.state, tokens=tokens)
     return None
 
 
@@ -166,7 +194,8 @@ def _take(line: MLXLine) -> Step[LineState | None]:
 
 def _save_taken(model: MLXModel, name: ActorName, taken: LineState, text: tuple[int, ...]) -> SavedModel:
     identity = fingerprint(model.module)
-    common = common_length(taken.tokens, text)
+    # The last token is to be read in any case, since its logits are wanted.
+    common = common_length(taken.tokens, text[:-1])
     state = taken if common == len(taken.tokens) else _cut(model, taken, common)
     return SavedModel(identity, None if state is None else record(state, name))
 

@@ -26,6 +26,9 @@ from runtime.text import encode_prompt
 
 logger = logging.getLogger("outrider")
 
+# Rounds that a save waits for at most, so that what is cached is of use.
+_MOST_ROUNDS = 4
+
 
 @attrs.frozen
 class Models:
@@ -71,12 +74,16 @@ class Models:
         progress()  # makes room for what comes next, where the models wait for a slow reader
         target = await saved_line.take(self.target, opened.session)
         draft = None if self.draft is None else await saved_line.take(self.draft, opened.session)
-        if target is not None:
-            # A recurrent cache that has read all of the text is of no use, since the last token's logits are wanted.
+        for _ in range(_MOST_ROUNDS):
+            now = progress()
+            decided = [token for commit in now.commits for token in commit.tokens]
+            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
+            # A recurrent cache is of no use before there is a token that it has not read.
+            if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
+                break
+            if self.draft is not None:
+                await saved_line.let_pass(self.draft)
             await saved_line.let_pass(self.target)
-        now = progress()
-        decided = [token for commit in now.commits for token in commit.tokens]
-        tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
         session = SavedSession(
             messages=(),
             tokens=tokens,
