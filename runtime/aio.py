@@ -31,7 +31,7 @@ from runtime.errand import Errand
 from runtime.health import Health
 from runtime.many import check_max_concurrent, is_list
 from runtime.relay import Relay, S
-from runtime.saved_session import FilePath
+from runtime.session_file import SessionFile
 from runtime.sources import Source, check_source
 from runtime.streaming import Completion, complete
 from runtime.text import Prompt
@@ -144,7 +144,7 @@ class Runtime:
         make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
         return Conversation(self, make)
 
-    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
         """A conversation from a file of `Conversation.save`, of either kind, to go on with where it was left.
 
         Args, Raises: as `runtime.Runtime.load`, and:
@@ -154,6 +154,19 @@ class Runtime:
         """
         made = await self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **settings))
         return Conversation(self, self._anew(made), made)
+
+    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+        """A stream from a file of `TokenStream.save`, of either kind, to go on behind the last token that was given.
+
+        Args, Returns, Raises: as `runtime.Runtime.load_stream`, and:
+            WrongEventLoopError: this is not the loop that the runtime was opened in.
+
+        Cancellation: waits for the job that is running; there is no stream then.
+        """
+        made = await self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **settings))
+        stream = self._begin(lambda: made)
+        await stream.opened()
+        return stream
 
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
@@ -182,7 +195,9 @@ class Runtime:
 
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""
-        return TokenStream(self._relay(lambda: Commits(open_stream())), self._check_loop, self._nothing_yet)
+        return TokenStream(
+            self._relay(lambda: Commits(open_stream())), self._check_loop, self._nothing_yet, self._done_in_trio
+        )
 
     def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
         try:
@@ -276,7 +291,7 @@ class Conversation:
         """
         return await complete(cast(Any, self.stream(text, **overrides)))
 
-    async def save(self, path: FilePath) -> int:
+    async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`, here or in trio; see `runtime.Conversation.save`.
 
         Args, Returns, Raises: as there.
@@ -307,7 +322,7 @@ class Conversation:
         """In trio's thread, where one turn begins after the other."""
         return self._there().stream(text, **overrides)
 
-    async def _save(self, path: FilePath) -> int:
+    async def _save(self, path: SessionFile) -> int:
         return await self._there().save(path)
 
     def _there(self) -> conversation.Conversation:

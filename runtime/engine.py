@@ -39,9 +39,10 @@ from runtime.intake import Intake
 from runtime.many import Completions, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
-from runtime.reading import Arrivals, Reading
-from runtime.saved_session import FilePath
+from runtime.reading import Arrivals, Progress, Reading
+from runtime.saved_session import SavedStream
 from runtime.saving import Models
+from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
@@ -179,7 +180,7 @@ class Runtime:
         """
         return self._conversation(system, thinking, settings)
 
-    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
         """A conversation from a file of `Conversation.save`, to go on with where it was left.
 
         It goes on with the same text as it would have without the file, under the same conditions: the target must be
@@ -190,7 +191,8 @@ class Runtime:
         Nothing in a file is ever executed, and nothing of it is used before a checksum over all of it holds.
 
         Args:
-            path: of the file.
+            path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
+                thread from its position to its end.
             any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
                 the text that comes is the same under the match rule. A runtime without a draft model leaves out what
                 the file has of one, and where the file has none, the draft model reads the text anew.
@@ -215,6 +217,36 @@ class Runtime:
             conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
             await models.fill(path, session, self._intake.is_drafted(settings_from(keywords)))
         return conversation
+
+    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+        """A stream from a file of `TokenStream.save`, to go on behind the last token that was given.
+
+        The tokens go on with the index after the last. `max_tokens` counts from the stream's beginning; `statistics`
+        count what happens from now on. What is cached in the file is used as with `reuse_prefix`.
+
+        Args: as `load`. Processors that keep a state and can save and restore it find it again by themselves; any other
+            must be as it was.
+
+        Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
+
+        Raises: as `load`, and:
+            SettingsError: `max_tokens` is not above the number of tokens that the text has.
+
+        Cancellation: waits for the job that is running; there is no stream then.
+        """
+        with self._while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft, is_stream=True)
+            saved = session.stream
+            assert saved is not None
+            keywords = saved_session.settings_of(session, path, settings)
+            checked = self._intake.checked({**keywords, "reuse_prefix": True})
+            seed = saved.seed if settings.get("seed") is None else settings["seed"]
+            opened = self._intake.resumed(session, saved, checked, seed)
+            if not saved.is_over:
+                await models.fill(path, session, opened.drafted)
+            return self._begin(opened, saved)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids that a prompt stands for, such as `stream` takes.
@@ -283,12 +315,19 @@ class Runtime:
         check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
         return conversation
 
-    async def _save(self, path: FilePath, account: Account) -> int:
+    async def _save(self, path: SessionFile, account: Account) -> int:
         with self._while_open():
             return await self._models().save(path, account)
 
+    async def _save_stream(
+        self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
+    ) -> int:
+        with self._while_open():
+            return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
+
     def _models(self) -> Models:
-        draft = self._draft if isinstance(self._draft, DraftActor) else None
+        # One that has failed for good is none: nothing can be asked of it.
+        draft = self._draft if isinstance(self._draft, DraftActor) and self._draft.is_alive else None
         return Models(self._target, draft, self._tokenizer)
 
     @contextmanager
@@ -316,16 +355,16 @@ class Runtime:
         self._check_open()
         return self._intake.checked(settings)
 
-    def _begin(self, opened: Open) -> TokenStream:
+    def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
+        """Begin a generation, or go on with one that was saved."""
         self._check_open()
-        answer = Answer(self._tokenizer, opened.prompt)
+        answer = Answer(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = StopFinder(self._tokenizer, opened)
-        self._sessions[opened.session] = session
-        self._places.enter(session)
+            session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
+            find_stop.resume(opened.prompt[opened.num_prompt :])
         reading = Reading(
             session,
             GrowingText(self._tokenizer, opened),
@@ -334,7 +373,19 @@ class Runtime:
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
-        return TokenStream(reading, Arrivals(session, receive, partial(self._end_session_soon, opened.session)))
+        arrivals = Arrivals(session, receive, partial(self._end_session_soon, opened.session))
+        if saved is not None:
+            reading.resume(saved.progress)
+            arrivals.resume(saved.progress.commits)
+        self._sessions[opened.session] = session
+        if saved is not None and saved.is_over:
+            session.end()
+        else:
+            self._places.enter(session)
+        stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, arrivals))
+        if reading.finish_reason is not None:
+            stream._close()
+        return stream
 
     def _begin_session(self, session: Session) -> None:
         self._target.open_session(session)

@@ -11,11 +11,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.model import Model
 from actors.user_code import name_of
-from protocol.errors import PromptTooLongError, SettingsError
+from protocol.errors import PromptTooLongError, SessionFileError, SettingsError
 from protocol.messages import Open
 from protocol.processors import Stateless, can_be_speculated_with
 from protocol.settings import MAX_SEED, Settings, check_vocabulary_size, settings_from
 from runtime.grammar import Grammar
+from runtime.saved_session import SavedSession, SavedStream
 from runtime.text import Prompt, encode_prompt
 
 logger = logging.getLogger("outrider")
@@ -67,18 +68,58 @@ class Intake:
                 f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
                 f"it and at least one more; shorten it to {model.context_length - 1}"
             )
-        ends = set(settings.stop_tokens)
-        if self._tokenizer is not None and not settings.ignore_eos:
-            ends |= set(self._tokenizer.eos_token_ids)
         return Open(
             session=next(self._ids),
             prompt=ids,
             settings=settings,
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
-            stop_tokens=frozenset(ends),
+            stop_tokens=self._stop_tokens(settings),
             context_length=model.context_length,
             drafted=self.is_drafted(settings),
         )
+
+    def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
+        """A session to be that goes on with a text, with a number of its own.
+
+        Args:
+            session: what is saved of it; its tokens are in the vocabulary.
+            stream: the same.
+            settings: with which to go on.
+            seed: of its randomness.
+
+        Raises:
+            SettingsError: `max_tokens` leaves nothing to generate.
+            SessionFileError: the text does not fit in the context.
+        """
+        num_resumed = len(session.tokens) - stream.progress.num_prompt
+        context_length = self._model.context_length
+        if not stream.is_over:
+            if settings.max_tokens is not None and settings.max_tokens <= num_resumed:
+                raise SettingsError(
+                    f"max_tokens must be above the {num_resumed} tokens that the stream has already, got "
+                    f"{settings.max_tokens}"
+                )
+            if context_length is not None and len(session.tokens) >= context_length:
+                raise SessionFileError(
+                    f"the saved stream has {len(session.tokens)} tokens, and the target's context is {context_length}; "
+                    "open the target that it was saved with"
+                )
+        return Open(
+            session=next(self._ids),
+            prompt=session.tokens,
+            settings=settings,
+            seed=seed,
+            stop_tokens=self._stop_tokens(settings),
+            context_length=context_length,
+            drafted=self.is_drafted(settings),
+            num_resumed=num_resumed,
+        )
+
+    def _stop_tokens(self, settings: Settings) -> frozenset[int]:
+        ends = set(settings.stop_tokens)
+        if self._tokenizer is not None and not settings.ignore_eos:
+            ends |= set(self._tokenizer.eos_token_ids)
+        return frozenset(ends)
 
     def is_drafted(self, settings: Settings) -> bool:
         """Whether a session with such settings has a drafter; warns of a processor that prevents it."""

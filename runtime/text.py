@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
@@ -114,12 +114,17 @@ class Detokenizer:
         # The text of ids[_before:_read] is given already. What comes after it is decoded together with it, since
         # tokenizers decide by the neighbours where a space goes.
         self._before = self._read = 0
-        self._ahead = ""
+        self._unread = ""
+
+    @property
+    def unread(self) -> str:
+        """The decoded text of the last tokens, which is withheld because it ends in an incomplete character."""
+        return self._unread
 
     @property
     def ahead(self) -> str:
-        """What can be read already of the tokens whose text is still to come, for want of a whole character."""
-        return self._ahead
+        """The complete characters of `unread`."""
+        return self._unread.rstrip("\ufffd")
 
     def add(self, token: int) -> str:
         """The text that a token makes readable; maybe empty."""
@@ -141,9 +146,9 @@ class Detokenizer:
         whole: str = self._tokenizer.decode(self._ids[self._before :])
         fresh = whole[len(given) :]
         if not fresh or (fresh.endswith("\ufffd") and not is_last):
-            self._ahead = fresh.rstrip("\ufffd")
+            self._unread = fresh
             return ""
-        self._before, self._read, self._ahead = self._read, len(self._ids), ""
+        self._before, self._read, self._unread = self._read, len(self._ids), ""
         return fresh
 
 
@@ -167,6 +172,16 @@ class GrowingText:
         """The stop string that ended the text, or None so far."""
         return None if self._matcher is None else self._matcher.found
 
+    @property
+    def tail(self) -> str:
+        """The decoded text of the tokens so far that was not given: it may begin a stop string, or be half a character.
+
+        Empty once the text is over.
+        """
+        if self._matcher is None:
+            return self._detokenizer.unread
+        return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
+
     def alone(self, token: int) -> str:
         """The text of a token by itself, whatever comes before it."""
         return self._detokenizer.alone(token)
@@ -189,6 +204,12 @@ class StopFinder:
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
         """For one generation that has stop strings."""
         self._text: GrowingText | None = GrowingText(tokenizer, opened)
+
+    def resume(self, tokens: Iterable[int]) -> None:
+        """Go on behind tokens that were generated before, and in which no stop string is complete."""
+        if self._text is not None:
+            for token in tokens:
+                self._text.add(token, is_last=False)
 
     def __call__(self, commit: Commit) -> Stop | None:
         """Where a stop string ends the text, if it does in this round; to be called with each, in order."""
