@@ -147,7 +147,7 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
     # Files that were saved before there were samplers have no word of them.
     if saved.pop("sampler", False) and "sampler" not in given:
         raise SettingsError(
-            f"the session in {os.fspath(path)!r} had a sampler, which is a function and not in the file; give "
+            f"{named(path)} had a sampler, which is a function and not in the file; give "
             "sampler=... again, or None to go on without"
         )
     try:
