@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import trio
 
 from protocol.errors import OutriderError
 from protocol.trace import Event, Span
+from runtime.tables import UNBOUNDED, show_pairs, show_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,23 +142,33 @@ class Output:
 
 
 @contextmanager
-def printing(pipe_width: int | None = None) -> Iterator[Console]:
+def printing() -> Iterator[Console]:
     """A console; what is printed to it goes to stdout at the end of the block.
 
-    Args:
-        pipe_width: how wide it is where stdout is no terminal, and the environment does not say; None for 80.
+    Where stdout is no terminal, nothing is wrapped or split, unless the environment says how many COLUMNS there are.
 
     Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
         stdout has gone.)
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if pipe_width is not None and not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = pipe_width
-    with console.capture() as captured:
-        yield console
-    print_text(captured.get())
+    # Apart from stdout, which rich would write to, and fail, also where there is nothing to write.
+    printed = io.StringIO()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = _wide_enough(Console(file=printed, highlight=False, force_terminal=True if is_terminal else None))
+    yield console
+    text = printed.getvalue()
+    if not console.is_terminal:
+        # Tables fill their lines with blanks.
+        text = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    print_text(text)
+
+
+def _wide_enough(console: Console) -> Console:
+    """A console that has room for everything where it is no terminal, and the environment does not say otherwise."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNBOUNDED
+    return console
 
 
 def print_text(text: str) -> None:
@@ -184,7 +196,7 @@ def _console() -> Console:
     """Stderr; without colour where it is no terminal, whatever the environment asks for."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False)
+    return _wide_enough(Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False))
 
 
 def _is_terminal() -> bool:
@@ -294,16 +306,10 @@ def warnings_at_the_end() -> Iterator[None]:
 
 def print_statistics(statistics: Statistics) -> None:
     """Print a table of statistics on stderr."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    for row in _rows(statistics):
-        table.add_row(*row)
     console = _console()
     if console.is_terminal:
         console.print()
-    console.print(table)
+    show_pairs(console, list(_rows(statistics)))
 
 
 def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
@@ -337,16 +343,3 @@ def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
     """
     with printing() as console:
         show_sections(console, sections)
-
-
-def show_sections(console: Console, sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of names and findings on a console."""
-    from rich.table import Table
-
-    for i, (title, rows) in enumerate(sections):
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
-        for row in rows:
-            table.add_row(*row)
-        console.print("\n" * (i > 0) + title, style="bold", markup=False)
-        console.print(table)
