@@ -264,7 +264,9 @@ class Runtime:
     @property
     def num_streams(self) -> int:
         """Streams that are under way: begun, and neither read to their end nor closed."""
-        return len(self._sessions) - self._places.num_waiting
+        # Which another thread may be asking for. One that is over is put away in the next turn of the event loop.
+        wanted = sum(not session.is_unwanted for session in list(self._sessions.values()))
+        return wanted - self._places.num_waiting
 
     @property
     def num_waiting(self) -> int:

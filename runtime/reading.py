@@ -108,6 +108,7 @@ class Reading:
         self._estimates = estimates
         self._commit: Commit | None = None
         self._next_in_commit = 0
+        self._num_in_first_round = 0  # tokens given
         self._first_at: float | None = None
         self._last_at: float | None = None
 
@@ -132,6 +133,7 @@ class Reading:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
+        self._num_in_first_round += self.num_given == index
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
@@ -157,6 +159,7 @@ class Reading:
         return self._counts.snapshot(
             elapsed=end - self.began,
             generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
+            num_untimed=self._num_in_first_round,
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),

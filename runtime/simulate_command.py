@@ -332,7 +332,7 @@ def _print(comparison: Comparison) -> None:
             str(contender.lookahead) if is_drafted else "–",
             f"{contender.speed:.2f}×",
             f"{counts.tokens_per_round:.2f}",
-            f"{counts.acceptance_rate:.0%}" if is_drafted else "–",
+            "–" if counts.acceptance_rate is None else f"{counts.acceptance_rate:.0%}",
             f"{contender.hit_rate:.0%}" if is_drafted else "–",
             f"{counts.target_busy:.0%}",
             f"{counts.draft_busy:.0%}" if is_drafted else "–",

@@ -316,9 +316,9 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     s = statistics
     cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
     yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
-    yield "speed", f"{s.generation_tps:.1f} tokens/s"
+    yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
-    if s.proposed:
+    if s.acceptance_rate is not None:
         yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
     else:
         yield "acceptance", "nothing was proposed"
