@@ -78,6 +78,16 @@ class Statistics:
     peak_memory: int
     estimates: Estimates
 
+    def __repr__(self) -> str:
+        said = [f"{self.generated_tokens} tokens in {self.rounds} rounds after a prompt of {self.prompt_tokens}"]
+        if self.generation_tps is not None:
+            said.append(f"{self.generation_tps:.1f} tokens/s")
+        if self.acceptance_rate is not None:
+            said.append(f"{self.acceptance_rate:.0%} of {self.proposed} proposed accepted")
+        if self.time_to_first_token is not None:
+            said.append(f"first token after {self.time_to_first_token:.3g} s")
+        return f"<outrider Statistics: {', '.join(said)}>"
+
 
 @attrs.define
 class Counts:

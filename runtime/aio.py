@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_memory import peak_memory
 from protocol.errors import ConversationBusyError, RuntimeClosedError, WrongEventLoopError
+from protocol.reprs import shown
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, opening, streaming
@@ -69,6 +70,9 @@ class Opening:
         self._target = target
         self._draft = draft
         self._options = options
+
+    def __repr__(self) -> str:
+        return f"<outrider aio.open of {shown(self._target)}, draft {shown(self._draft)}>"
 
     async def __aenter__(self) -> Runtime:
         make = partial(opening.open, self._target, self._draft, **self._options)
@@ -247,6 +251,9 @@ class Conversation:
         self._make = make
         self._made = made
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
+
+    def __repr__(self) -> str:
+        return f"<outrider aio.Conversation: {len(self.messages)} messages>"
 
     @property
     def messages(self) -> list[conversation.Message]:

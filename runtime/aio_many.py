@@ -73,6 +73,12 @@ class Completions:
         self._is_waiting = False
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        source = self._relay.source
+        of = "" if source is None else f" of {source.num_prompts}"
+        state = "over or closed" if self._is_closed else "under way"
+        return f"<outrider aio.Completions, {state}: {self._num_given}{of} given>"
+
     def __await__(self) -> Generator[Any, None, list[Completion]]:
         """All completions, in the order of the prompts; awaited again, the same ones.
 

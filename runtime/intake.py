@@ -13,6 +13,7 @@ from actors.model import Model
 from protocol.errors import PromptTooLongError, SettingsError
 from protocol.messages import Open
 from protocol.processors import can_be_speculated_with
+from protocol.reprs import shown
 from protocol.settings import MAX_SEED, Settings, check_vocabulary_size, settings_from
 from runtime.grammar import Grammar
 from runtime.text import Prompt, encode_prompt
@@ -49,7 +50,7 @@ class Intake:
             raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
         if checked.stop and self._tokenizer is None:
             raise SettingsError(
-                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
+                f"stop {shown(list(checked.stop))} needs text, and the target was opened without a tokenizer; "
                 "name ids in stop_tokens instead"
             )
         return checked

@@ -10,6 +10,7 @@ import trio
 
 from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
 from protocol.messages import Open
+from protocol.reprs import shown
 from runtime.sources import check_integer
 from runtime.streaming import Completion
 from runtime.text import Prompt
@@ -36,7 +37,9 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> li
     Raises: PromptError: one will not do, and which; or they are no list of prompts.
     """
     if not is_list(prompts):
-        raise PromptError(f"prompts must be a sequence of prompts, got {prompts!r}; for a single one use generate()")
+        raise PromptError(
+            f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
+        )
     checked = []
     for index, prompt in enumerate(prompts):
         try:
@@ -92,6 +95,10 @@ class Completions:
         self._is_closed = False
         self._num_prompts = len(opened)
         start_soon(self._work.run)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed and self._num_left else "over" if self._is_closed else "under way"
+        return f"<outrider Completions, {state}: {self._num_prompts - self._num_left} of {self._num_prompts} given>"
 
     def __await__(self) -> Generator[Any, None, list[Completion]]:
         """All completions, in the order of the prompts; awaited again, the same ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import trio
@@ -12,6 +13,7 @@ from actors.session import Session
 from protocol.books import Commit, FinishReason
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
+from protocol.reprs import brief, excerpt
 from protocol.statistics import Statistics
 from runtime.text import GrowingText
 from runtime.thinking import Answer
@@ -26,6 +28,9 @@ class TopLogprob:
     id: int
     text: str
     logprob: float
+
+    def __repr__(self) -> str:
+        return f"TopLogprob(id={self.id}, text={excerpt(self.text)}, logprob={self.logprob:.4g})"
 
 
 @attrs.frozen
@@ -60,6 +65,17 @@ class Token:
     top_logprobs: tuple[TopLogprob, ...] = ()
     stop_reason: str | int | None = None
     is_thinking: bool = False
+
+    def __repr__(self) -> str:
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
+        for name in ("finish_reason", "stop_reason", "logprob"):
+            if getattr(self, name) is not None:
+                told[name] = getattr(self, name)
+        if self.is_thinking:
+            told["is_thinking"] = True
+        if self.top_logprobs:
+            told["top_logprobs"] = self.top_logprobs
+        return brief("Token", told)
 
 
 class Reading:

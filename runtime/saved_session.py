@@ -16,6 +16,7 @@ from actors.line_state import LineRecord
 from actors.saved_line import SavedModel
 from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
 from runtime import session_file
 from runtime.session_file import Contents
@@ -48,6 +49,10 @@ class SavedSession:
     target: SavedModel
     draft: SavedModel | None
 
+    def __repr__(self) -> str:
+        draft = "no draft model" if self.draft is None else "a draft model"
+        return f"<outrider SavedSession: {len(self.messages)} messages, {len(self.tokens)} tokens, with {draft}>"
+
 
 async def write(path: FilePath, session: SavedSession) -> int:
     """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
@@ -79,7 +84,7 @@ async def read(path: FilePath) -> SavedSession:
 def check_path(path: Any) -> FilePath:
     """What names a file. Raises: SettingsError: it does not."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise SettingsError(f"a session is saved to and loaded from a path, got {path!r}; give the path of a file")
+        raise SettingsError(f"a session is saved to and loaded from a path, got {shown(path)}; give the path of a file")
     return path
 
 

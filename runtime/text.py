@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.books import Commit
 from protocol.errors import PromptError, VocabularyMismatchError
 from protocol.messages import Open
+from protocol.reprs import shown
 from protocol.stops import Stop, StopMatcher
 
 logger = logging.getLogger("outrider")
@@ -44,7 +45,7 @@ def _checked_id(token: Any, vocab_size: int) -> int:
     except TypeError:
         id = None
     if id is None:
-        raise PromptError(f"a prompt of token ids must hold whole numbers, got {token!r} among them")
+        raise PromptError(f"a prompt of token ids must hold whole numbers, got {shown(token)} among them")
     if not 0 <= id < vocab_size:
         raise PromptError(f"prompt token {id} is outside the target's vocabulary of {vocab_size} ids")
     return id
@@ -72,7 +73,7 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         return items
     for item in items:
         if not isinstance(item, Mapping):
-            raise PromptError(f"chat messages are mappings with a role and a content, got {item!r} among them")
+            raise PromptError(f"chat messages are mappings with a role and a content, got {shown(item)} among them")
     if tokenizer is None:
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
