@@ -6,8 +6,11 @@ past a stop, a round that a cancellation made useless) shows in the busy fractio
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 
+from protocol.advice import advise
 from protocol.books import Commit
 from protocol.prices import Estimates
 
@@ -47,6 +50,7 @@ class Statistics:
         elapsed: seconds from the call to the last token, or to now while the stream runs.
         peak_memory: most bytes that MLX has held at once in this process.
         estimates: what the runtime has measured of its models by now.
+        advice: what would be faster, in sentences, most important first; mostly empty.
     """
 
     prompt_tokens: int
@@ -77,6 +81,7 @@ class Statistics:
     elapsed: float
     peak_memory: int
     estimates: Estimates
+    advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         said = [f"{self.generated_tokens} tokens in {self.rounds} rounds after a prompt of {self.prompt_tokens}"]
@@ -143,6 +148,7 @@ class Counts:
         time_to_first_token: float | None,
         peak_memory: int,
         estimates: Estimates,
+        lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:
         """The counts with their rates.
 
@@ -153,11 +159,12 @@ class Counts:
             time_to_first_token: seconds, or None.
             peak_memory: bytes.
             estimates: what the runtime has measured by now.
+            lookahead: see `protocol.advice.advise`.
         """
         proposed = self.accepted + self.rejected
         num_timed = self.generated_tokens - num_untimed
         shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
-        return Statistics(
+        statistics = Statistics(
             **shared,
             proposed=proposed,
             acceptance_rate=self.accepted / proposed if proposed else None,
@@ -171,6 +178,7 @@ class Counts:
             peak_memory=peak_memory,
             estimates=estimates,
         )
+        return attrs.evolve(statistics, advice=advise(statistics, lookahead))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -241,6 +241,7 @@ class Runtime:
             time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
+            lookahead=0 if self._draft is None else None,
         )
 
     @property

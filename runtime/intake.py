@@ -37,6 +37,7 @@ class Intake:
         self._model = model
         self._tokenizer = tokenizer
         self._has_drafter = has_drafter
+        self._has_warned = False  # of a lookahead without a drafter
         self._ids = itertools.count()
 
     def checked(self, settings: dict[str, Any]) -> Settings:
@@ -81,7 +82,13 @@ class Intake:
         )
 
     def is_drafted(self, settings: Settings) -> bool:
-        """Whether a session with such settings has a drafter; warns of a processor that prevents it."""
+        """Whether a session with such settings has a drafter; warns, once, of what keeps it from having one."""
+        if not self._has_drafter and settings.lookahead not in (0, "auto") and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                'lookahead=%d has no effect, since there is no draft; open with draft="ngram" or a draft model',
+                settings.lookahead,
+            )
         return self._has_drafter and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -118,6 +118,7 @@ class Reading:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._counts = session.counts
+        self._lookahead = session.opened.settings.lookahead if session.opened.drafted else 0
         self._text = text
         self._clock = clock
         self._on_token = on_token
@@ -179,6 +180,7 @@ class Reading:
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),
+            lookahead=self._lookahead,
         )
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:

@@ -326,6 +326,8 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
     yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
     yield "peak memory", _size(s.peak_memory)
+    for sentence in s.advice:
+        yield "advice", sentence
 
 
 def _duration(seconds: float) -> str:
