@@ -270,6 +270,25 @@ class Settings:
         return self.acceptance
 
 
+SettingsLike = Settings | Mapping[str, Any]
+
+
+def keywords_of(settings: Any, what: str) -> dict[str, Any]:
+    """Settings as keyword arguments: of a `Settings` all of them, of a mapping those that it names; None has none.
+
+    Raises: SettingsError: as `settings_from`, and for another type; `what` the settings are is in the message.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Settings):
+        return attrs.asdict(settings, recurse=False)
+    if not isinstance(settings, Mapping):
+        raise SettingsError(f"{what} must be runtime.Settings or a mapping of settings, got {shown(settings)}")
+    keywords = dict(settings)
+    settings_from(keywords)
+    return keywords
+
+
 def settings_from(keywords: dict[str, Any]) -> Settings:
     """Settings from keyword arguments.
 

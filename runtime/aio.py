@@ -30,7 +30,7 @@ from runtime.aio_streaming import Commits, TokenStream
 from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
-from runtime.many import check_max_concurrent, is_list
+from runtime.many import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.relay import Relay, S
 from runtime.saved_session import FilePath
 from runtime.sources import Source, check_source
@@ -124,16 +124,17 @@ class Runtime:
         """
         return await complete(cast(Any, self.stream(prompt, **settings)))
 
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
 
-        Raises: as `stream`; a `PromptError` comes when the completions are waited for.
+        Raises: as `stream`; what is wrong with a prompt, or settings of its own, comes when the completions are
+            waited for.
         """
         self._check(settings)
         check_max_concurrent(max_concurrent)
-        owned = [_own(prompt) for prompt in prompts] if is_list(prompts) else prompts
+        owned = [_own_of_many(prompt) for prompt in prompts] if is_list(prompts) else prompts
         make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
         return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
 
@@ -331,3 +332,9 @@ def _own(prompt: Prompt) -> Prompt:
     if isinstance(prompt, list):
         return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
     return prompt
+
+
+def _own_of_many(prompt: ManyPrompt) -> ManyPrompt:
+    """Likewise with settings of its own."""
+    alone, settings = with_settings(prompt)
+    return (_own(alone), dict(settings)) if settings else _own(alone)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import trio
 
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError, StreamBusyError
 from protocol.messages import Open
 from protocol.reprs import shown
 from runtime.sources import check_integer
 from runtime.streaming import Completion
 from runtime.text import Prompt
+
+# A prompt, alone or with settings of its own by name.
+ManyPrompt = Prompt | tuple[Prompt, Mapping[str, Any]]
 
 _CLOSED = "these generations were closed; begin others with generate_many()"
 
@@ -31,10 +34,20 @@ def is_list(prompts: Any) -> bool:
     return hasattr(prompts, "__iter__") and not isinstance(prompts, (str, bytes, Mapping))
 
 
-def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> list[Open]:
-    """What begins the generation of each prompt, once every prompt has been checked.
+def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
+    """A prompt, and the settings of its own."""
+    # Two chat messages may stand in a tuple too: then the first is a mapping as well.
+    if isinstance(prompt, tuple) and len(prompt) == 2:
+        own, settings = prompt
+        if isinstance(settings, Mapping) and not isinstance(own, Mapping):
+            return cast(Prompt, own), settings
+    return cast(Prompt, prompt), {}
 
-    Raises: PromptError: one will not do, and which; or they are no list of prompts.
+
+def check_each(prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Open]) -> list[Open]:
+    """What begins the generation of each prompt, once every prompt has been checked with its settings.
+
+    Raises: PromptError, SettingsError: one will not do, and which; or they are no list of prompts.
     """
     if not is_list(prompts):
         raise PromptError(
@@ -43,9 +56,10 @@ def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> li
     checked = []
     for index, prompt in enumerate(prompts):
         try:
-            checked.append(check(prompt))
-        except PromptError as error:
-            raise PromptError(f"prompts[{index}]: {error}") from error.__cause__
+            checked.append(check(*with_settings(prompt)))
+        except (PromptError, SettingsError) as error:
+            kind = PromptError if isinstance(error, PromptError) else SettingsError
+            raise kind(f"prompts[{index}]: {error}") from error.__cause__
     return checked
 
 
