@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
     from runtime.health import Health
-    from runtime.many import Completions
+    from runtime.many import Completions, TokenStreams
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
@@ -88,6 +88,7 @@ __all__ = [
     "StreamFailedError",
     "Token",
     "TokenStream",
+    "TokenStreams",
     "TopLogprob",
     "VocabularyMismatchError",
     "WrongEventLoopError",
@@ -116,6 +117,7 @@ _HOMES = {
     "Conversation": "runtime.conversation",
     "Token": "runtime.reading",
     "TokenStream": "runtime.streaming",
+    "TokenStreams": "runtime.many",
     "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",

@@ -36,7 +36,7 @@ from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.health import Health
 from runtime.intake import Intake
-from runtime.many import Completions, ManyPrompt, check_each, check_max_concurrent
+from runtime.many import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
 from runtime.reading import Arrivals, Reading
@@ -156,7 +156,24 @@ class Runtime:
         check_max_concurrent(max_concurrent)
         return Completions(
             self._check_each(prompts, settings),
-            lambda opened: complete(self._begin(opened)),
+            self._begin,
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args, Raises: as `generate_many`.
+
+        Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
+        """
+        self._check_asked(settings)
+        check_max_concurrent(max_concurrent)
+        return TokenStreams(
+            self._check_each(prompts, settings),
+            self._begin,
             max_concurrent,
             start_soon=self._nursery.start_soon,
             run_soon=self._run_soon,

@@ -85,6 +85,7 @@ async def test_streams_and_many_completions_say_how_far_they_are(autojump_clock:
         assert repr(many) == "<outrider Completions, under way: 0 of 2 given>"
         await many
         assert repr(many) == "<outrider Completions, over: 2 of 2 given>"
+        assert repr(simulation.runtime.stream_many([])) == "<outrider TokenStreams, under way: 0 of 0 given>"
 
 
 # --- values in error messages ---------------------------------------------------------------------
