@@ -59,7 +59,7 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
     if s.resting_rounds > MOST * s.rounds:
         yield (
             f"{s.resting_rounds} of {s.rounds} rounds were left to the target alone, since speculating does not pay "
-            "here; without a draft model there would be more memory and nothing slower"
+            "here; without a draft nothing would be slower"
         )
 
 

@@ -55,7 +55,8 @@ def check_source(role: str, source: Any) -> Source:
         exists, has_config = path.exists(), (path / "config.json").is_file()
     except OSError as error:
         raise ModelError(
-            f"{role} {str(source)!r} cannot be looked at: {error.strerror}; give a directory with a model, or a hub id"
+            f"{role} {shown(str(source))} cannot be looked at: {error.strerror}; "
+            "give a directory with a model, or a hub id"
         ) from error
     if exists:
         if not has_config:

@@ -272,8 +272,11 @@ class Display:
 
     def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
         from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
-        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        # Goes on in a second line where the terminal is narrow: what is cut off would be how long it takes.
+        wrapped = Column(overflow="fold")
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
         if moves:
             columns.insert(0, SpinnerColumn())
         if num_tokens is not None:
