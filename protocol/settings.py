@@ -12,6 +12,7 @@ import attrs
 
 from protocol.errors import SettingsError
 from protocol.processors import LogitsProcessor, Sampler
+from protocol.reprs import brief, shown
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -40,7 +41,7 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
     """A validator for whole numbers; `or_none` says what None means where it is allowed."""
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if (value is None and or_none) or (value == "auto" and or_auto):
+        if (value is None and or_none) or (or_auto and isinstance(value, str) and value == "auto"):
             return
         allowed = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
         if or_none:
@@ -49,9 +50,9 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
             allowed += ', or "auto"'
         # bool is an int to Python, and never what was meant here.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
         if value < low or (high is not None and value > high):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
 
     return check
 
@@ -69,7 +70,7 @@ def _number(low: float, high: float, hint: str, *, or_none: str | None = None) -
             else:
                 allowed = "a finite number" if low < 0 else f"a finite number of at least {low:g}"
             allowed += f", or None for {or_none}" if or_none else ""
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r}; {hint}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}; {hint}")
 
     return check
 
@@ -79,12 +80,12 @@ _MOST = sys.float_info.max
 
 def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, bool):
-        raise SettingsError(f"{attribute.name} must be True or False, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be True or False, got {shown(value)}")
 
 
 def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value not in get_args(Acceptance):
-        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {value!r}')
+    if not isinstance(value, str) or value not in get_args(Acceptance):
+        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {shown(value)}')
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -112,18 +113,20 @@ def _copied(value: Any) -> Mapping[int, float]:
 
 def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
     for i in value:
         if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {i!r} among them")
+            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
 
 
 def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {shown(value)}")
     for text in value:
         if not isinstance(text, str):
-            raise SettingsError(f"{attribute.name} must be texts, got {text!r} among them; ids go into stop_tokens")
+            raise SettingsError(
+                f"{attribute.name} must be texts, got {shown(text)} among them; ids go into stop_tokens"
+            )
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             raise SettingsError(
                 f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
@@ -132,25 +135,29 @@ def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {value!r}")
+        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
     for id, bias in value.items():
         if not isinstance(id, int) or isinstance(id, bool) or id < 0:
-            raise SettingsError(f"{attribute.name} must have token ids of at least 0 for keys, got {id!r} among them")
+            raise SettingsError(
+                f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
+            )
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
         if not is_number or math.isnan(bias) or not bias <= _MOST:
-            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {bias!r} for {id}")
+            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {shown(value)}")
     for processor in value:
         if not callable(processor):
-            raise SettingsError(f"{attribute.name} must be functions f(tokens, logits), got {processor!r} among them")
+            raise SettingsError(
+                f"{attribute.name} must be functions f(tokens, logits), got {shown(processor)} among them"
+            )
         if hasattr(processor, "save") != hasattr(processor, "restore"):
             raise SettingsError(
-                f"{processor!r} in {attribute.name} must have both save() and restore(state), or neither"
+                f"{shown(processor)} in {attribute.name} must have both save() and restore(state), or neither"
             )
 
 
@@ -287,6 +294,12 @@ class Settings:
                 'it; leave it at "auto", or use temperature and the filters'
             )
 
+    def __repr__(self) -> str:
+        """What is not the default."""
+        usual = {field.name: field.default for field in attrs.fields(Settings)} | {"logit_bias": {}}
+        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        return brief("Settings", told)
+
     @property
     def rule(self) -> Literal["match", "rejection"]:
         """The acceptance rule in force, with "auto" resolved."""
@@ -310,6 +323,25 @@ class Settings:
         return self.rule, *temperatures, self.sampler is not None
 
 
+SettingsLike = Settings | Mapping[str, Any]
+
+
+def keywords_of(settings: Any, what: str) -> dict[str, Any]:
+    """Settings as keyword arguments: of a `Settings` all of them, of a mapping those that it names; None has none.
+
+    Raises: SettingsError: as `settings_from`, and for another type; `what` the settings are is in the message.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Settings):
+        return attrs.asdict(settings, recurse=False)
+    if not isinstance(settings, Mapping):
+        raise SettingsError(f"{what} must be runtime.Settings or a mapping of settings, got {shown(settings)}")
+    keywords = dict(settings)
+    settings_from(keywords)
+    return keywords
+
+
 def settings_from(keywords: dict[str, Any]) -> Settings:
     """Settings from keyword arguments.
 
@@ -320,7 +352,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
         if name not in known:
             near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
-            raise SettingsError(f"there is no setting {name!r}; {hint}")
+            raise SettingsError(f"there is no setting {shown(name)}; {hint}")
     return Settings(**keywords)
 
 
@@ -336,7 +368,7 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if outside := [token for token in ids if token >= vocab_size]:
-            raise SettingsError(f"{name} {outside} are outside the target's vocabulary of {vocab_size} ids")
+            raise SettingsError(f"{name} {shown(outside)} are outside the target's vocabulary of {vocab_size} ids")
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
             raise SettingsError(

@@ -8,6 +8,11 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from runtime.shadows import check_packages
+
+# Before anything is imported from them.
+check_packages("protocol", "actors")
+
 from protocol.errors import (
     ConversationBusyError,
     ModelError,
@@ -41,11 +46,13 @@ if TYPE_CHECKING:
     from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
     from runtime.health import Health
-    from runtime.many import Completions
+    from runtime.many import Completions, TokenStreams
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
     from runtime.sync import generate_sync
+
+    __version__: str
 
 __all__ = [
     "DEMO_DRAFT",
@@ -81,6 +88,7 @@ __all__ = [
     "StreamFailedError",
     "Token",
     "TokenStream",
+    "TokenStreams",
     "TopLogprob",
     "VocabularyMismatchError",
     "WrongEventLoopError",
@@ -109,6 +117,7 @@ _HOMES = {
     "Conversation": "runtime.conversation",
     "Token": "runtime.reading",
     "TokenStream": "runtime.streaming",
+    "TokenStreams": "runtime.many",
     "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
@@ -118,6 +127,8 @@ blas.obey_environment()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     blas.check()
@@ -127,5 +138,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _version() -> str:
+    """Of the installed package; looked up when it is asked for, since that goes through all that is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "0+unknown"  # run from a source tree
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -21,15 +21,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_memory import peak_memory
 from protocol.errors import ConversationBusyError, RuntimeClosedError, WrongEventLoopError
+from protocol.reprs import shown
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, opening, streaming
-from runtime.aio_many import Completions, CompletionSource
+from runtime.aio_many import Completions, MergedSource, TokenStreams
 from runtime.aio_streaming import Commits, TokenStream
 from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
-from runtime.many import check_max_concurrent, is_list
+from runtime.many import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.relay import Relay, S
 from runtime.session_file import SessionFile
 from runtime.sources import Source, check_source
@@ -37,9 +38,10 @@ from runtime.streaming import Completion, complete
 from runtime.text import Prompt
 from runtime.trio_thread import TrioThread, asyncio_loop
 
-__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
+__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
 
@@ -69,6 +71,9 @@ class Opening:
         self._target = target
         self._draft = draft
         self._options = options
+
+    def __repr__(self) -> str:
+        return f"<outrider aio.open of {shown(self._target)}, draft {shown(self._draft)}>"
 
     async def __aenter__(self) -> Runtime:
         make = partial(opening.open, self._target, self._draft, **self._options)
@@ -120,18 +125,26 @@ class Runtime:
         """
         return await complete(cast(Any, self.stream(prompt, **settings)))
 
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
 
-        Raises: as `stream`; a `PromptError` comes when the completions are waited for.
+        Raises: as `stream`; what is wrong with a prompt, or settings of its own, comes when the completions are
+            waited for.
         """
-        self._check(settings)
-        check_max_concurrent(max_concurrent)
-        owned = [_own(prompt) for prompt in prompts] if is_list(prompts) else prompts
-        make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
-        return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
+        make = self._make_many(self._runtime.generate_many, prompts, max_concurrent, settings)
+        return Completions(self._relay(lambda: MergedSource(make())), self._check_loop)
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args, Returns: as `runtime.Runtime.stream_many`, for asyncio.
+
+        Raises: as `generate_many`.
+        """
+        make = self._make_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        return TokenStreams(self._relay(lambda: MergedSource(make())), self._check_loop)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
@@ -192,6 +205,15 @@ class Runtime:
     def num_waiting(self) -> int:
         """Streams that wait for others to make room, because `max_streams` are at work; with the same reserve."""
         return self._runtime.num_waiting
+
+    def _make_many(
+        self, make: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: dict[str, Any]
+    ) -> Callable[[], M]:
+        """What begins the generations of many prompts, in trio's thread."""
+        self._check(settings)
+        check_max_concurrent(max_concurrent)
+        owned = [_own_of_many(prompt) for prompt in prompts] if is_list(prompts) else prompts
+        return partial(make, owned, max_concurrent=max_concurrent, **settings)
 
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""
@@ -262,6 +284,9 @@ class Conversation:
         self._make = make
         self._made = made
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
+
+    def __repr__(self) -> str:
+        return f"<outrider aio.Conversation: {len(self.messages)} messages>"
 
     @property
     def messages(self) -> list[conversation.Message]:
@@ -339,3 +364,9 @@ def _own(prompt: Prompt) -> Prompt:
     if isinstance(prompt, list):
         return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
     return prompt
+
+
+def _own_of_many(prompt: ManyPrompt) -> ManyPrompt:
+    """Likewise with settings of its own."""
+    alone, settings = with_settings(prompt)
+    return (_own(alone), dict(settings)) if settings else _own(alone)

@@ -82,6 +82,11 @@ class TokenStream:
         self._is_waiting = False
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("closed" if self._is_closed else "under way")
+        num_given = 0 if self._source is None else self._source.reading.num_given
+        return f"<outrider aio.TokenStream, {state}: {num_given} tokens given>"
+
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""

@@ -10,6 +10,7 @@ import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
 from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
@@ -95,9 +96,11 @@ class Conversation:
                 "the target was opened without a tokenizer, and a conversation is text; use stream() with token ids"
             )
         if system is not None and not isinstance(system, str):
-            raise PromptError(f"system must be text or None, got {system!r}")
+            raise PromptError(f"system must be text or None, got {shown(system)}")
         if thinking is not None and not isinstance(thinking, bool):
-            raise SettingsError(f"thinking must be True, False, or None for the model's own choice, got {thinking!r}")
+            raise SettingsError(
+                f"thinking must be True, False, or None for the model's own choice, got {shown(thinking)}"
+            )
         self._open_stream = open_stream
         self._write = write
         self._tokenizer = tokenizer
@@ -258,7 +261,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """
     if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
         raise SettingsError(
-            f"a conversation always reuses what it has read, got reuse_prefix={settings['reuse_prefix']!r}; use "
+            f"a conversation always reuses what it has read, got reuse_prefix={shown(settings['reuse_prefix'])}; use "
             "stream() with messages to read everything anew"
         )
     settings = {**settings, "reuse_prefix": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -28,7 +28,7 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import NGRAM, Settings, check_vocabulary_size, settings_from
+from protocol.settings import NGRAM, Settings, SettingsLike, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from protocol.turns import Turns
@@ -36,7 +36,7 @@ from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.health import Health
 from runtime.intake import Intake
-from runtime.many import Completions, check_each, check_max_concurrent
+from runtime.many import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
 from runtime.reading import Arrivals, Progress, Reading
@@ -83,6 +83,7 @@ class Runtime:
         prices: Prices,
         nursery: trio.Nursery,
         max_streams: int | None,
+        defaults: SettingsLike | None = None,
     ) -> None:
         self._prices = prices
         self._nursery = nursery
@@ -90,7 +91,7 @@ class Runtime:
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
-        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None)
+        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None, defaults=defaults)
         self._events = events
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sessions: dict[int, Session] = {}
@@ -112,7 +113,7 @@ class Runtime:
 
         Args:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
-            **settings: see `Settings`.
+            **settings: see `Settings`; those that are not given are the `defaults` of `open`.
 
         Returns: a stream that generates from now on, or, where `max_streams` others are at work, as soon as those
             that came before have made room. See `TokenStream` for how to end it, also while it waits.
@@ -136,27 +137,45 @@ class Runtime:
         """
         return await complete(self.stream(prompt, **settings))
 
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args:
-            prompts: each as for `stream`; may be none.
+            prompts: each as for `stream`, or a pair (prompt, settings by name) for settings of its own; may be none.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
-            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
-                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
+            **settings: see `Settings`; of all that have no others of their own, the seed included. Each text is what it
+                would be alone, but for a logits processor that keeps a state and can neither save nor restore it: all
+                would share that.
 
         Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
             see `Completions`, also for what a failure and a cancellation do.
 
         Raises: before any model work, as `stream`, and:
-            PromptError: it says at which index.
+            PromptError, SettingsError: of one of the prompts; it says at which index.
             SettingsError: `max_concurrent` is out of its range.
         """
-        checked = self._check_asked(settings)
+        self._check_asked(settings)
         check_max_concurrent(max_concurrent)
         return Completions(
-            check_each(prompts, lambda prompt: self._intake.opened(prompt, checked)),
-            lambda opened: complete(self._begin(opened)),
+            self._check_each(prompts, settings),
+            self._begin,
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args, Raises: as `generate_many`.
+
+        Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
+        """
+        self._check_asked(settings)
+        check_max_concurrent(max_concurrent)
+        return TokenStreams(
+            self._check_each(prompts, settings),
+            self._begin,
             max_concurrent,
             start_soon=self._nursery.start_soon,
             run_soon=self._run_soon,
@@ -211,7 +230,8 @@ class Runtime:
             saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft)
-            keywords = saved_session.settings_of(session, path, settings)
+            # A session without processors goes on without: this runtime's defaults are not its own.
+            keywords = {"logits_processors": (), **saved_session.settings_of(session, path, settings)}
             begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
             past = session.messages[len(begins) :]
             conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
@@ -274,6 +294,7 @@ class Runtime:
             time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
+            lookahead=0 if self._draft is None else None,
         )
 
     @property
@@ -297,7 +318,9 @@ class Runtime:
     @property
     def num_streams(self) -> int:
         """Streams that are under way: begun, and neither read to their end nor closed."""
-        return len(self._sessions) - self._places.num_waiting
+        # Which another thread may be asking for. One that is over is put away in the next turn of the event loop.
+        wanted = sum(not session.is_unwanted for session in list(self._sessions.values()))
+        return wanted - self._places.num_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -309,6 +332,8 @@ class Runtime:
     def _conversation(
         self, system: str | None, thinking: bool | None, settings: dict[str, Any], past: Sequence[Message] = ()
     ) -> Conversation:
+        # A conversation says by itself that it reuses what was read.
+        settings = {**self._intake.keywords({}), "reuse_prefix": True, **settings}
         conversation = Conversation(
             self.stream, self._save, self._tokenizer, system=system, thinking=thinking, settings=settings, past=past
         )
@@ -354,6 +379,15 @@ class Runtime:
     def _check_asked(self, settings: dict[str, Any]) -> Settings:
         self._check_open()
         return self._intake.checked(settings)
+
+    def _check_each(self, prompts: Iterable[ManyPrompt], settings: dict[str, Any]) -> list[Open]:
+        """What begins the generation of each of many prompts; see `generate_many`."""
+        shared = self._intake.checked(settings)
+
+        def opened(prompt: Prompt, own: Mapping[str, Any]) -> Open:
+            return self._intake.opened(prompt, self._intake.checked({**settings, **own}) if own else shared)
+
+        return check_each(prompts, opened)
 
     def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
         """Begin a generation, or go on with one that was saved."""
@@ -464,6 +498,7 @@ async def running(
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    defaults: SettingsLike | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -477,6 +512,7 @@ async def running(
         make_policy: decides how far a session is drafted ahead.
         max_streams: see `open`.
         prefix_cache_bytes: see `open`.
+        defaults: see `open`.
 
     Cancellation: as `open`.
     """
@@ -518,7 +554,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams, defaults)
         end = partial(runtime._close, RuntimeClosedError(_CLOSED))
         for actor in (target_actor, draft_actor):
             if actor is not None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -302,11 +303,11 @@ def _text(given: Any, what: str) -> str:
 
 def _short(given: Any) -> str:
     try:
-        shown = given if isinstance(given, str) else repr(given)
+        text = given if isinstance(given, str) else repr(given)
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
-        shown = f"<{type(given).__name__}>"
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
+        text = f"<{type(given).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 # By Hugging Face tokenizer: its end-of-text ids, and llguidance's index of its vocabulary.
@@ -319,7 +320,9 @@ def _indexed(tokenizer: Any) -> LLTokenizer:
     Raises: SettingsError: llguidance cannot read it.
     """
     if not hasattr(tokenizer, "eos_token_id"):
-        raise SettingsError(f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {tokenizer!r}")
+        raise SettingsError(
+            f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {shown(tokenizer)}"
+        )
     _library()
     from llguidance.hf import from_tokenizer
 

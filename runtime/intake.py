@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,7 +15,15 @@ from actors.user_code import name_of
 from protocol.errors import PromptTooLongError, SessionFileError, SettingsError
 from protocol.messages import Open
 from protocol.processors import Stateless, can_be_speculated_with
-from protocol.settings import MAX_SEED, Settings, check_vocabulary_size, settings_from
+from protocol.reprs import shown
+from protocol.settings import (
+    MAX_SEED,
+    Settings,
+    SettingsLike,
+    check_vocabulary_size,
+    keywords_of,
+    settings_from,
+)
 from runtime.grammar import Grammar
 from runtime.saved_session import SavedSession, SavedStream
 from runtime.text import Prompt, encode_prompt
@@ -27,31 +36,48 @@ _warned_of: set[str] = set()  # logits processors and samplers, once a process
 class Intake:
     """Takes in what is asked of a target; asks nothing of the models."""
 
-    def __init__(self, model: Model, tokenizer: TokenizerWrapper | None, *, has_drafter: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: TokenizerWrapper | None,
+        *,
+        has_drafter: bool,
+        defaults: SettingsLike | None = None,
+    ) -> None:
         """Nothing was asked so far.
 
         Args:
             model: the target's.
             tokenizer: the target's, or None.
             has_drafter: whether there is somebody to draft.
+            defaults: settings that hold where nothing else is said.
+
+        Raises: SettingsError: those settings are of no use with this target.
         """
         self._model = model
         self._tokenizer = tokenizer
         self._has_drafter = has_drafter
+        self._has_warned = False  # of a lookahead without a drafter
         self._ids = itertools.count()
+        self._defaults = keywords_of(defaults, "defaults")
+        self.checked({})
 
-    def checked(self, settings: dict[str, Any]) -> Settings:
-        """The settings that keywords name.
+    def keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that somebody names, and those that hold by default."""
+        return {**self._defaults, **settings}
+
+    def checked(self, settings: Mapping[str, Any]) -> Settings:
+        """The settings that keywords name, and the defaults for the rest.
 
         Raises: SettingsError: one is unknown, out of its range, or of no use with this target.
         """
-        checked = settings_from(settings)
+        checked = settings_from(self.keywords(settings))
         check_vocabulary_size(checked, self._model.vocab_size)
         if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
             raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
         if checked.stop and self._tokenizer is None:
             raise SettingsError(
-                f"stop {list(checked.stop)} needs text, and the target was opened without a tokenizer; "
+                f"stop {shown(list(checked.stop))} needs text, and the target was opened without a tokenizer; "
                 "name ids in stop_tokens instead"
             )
         return checked
@@ -122,7 +148,13 @@ class Intake:
         return frozenset(ends)
 
     def is_drafted(self, settings: Settings) -> bool:
-        """Whether a session with such settings has a drafter; warns of a processor that prevents it."""
+        """Whether a session with such settings has a drafter; warns, once, of what keeps it from having one."""
+        if not self._has_drafter and settings.lookahead not in (0, "auto") and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                'lookahead=%d has no effect, since there is no draft; open with draft="ngram" or a draft model',
+                settings.lookahead,
+            )
         return self._has_drafter and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 import trio
@@ -13,6 +14,7 @@ from actors.session import Session
 from protocol.books import Commit, FinishReason
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
+from protocol.reprs import brief, excerpt
 from protocol.statistics import Statistics
 from runtime.text import GrowingText
 from runtime.thinking import Answer
@@ -27,6 +29,9 @@ class TopLogprob:
     id: int
     text: str
     logprob: float
+
+    def __repr__(self) -> str:
+        return f"TopLogprob(id={self.id}, text={excerpt(self.text)}, logprob={self.logprob:.4g})"
 
 
 @attrs.frozen
@@ -61,6 +66,17 @@ class Token:
     top_logprobs: tuple[TopLogprob, ...] = ()
     stop_reason: str | int | None = None
     is_thinking: bool = False
+
+    def __repr__(self) -> str:
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
+        for name in ("finish_reason", "stop_reason", "logprob"):
+            if getattr(self, name) is not None:
+                told[name] = getattr(self, name)
+        if self.is_thinking:
+            told["is_thinking"] = True
+        if self.top_logprobs:
+            told["top_logprobs"] = self.top_logprobs
+        return brief("Token", told)
 
 
 @attrs.frozen
@@ -132,6 +148,7 @@ class Reading:
         self.stop_reason: str | int | None = None
         self._num_prompt = session.opened.num_prompt
         self._counts = session.counts
+        self._lookahead = session.opened.settings.lookahead if session.opened.drafted else 0
         self._text = text
         self._clock = clock
         self._on_token = on_token
@@ -139,6 +156,7 @@ class Reading:
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
+        self._num_in_first_round = 0  # tokens given
         self._first_at: float | None = None
         self._last_at: float | None = None
 
@@ -179,6 +197,7 @@ class Reading:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
+        self._num_in_first_round += self.num_given == index
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
@@ -214,9 +233,11 @@ class Reading:
         return self._counts.snapshot(
             elapsed=end - self.began,
             generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
+            num_untimed=self._num_in_first_round,
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),
+            lookahead=self._lookahead,
         )
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:

@@ -19,6 +19,7 @@ from actors.tensor import Tensor
 from protocol.books import Commit
 from protocol.errors import SessionFileError, SettingsError
 from protocol.messages import Likelihood
+from protocol.reprs import shown
 from protocol.settings import MAX_SEED, Settings, settings_from
 from runtime import session_file
 from runtime.reading import Progress
@@ -72,6 +73,10 @@ class SavedSession:
     draft: SavedModel | None
     stream: SavedStream | None = None
 
+    def __repr__(self) -> str:
+        draft = "no draft model" if self.draft is None else "a draft model"
+        return f"<outrider SavedSession: {len(self.messages)} messages, {len(self.tokens)} tokens, with {draft}>"
+
 
 async def write(path: SessionFile, session: SavedSession) -> int:
     """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
@@ -111,8 +116,8 @@ def check_path(path: Any) -> None:
     is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
     if not is_file and not is_path:
         raise SettingsError(
-            f"a session is saved to and loaded from a path or a binary file object, got {path!r}; give the path of a "
-            "file, or io.BytesIO"
+            f"a session is saved to and loaded from a path or a binary file object, got {shown(path)}; give the path "
+            "of a file, or io.BytesIO"
         )
 
 

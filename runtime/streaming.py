@@ -10,6 +10,7 @@ import trio
 
 from protocol.books import FinishReason
 from protocol.errors import StreamBusyError
+from protocol.reprs import excerpt
 from protocol.statistics import Statistics
 from runtime.reading import Arrivals, Progress, Reading, Token
 from runtime.session_file import SessionFile
@@ -38,6 +39,11 @@ class Completion:
     statistics: Statistics
     stop_reason: str | int | None = None
     thinking: str = ""
+
+    def __repr__(self) -> str:
+        stop = self.stop_reason
+        at = "" if stop is None else f" at {excerpt(stop) if isinstance(stop, str) else stop}"
+        return f"<outrider Completion, {self.finish_reason}{at}: {len(self.tokens)} tokens, {excerpt(self.text, 60)}>"
 
 
 class TokenStream:

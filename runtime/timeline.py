@@ -267,6 +267,7 @@ def _summary(
     accepted = sum(commit.num_from_draft for _, commit in commits)
     rejected = sum(commit.num_rejected for _, commit in commits)
     tokens = sum(len(commit.tokens) for _, commit in commits)
+    num_untimed = len(commits[0][1].tokens) if commits else 0  # what comes in one round has taken no time
     first, last = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
     drafts = [span for span in work if span.kind == "draft" and span.began < last]
     drafting = sum(span.ended - span.began for span in drafts)
@@ -283,7 +284,7 @@ def _summary(
         "accepted": accepted,
         "hits": sum(instant.kind == "hit" for instant in ours),
         "misses": sum(instant.kind == "miss" for instant in ours),
-        "tokensPerSecond": _ratio(max(0, tokens - 1), last - first),
+        "tokensPerSecond": _ratio(tokens - num_untimed, last - first) or None,
         "firstToken": first - opened.at if commits else None,
         "targetBusy": busy("target"),
         "draftBusy": busy("draft"),

@@ -249,10 +249,13 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.ALPHABET[token] for token in tokens)
 
-    def apply_chat_template(self, messages: Sequence[Any], *, add_generation_prompt: bool, **_: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, add_generation_prompt: bool, tokenize: bool = True, **_: Any
+    ) -> Any:
         self.seen.append([dict(message) for message in messages])
         said = "".join(f"{message['role']}:{message['content']}." for message in messages)
-        return self.encode(said + ("assistant:" + (self.template or "").removeprefix("chat")))
+        text = said + ("assistant:" + (self.template or "").removeprefix("chat"))
+        return self.encode(text) if tokenize else text
 
     def rfind_think_start(self, tokens: Sequence[int]) -> int:
         return self.decode(tokens).rfind(self.think_start)

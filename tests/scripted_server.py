@@ -135,9 +135,9 @@ class Exchange:
                 "statistics": {
                     **self._counts,
                     "proposed": proposed,
-                    "acceptance_rate": accepted / proposed if proposed else 0.0,
+                    "acceptance_rate": accepted / proposed if proposed else None,
                     "prompt_tokens": 7,
-                    "generation_tps": self._told / self._clock if self._clock else 0.0,
+                    "generation_tps": self._told / self._clock if self._clock else None,
                     "time_to_first_token": 0.125 if self._told else None,
                     "elapsed": self._clock,
                     **statistics,

@@ -51,8 +51,8 @@ class SoFar(BaseModel):
     generated_tokens: int
     proposed: int
     accepted: int
-    acceptance_rate: float
-    generation_tps: float
+    acceptance_rate: float | None
+    generation_tps: float | None
     time_to_first_token: float | None
     elapsed: float
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -99,10 +100,11 @@ class _OfRuntime(Collector):
         for model, seconds in zip(("target", "draft"), runtime.busy_seconds, strict=True):
             busy.add_metric([model], seconds)
         yield busy
+        acceptance_rate = math.nan if statistics.acceptance_rate is None else statistics.acceptance_rate
         for name, text, value in (
             ("streams", "Answers under way", runtime.num_streams),
             ("waiting", "Answers that wait for the models", runtime.num_waiting),
-            ("acceptance_rate", "Drafted tokens that stood, of those judged", statistics.acceptance_rate),
+            ("acceptance_rate", "Drafted tokens that stood, of those judged; NaN before any was", acceptance_rate),
             ("peak_memory_bytes", "Most memory that MLX has held at once", statistics.peak_memory),
             ("healthy", "1 while both models are at work", float(runtime.health().ok)),
         ):
