@@ -18,6 +18,7 @@ from asgi import (
     HELLO,
     Exchange,
     Letters,
+    ScriptedCheck,
     Served,
     ask,
     direct,
@@ -692,7 +693,7 @@ async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtim
     """An application over tiny real models, and their runtime."""
     remembered = timelines.Timelines()
     async with runtime.open(*pair(), trace=remembered) as rt:
-        yield application(rt, Service("tiny", **service), remembered), rt
+        yield application(rt, Service("tiny", **service), remembered, ScriptedCheck()), rt
 
 
 SCHEMA = {
@@ -736,7 +737,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     remembered = timelines.Timelines()
     async with runtime.open((target(), of), trace=remembered) as rt:
-        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered)
+        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered, ScriptedCheck())
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")

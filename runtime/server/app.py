@@ -20,13 +20,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from runtime.server.answering import Aside, Desk, Endpoint, Limits, in_thread
+from runtime.server.answering import Desk, Endpoint, Limits
+from runtime.server.aside import Aside, in_thread
 from runtime.server.entry import AlwaysHeaders, Key, Names
+from runtime.server.grammar_checker import Check
 from runtime.server.house import House
-from runtime.server.metrics import Meters
+from runtime.server.metrics import Meters, service_status
 from runtime.server.openapi import description
 from runtime.server.refusals import Refusal
 from runtime.server.requests import ChatRequest, CompletionRequest
+from runtime.server.schemas import Schemas
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -71,18 +74,22 @@ class Service:
     origins: Sequence[str] = ()
 
 
-def application(runtime: Runtime, service: Service, timelines: Timelines, *, aside: Aside = in_thread) -> ASGIApp:
+def application(
+    runtime: Runtime, service: Service, timelines: Timelines, check: Check, *, aside: Aside = in_thread
+) -> ASGIApp:
     """An ASGI application, for a server on trio.
 
     Args:
         runtime: whose models answer; its target has a tokenizer.
         service: what is offered.
         timelines: that the runtime was opened with, as its trace.
+        check: tries out grammars, as `grammar_checker` does.
         aside: see `Aside`.
     """
     meters = Meters(runtime)
     house = House(service.max_streams, service.max_waiting, trio.current_time)
-    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside)
+    schemas = Schemas(runtime.tokenizer, check, aside, service.limits.schema_s)
+    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
     described = description(service.model, has_key=service.api_key is not None)
@@ -111,13 +118,14 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
         state = runtime.health()
         return JSONResponse(
             {
+                "status": service_status(state),
                 "ok": state.ok,
                 "target": state.target,
                 "draft": state.draft,
                 "streams": runtime.num_streams,
                 "waiting": runtime.num_waiting,
             },
-            status_code=200 if state.ok else 503,
+            status_code=200 if state.target else 503,
         )
 
     async def metrics(request: Request) -> Response:

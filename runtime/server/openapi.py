@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -34,6 +34,7 @@ class ModelList(BaseModel):
 class HealthReport(BaseModel):
     """Whether the actors are alive, and what they have to do."""
 
+    status: Literal["ok", "degraded", "broken"]
     ok: bool
     target: bool
     draft: bool | None
@@ -124,10 +125,10 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
             "/health": {
                 "get": {
                     "operationId": "health",
-                    "summary": "Whether the models are at work",
+                    "summary": "Whether texts come; degraded where they come undrafted, since the drafter has ended",
                     "responses": {
                         status: {"description": said, "content": {"application/json": {"schema": _ref("HealthReport")}}}
-                        for status, said in (("200", "They are"), ("503", "One is not"))
+                        for status, said in (("200", "They do"), ("503", "They do not: the target has failed"))
                     },
                 }
             },
