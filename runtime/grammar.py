@@ -284,7 +284,8 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     if (remainders := _remainders(json.loads(written))) > _REMAINDERS:
         raise SettingsError(
             f"{what} has numbers for multipleOf that take too long to be followed: the product of their prime factors "
-            f"other than 2 and 5, added up over all values, must be at most {_REMAINDERS}, got {_short(remainders)}; take rounder ones"
+            f"other than 2 and 5, added up over all values, must be at most {_REMAINDERS}, got {_short(remainders)}; "
+            "take rounder ones"
         )
     # Options go into an object, and there is none where True or False is the schema.
     written = "{}" if value is True else written

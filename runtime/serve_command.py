@@ -22,7 +22,7 @@ from protocol.errors import OutriderError, SettingsError
 from protocol.settings import NGRAM
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.signals import until_signal
-from runtime.terminal import Display, Outcome, say
+from runtime.terminal import Display, Outcome, say, show
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
@@ -120,6 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model-name", metavar="NAME", help="what the target is called (default: the end of its path or id)"
     )
+    parser.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="do not write a line on stderr for each request (prompts and keys are never in it)",
+    )
     limits = parser.add_argument_group("limits")
     for option in _LIMITS:
         default = "" if option.default is None else " (default: %(default)s)"
@@ -196,6 +202,7 @@ async def _open_and_serve(server: _Server) -> None:
     arguments, target, draft = server.arguments, server.target, server.draft
     server.display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
     from runtime.opening import open as open_runtime
+    from runtime.server.access_log import AccessLog
     from runtime.server.answering import Limits
     from runtime.server.app import Service, application
     from runtime.server.connections import Patience, serve
@@ -236,6 +243,8 @@ async def _open_and_serve(server: _Server) -> None:
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
         app = application(runtime, service, timelines, check)
+        if arguments.access_log:
+            app = AccessLog(app, show)
         say(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
         server.is_serving = True
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,9 +68,9 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iterator[Server]:
     """`outrider serve …` at a port that is free, killed in the end if it still is there."""
-    command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
+    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
         assert p.stderr is not None
         said: list[str] = []
@@ -349,6 +349,31 @@ def test_a_second_signal_waits_for_nothing() -> None:
             with pytest.raises(httpx.TransportError):
                 drain(lines, insist)
         assert server.ends() == 128 + signal.SIGINT
+
+
+def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
+    failing = """
+import sys
+from actors.mlx_line import MLXLine
+from runtime import cli
+feed, num_passes = MLXLine.feed_lazy, 0
+def fail(line, *arguments, **keywords):
+    global num_passes
+    num_passes += 1
+    if num_passes > 40:
+        raise RuntimeError("the device is gone")
+    return feed(line, *arguments, **keywords)
+MLXLine.feed_lazy = fail
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    with (
+        serving("--draft", "none", "--grace-seconds", str(HANGS_S), program=("-c", failing)) as server,
+        streaming(server, max_tokens=1000, **ENDLESS) as lines,
+    ):
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-1])["error"]["code"] == "models_unavailable"
+        assert server.ends() == 1
+    assert "outrider: error: the target model has failed, and the server has ended; start it again\n" in server.said
 
 
 # --- before it begins -----------------------------------------------------------------------------

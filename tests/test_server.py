@@ -493,8 +493,9 @@ def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, 
             assert (later.status, later.fault["code"]) == (503, "models_unavailable")
         health = await server.ask("/health")
         assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
+        assert health.json["status"] == "broken"
         found = await figures(server.app)
-        assert found["outrider_healthy", ""] == 0
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (0, 0)
         assert found["outrider_refusals_total", "503"] == 2
         assert await server.outcomes() == {"failed": 1, "refused": 2}
 
@@ -509,6 +510,37 @@ def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
         assert await server.outcomes() == {"failed": 1}
 
     simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error() -> None:
+    async def test(server: Served) -> None:
+        rt, broken = server.simulation.runtime, []
+
+        async def wait() -> None:
+            await rt.wait_broken()
+            broken.append(rt.num_streams)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 2, "lookahead": 0})).status == 200
+            assert broken == []
+            await server.ask(COMPLETIONS, {**DEF, "lookahead": 0})
+        assert broken == [0]
+        await rt.wait_broken()
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask("/health")).json["status"] == "ok"
+        monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
+        health = await server.ask("/health")
+        assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
+        found = await figures(server.app)
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (1, 1)
+
+    simulated_server(test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -536,7 +568,7 @@ def test_a_drafter_that_fails_changes_no_text() -> None:
         state = server.simulation.runtime.health()
         health = await server.ask("/health")
         assert (health.json["ok"], health.json["target"], health.json["draft"]) == (state.ok, state.target, state.draft)
-        assert health.status == (200 if state.ok else 503)
+        assert (health.status, health.json["status"]) == (200, "ok")
 
     for fails in ({}, {"feed": {6}}):
         simulated_server(test, ScriptedModel(looping), ScriptedModel(looping, fails=fails))

@@ -10,6 +10,7 @@ import trio
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError
+from runtime.server.access_log import TOKENS
 from runtime.server.aside import Aside
 from runtime.server.client import ClientGone, client_address, read_body, while_there
 from runtime.server.house import House
@@ -129,6 +130,9 @@ class Endpoint:
             raise
         finally:
             desk.meters.count(attempt.stream, attempt.failure, attempt.status)
+            if attempt.stream is not None:
+                statistics = attempt.stream.statistics()
+                scope[TOKENS] = statistics.prompt_tokens, statistics.generated_tokens
 
     async def _answer(self, request: Request, client: str, attempt: _Attempt, send: Send) -> None:
         """Answer a request to a client that is there.
