@@ -319,6 +319,7 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: s
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
         assert expected.endswith(text)
         assert server.ends() == 0
+    assert '"POST /v1/completions" 200 tokens=' in server.said[-1]
 
 
 def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -327,12 +328,13 @@ def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) ->
 
 
 def test_answers_that_take_too_long_are_cut_off() -> None:
-    with serving("--grace-seconds", "0") as server:
+    with serving("--grace-seconds", "0", "--no-access-log") as server:
         with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
             server.process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.TransportError):
                 drain(lines)
         assert server.ends() == 0
+    assert "POST" not in "".join(server.said)
 
 
 def test_a_second_signal_waits_for_nothing() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +21,7 @@ _PROBES = ("/health", "/metrics")
 _LEFT = 499
 
 _MOST_CHARACTERS = 200
+_SAFE = string.punctuation.replace('"', "")
 
 
 class AccessLog:
@@ -65,8 +68,8 @@ class AccessLog:
 def _line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     host, port = scope.get("client") or ("-", 0)
     who = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # As it was sent: decoded, it could have line breaks, and what terminals take for commands.
-    path = scope["raw_path"].partition(b"?")[0].decode("ascii", "backslashreplace")
+    # Not decoded: it could have line breaks, quotes, and what terminals take for commands.
+    path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE)
     if len(path) > _MOST_CHARACTERS:
         path = path[: _MOST_CHARACTERS - 1] + "…"
     parts = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", who, f'"{scope["method"]} {path}"', str(status)]
