@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -314,6 +314,21 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
         with pytest.raises(Refusal, match="try again in 60 s"), house.room():
             pass
     assert house.num_within == 0
+
+
+def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
+    now = 0.0
+    house = House(2, 1, lambda: now)
+    with house.room(), house.room():
+        now += 20
+        assert house.retry_after_s == 10
+        with suppress(Refusal), house.room():
+            raise Refusal(400, "no")
+        assert house.retry_after_s == 10
+        with house.room(), pytest.raises(Refusal, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full:
+            house.check_room()
+        assert full.value.headers == {"Retry-After": "7"}
+    assert house.retry_after_s == 7
 
 
 # --- clients that leave ---------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def application(
     desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
+    docs = resources.files("runtime").joinpath("server", "docs")
     described = description(service.model, has_key=service.api_key is not None)
 
     async def index(request: Request) -> Response:
@@ -99,6 +100,9 @@ def application(
             page.joinpath("index.html").read_text(encoding="utf-8"),
             headers=_PAGE_HEADERS,
         )
+
+    async def docs_index(request: Request) -> Response:
+        return HTMLResponse(docs.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(runtime, service, started)]})
@@ -138,6 +142,8 @@ def application(
         routes=[
             Route("/", index),
             Mount("/page", _PageFiles(packages=[("runtime", "server/page")])),
+            Route("/docs", docs_index),
+            Mount("/docs", _PageFiles(packages=[("runtime", "server/docs")])),
             Route("/timelines/{id}", timeline),
             Route("/health", health),
             Route("/metrics", metrics),

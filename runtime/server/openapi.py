@@ -46,6 +46,9 @@ _GIVEN = (ChatChunk, ChatCompletion, Completion, ErrorBody, ModelDescription, Mo
 _TAKEN = (ChatRequest, CompletionRequest)
 
 
+_EXAMPLE = {"max_tokens": 32, "stream": True}
+
+
 def description(model: str, *, has_key: bool) -> dict[str, Any]:
     """The description.
 
@@ -63,13 +66,16 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
     if has_key:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
-    def generation(name: str, taken: str, given: str, chunk: str) -> dict[str, Any]:
+    def generation(name: str, taken: str, given: str, chunk: str, example: dict[str, Any]) -> dict[str, Any]:
         return {
             "post": {
                 "operationId": name,
                 "summary": "Generate a text; whoever hangs up cancels it",
                 "security": asked,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(taken)}}},
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _ref(taken), "example": {**example, **_EXAMPLE}}},
+                },
                 "responses": {
                     "200": {
                         "description": "The text; with `stream`, server-sent events with a chunk each, and [DONE]",
@@ -107,8 +113,16 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
             "description": f"Speculative decoding of {model}, by OpenAI's interface.",
         },
         "paths": {
-            "/v1/completions": generation("complete", "CompletionRequest", "Completion", "Completion"),
-            "/v1/chat/completions": generation("chat", "ChatRequest", "ChatCompletion", "ChatChunk"),
+            "/v1/completions": generation(
+                "complete", "CompletionRequest", "Completion", "Completion", {"prompt": "def quicksort(items):"}
+            ),
+            "/v1/chat/completions": generation(
+                "chat",
+                "ChatRequest",
+                "ChatCompletion",
+                "ChatChunk",
+                {"messages": [{"role": "user", "content": "def quicksort(items):"}]},
+            ),
             "/v1/models": reading(
                 "models", "The models that are served", "application/json", _ref("ModelList"), *refused, security=asked
             ),
