@@ -161,9 +161,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "serve",
         help="answer over HTTP, as OpenAI's clients ask, with a page for browsers",
         description="Answer over HTTP: OpenAI's interface at /v1, a page at /, /health, /metrics for Prometheus, "
-        "/openapi.json. Whoever hangs up cancels what it asked for. Needs the extra serve.",
+        "/openapi.json and /docs. Whoever hangs up cancels what it asked for. Needs the extra serve.",
         epilog="Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits "
-        "at once.",
+        "at once. Where the target fails, it ends with status 1, for a supervisor to start it again.",
         allow_abbrev=False,
     )
     parser.set_defaults(command=serve)

@@ -98,6 +98,7 @@ class Runtime:
         self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
         self._closed: OutriderError | None = None
+        self._broken = trio.Event()
         self._clock = target.worker.clock
         self._began = self._clock()
         events.listen(self._attribute)
@@ -310,6 +311,16 @@ class Runtime:
             draft=None if self._draft is None else is_open and self._draft.is_alive,
         )
 
+    async def wait_broken(self) -> None:
+        """Wait until the target has failed, and every stream has its error; for a server, which then has nothing to do.
+
+        Returns at once where that has happened already, and never where it does not: also not where the runtime is
+        closed.
+
+        Cancellation: stops waiting.
+        """
+        await self._broken.wait()
+
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         """The target's tokenizer, as mlx-lm wraps it."""
@@ -466,6 +477,7 @@ class Runtime:
         """The target has failed: every stream ends with its error, and no new one begins."""
         cause = error.__cause__ or error
         self._close(RuntimeBrokenError(f"the target model failed, and the runtime with it: {cause}"), cause)
+        self._broken.set()
 
     def _close(self, error: OutriderError, cause: BaseException | None = None) -> None:
         if self._closed is not None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from asgi import (
     HELLO,
     Exchange,
     Letters,
+    ScriptedCheck,
     Served,
     ask,
     direct,
@@ -315,6 +316,21 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     assert house.num_within == 0
 
 
+def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
+    now = 0.0
+    house = House(2, 1, lambda: now)
+    with house.room(), house.room():
+        now += 20
+        assert house.retry_after_s == 10
+        with suppress(Refusal), house.room():
+            raise Refusal(400, "no")
+        assert house.retry_after_s == 10
+        with house.room(), pytest.raises(Refusal, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full:
+            house.check_room()
+        assert full.value.headers == {"Retry-After": "7"}
+    assert house.retry_after_s == 7
+
+
 # --- clients that leave ---------------------------------------------------------------------------
 
 # When a client leaves: its prompt is tokenised from 0 to 4 s, and read from 4 to 16 s, in three passes; then comes a
@@ -492,8 +508,9 @@ def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, 
             assert (later.status, later.fault["code"]) == (503, "models_unavailable")
         health = await server.ask("/health")
         assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
+        assert health.json["status"] == "broken"
         found = await figures(server.app)
-        assert found["outrider_healthy", ""] == 0
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (0, 0)
         assert found["outrider_refusals_total", "503"] == 2
         assert await server.outcomes() == {"failed": 1, "refused": 2}
 
@@ -508,6 +525,37 @@ def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
         assert await server.outcomes() == {"failed": 1}
 
     simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error() -> None:
+    async def test(server: Served) -> None:
+        rt, broken = server.simulation.runtime, []
+
+        async def wait() -> None:
+            await rt.wait_broken()
+            broken.append(rt.num_streams)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 2, "lookahead": 0})).status == 200
+            assert broken == []
+            await server.ask(COMPLETIONS, {**DEF, "lookahead": 0})
+        assert broken == [0]
+        await rt.wait_broken()
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask("/health")).json["status"] == "ok"
+        monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
+        health = await server.ask("/health")
+        assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
+        found = await figures(server.app)
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (1, 1)
+
+    simulated_server(test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -535,7 +583,7 @@ def test_a_drafter_that_fails_changes_no_text() -> None:
         state = server.simulation.runtime.health()
         health = await server.ask("/health")
         assert (health.json["ok"], health.json["target"], health.json["draft"]) == (state.ok, state.target, state.draft)
-        assert health.status == (200 if state.ok else 503)
+        assert (health.status, health.json["status"]) == (200, "ok")
 
     for fails in ({}, {"feed": {6}}):
         simulated_server(test, ScriptedModel(looping), ScriptedModel(looping, fails=fails))
@@ -692,7 +740,7 @@ async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtim
     """An application over tiny real models, and their runtime."""
     remembered = timelines.Timelines()
     async with runtime.open(*pair(), trace=remembered) as rt:
-        yield application(rt, Service("tiny", **service), remembered), rt
+        yield application(rt, Service("tiny", **service), remembered, ScriptedCheck()), rt
 
 
 SCHEMA = {
@@ -736,7 +784,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     remembered = timelines.Timelines()
     async with runtime.open((target(), of), trace=remembered) as rt:
-        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered)
+        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered, ScriptedCheck())
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")
