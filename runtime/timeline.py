@@ -10,9 +10,9 @@ import bisect
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import trio
@@ -29,8 +29,29 @@ logger = logging.getLogger("outrider")
 # Where the data go in the page.
 PLACE = "__TIMELINE_DATA__"
 
+DrafterState = Literal["drafting", "resting", "overdue", "left"]
+
+# What the drafter does from an instant on, by the kind of the instant; other kinds change nothing.
+_DRAFTER_STATES: Mapping[str, DrafterState] = {
+    "proposal": "drafting",
+    "rejoin": "drafting",
+    "rest": "resting",
+    "overdue": "overdue",
+    "withdraw": "left",
+}
+
 # Texts that are made between two turns of the event loop's other tasks: a millisecond or so.
 TEXTS_A_TURN = 32
+
+
+def drafter_state(before: DrafterState | None, instant: Instant) -> DrafterState | None:
+    """What the drafter of a session does after an instant; None before it has done anything.
+
+    A drafter that is overdue may still send what nobody waits for any more: it is back when the target says so.
+    """
+    if before == "overdue" and instant.kind in ("proposal", "rest"):
+        return before
+    return _DRAFTER_STATES.get(instant.kind, before)
 
 
 @attrs.define

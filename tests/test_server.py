@@ -36,6 +36,7 @@ from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, t
 
 import runtime
 from protocol.statistics import Statistics
+from protocol.trace import Instant
 from runtime.server import timelines, writers
 from runtime.server.answering import Limits
 from runtime.server.answers import ChatChunk, ChatCompletion, Completion
@@ -595,6 +596,69 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
         Completion.model_validate(answer.events[0], strict=True)
 
     simulated_server(test)
+
+
+def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
+    prompt = "a long prompt " * 150
+
+    async def test(server: Served) -> None:
+        asked = {**WATCHED, "prompt": prompt}
+        answer = await server.ask(COMPLETIONS, asked)
+        told = [event["speculation"]["statistics"] for event in answer.events]
+        read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
+        assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
+        assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
+        again = await server.ask(COMPLETIONS, asked)
+        assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
+        unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
+        assert b"prefilled" not in unwatched.body
+
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0))
+
+
+def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
+        changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
+        states = [change["state"] for change in changes]
+        assert {"drafting", "resting"} == set(states)
+        assert all(before != after for before, after in itertools.pairwise(states))
+        rested = [i.at for i in server.simulation.instants("rest")]
+        assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
+        Completion.model_validate(answer.events[0], strict=True)
+
+    wrong = hashed("wrong", 4.0)
+    simulated_server(
+        test, ScriptedModel(looping), ScriptedModel(wrong), price=priced(draft=1.0, verify=1.25, decode=1.0)
+    )
+
+
+def test_a_drafter_that_is_overdue_is_back_when_that_is_said_and_not_before() -> None:
+    kinds = [
+        "open",
+        "proposal",
+        "verdict",
+        "overdue",
+        "proposal",
+        "rest",
+        "miss",
+        "rejoin",
+        "rest",
+        "proposal",
+        "withdraw",
+    ]
+    record = timelines.Record([], began=10.0)
+    for at, kind in enumerate(kinds, start=10):
+        record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
+    assert [(change["at"], change["state"]) for change in record.news()["drafter"]] == [
+        (1.0, "drafting"),
+        (3.0, "overdue"),
+        (7.0, "drafting"),
+        (8.0, "resting"),
+        (9.0, "drafting"),
+        (10.0, "left"),
+    ]
+    assert record.news() == {"spans": [], "drafter": []}
 
 
 def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:

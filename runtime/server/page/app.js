@@ -3,6 +3,7 @@
 import { Figures } from "./figures.js";
 import { Following } from "./following.js";
 import { Failure, Generation, model } from "./generation.js";
+import { forgetAnswer, keepAnswer, recallAnswer } from "./kept.js";
 import { recallKey } from "./key.js";
 import { tab } from "./memory.js";
 import { Settings } from "./settings.js";
@@ -29,6 +30,8 @@ const SILENCE_MS = 5000;
 /** What lasts shorter than this is not worth reading out. */
 const WORTH_SAYING_MS = 800;
 const TICK_MS = 500;
+/** So often a server that was not there is looked for. */
+const LOOK_MS = 5000;
 /** Of a long prompt, so much is shown beside its answer. */
 const SHOWN_OF_PROMPT = 700;
 
@@ -42,7 +45,10 @@ const figures = new Figures($("figures"));
 const following = new Following($("follow"));
 const strip = new Strip($("strip"));
 const text = new GrowingText($("text"), (paint) => following.while(paint));
-const settings = new Settings($("settings"), () => showSettings());
+const settings = new Settings($("settings"), () => {
+  showSettings();
+  outdate();
+});
 const trouble = new Trouble($, () => retry());
 
 /** What the server says of its model, once it was asked. */
@@ -53,6 +59,11 @@ let asked = null;
 let begunAt = 0;
 let ticking = 0;
 let saying = 0;
+/** Whether the prompt that got no answer was put back into the box. */
+let isPutBack = false;
+/** Whether the answer was there when the page was loaded. */
+let isKept = false;
+let looking = 0;
 
 // --- an answer ------------------------------------------------------------------------------------
 
@@ -73,14 +84,20 @@ async function ask(question) {
     counted: (statistics) => {
       figures.count(statistics);
       strip.reach(statistics.elapsed ?? 0);
+      if (generation?.state === "reading") tick();
     },
     worked: (spans) => strip.add(spans),
+    drafterChanged: (changes) => {
+      strip.change(changes);
+      figures.count({ drafter: changes.at(-1).state });
+    },
   });
   const mine = generation;
-  begin();
+  isKept = false;
+  begin(known?.has_chat_template === true);
   const met = await modelFor(mine);
   if (met === null || mine.isOver) return;
-  showQuestion();
+  showQuestion(met.has_chat_template);
   await mine.run(question, met, settings.request, recallKey());
 }
 
@@ -104,10 +121,39 @@ async function modelFor(mine) {
 
 /** Try again what failed: an answer, or else to meet the server. */
 function retry() {
-  trouble.hide();
+  hideTrouble();
   prompt.focus();
-  if (generation?.failure) ask(asked);
-  else greet();
+  if (generation === null || !generation.failure || isKept) greet();
+  else if (isPutBack && prompt.value.trim() !== "") send();
+  else ask(asked);
+}
+
+function showTrouble(failure) {
+  trouble.show(failure);
+  clearInterval(looking);
+  if (failure.isUnreachable) looking = setInterval(look, LOOK_MS);
+}
+
+function hideTrouble() {
+  clearInterval(looking);
+  trouble.hide();
+}
+
+/** Look for a server that was not there; what was said of it is no longer true once it is. */
+async function look() {
+  if (document.hidden) return;
+  try {
+    await meet();
+  } catch (problem) {
+    if (!(problem instanceof Failure)) throw problem;
+    if (problem.isUnreachable) return;
+  }
+  if (trouble.failure?.isUnreachable) hideTrouble();
+}
+
+/** What was wrong with the request may no longer be, now that another is being made. */
+function outdate() {
+  if (trouble.failure && !trouble.failure.canRetry && !trouble.failure.wantsKey && isPutBack) hideTrouble();
 }
 
 function stop() {
@@ -116,7 +162,8 @@ function stop() {
   return true;
 }
 
-function begin() {
+/** @param {boolean} isChat */
+function begin(isChat) {
   text.clear();
   figures.clear();
   strip.clear();
@@ -124,8 +171,9 @@ function begin() {
   $("welcome").hidden = true;
   $("instruments").hidden = $("answer").hidden = false;
   $("timeline").hidden = $("copy").hidden = true;
-  showQuestion();
-  trouble.hide();
+  showQuestion(isChat);
+  hideTrouble();
+  isPutBack = false;
   clearInterval(ticking);
   ticking = setInterval(tick, TICK_MS);
   following.resume();
@@ -149,18 +197,56 @@ function show() {
   showStop(!isOver);
   tick();
   if (isOver) following.while(showEnd);
-  say();
+  if (!isKept) say();
 }
 
 function showEnd() {
   const { id, failure } = generation;
-  if (failure) known = null; // it may be another server by the next time
   showAll(true);
   $("strip").setAttribute("aria-label", strip.summary);
   $("timeline").hidden = id === null;
   if (id !== null) $("timeline").href = `/timelines/${encodeURIComponent(id)}`;
   $("copy").hidden = text.text === "" || !navigator.clipboard;
-  if (failure) trouble.show(failure);
+  if (isKept) return;
+  if (failure) {
+    known = null; // it may be another server by the next time
+    showTrouble(failure);
+    if (text.pieces.length === 0) putBack();
+  }
+  keep();
+}
+
+/** Give the prompt back that got no answer, where no other is being written. */
+function putBack() {
+  isPutBack = prompt.value === "" || prompt.value === asked;
+  if (!isPutBack) return;
+  prompt.value = asked;
+  keepPrompt();
+}
+
+function keep() {
+  if (text.pieces.length === 0) return forgetAnswer();
+  const { id, state, finishReason, failure } = generation;
+  const { spans, changes } = strip;
+  const isChat = !$("question").hidden;
+  const message = failure?.message ?? null;
+  keepAnswer({ asked, isChat, id, state, finishReason, message, pieces: text.pieces, counts: figures.counts, spans, changes });
+}
+
+/** Show the answer that was there before the page was loaded again, if there was one. */
+function showKept() {
+  const kept = recallAnswer();
+  if (kept === null) return;
+  isKept = true;
+  asked = kept.asked;
+  generation = Generation.over(kept);
+  begin(kept.isChat);
+  text.add(kept.pieces);
+  figures.count(kept.counts);
+  strip.add(kept.spans);
+  strip.change(kept.changes);
+  strip.reach(kept.counts.elapsed ?? 0);
+  show();
 }
 
 function tick() {
@@ -180,13 +266,13 @@ function more() {
     connecting: () => (since ? [`${since} s`] : []),
     waiting: () => ["for its turn", ...(silent.length || !since ? silent : [`${since} s`])],
     reading: () => [
-      ...(figures.promptTokens === null ? [] : [tokens(figures.promptTokens)]),
+      ...(figures.read.length ? [[...figures.read.slice(0, -1).map((n) => n.toLocaleString("en")), tokens(figures.read.at(-1))].join(" of ")] : []),
       ...(silent.length || !since ? silent : [`${since} s`]),
     ],
     writing: () => silent,
     done: () => [ENDS[finishReason] ?? finishReason],
     stopped: () => (text.text === "" ? ["before the first word"] : []),
-    failed: () => [],
+    failed: () => (isKept ? [generation.failure.message] : []),
   };
   return told[state]().join(" · ");
 }
@@ -204,8 +290,7 @@ function say() {
 }
 
 /** The prompt, before its answer: a question above it, or the beginning of the text that goes on. */
-function showQuestion() {
-  const isChat = known?.has_chat_template === true;
+function showQuestion(isChat) {
   const isLong = asked.length > SHOWN_OF_PROMPT;
   document.body.classList.toggle("chat", isChat);
   $("question").hidden = !isChat;
@@ -225,13 +310,25 @@ async function meet() {
   known = await model(recallKey());
   const name = (path) => {
     const words = document.createElement("b");
-    words.textContent = path.split("/").filter(Boolean).slice(-2).join("/");
+    const publisher = document.createElement("span");
+    const [model, ...above] = path.split("/").filter(Boolean).reverse();
+    publisher.className = "publisher";
+    publisher.textContent = above.length ? `${above[0]}/` : "";
+    words.append(publisher, model ?? path);
     words.title = path;
     return words;
   };
-  $("models").replaceChildren(name(known.id), ...(known.draft ? [" drafted by ", name(known.draft)] : [" without a drafter"]));
+  const part = (...words) => {
+    const span = document.createElement("span");
+    span.className = "part";
+    span.append(...words);
+    return span;
+  };
+  const drafter = known.draft ? part("drafted by ", name(known.draft)) : part("without a drafter");
+  $("models").replaceChildren(part(name(known.id)), " ", drafter);
   $("models").hidden = false;
   document.body.classList.toggle("undrafted", !known.draft);
+  strip.hasDrafter = known.draft !== null;
   showExamples();
   return known;
 }
@@ -241,7 +338,7 @@ async function greet() {
     await meet();
   } catch (problem) {
     if (!(problem instanceof Failure)) throw problem;
-    trouble.show(problem);
+    showTrouble(problem);
   }
 }
 
@@ -286,7 +383,10 @@ function send() {
     prompt.focus();
     return;
   }
-  if (!settings.wrong) prompt.value = "";
+  if (!settings.wrong) {
+    prompt.value = "";
+    isPutBack = false;
+  }
   ask(question);
 }
 
@@ -304,7 +404,10 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-prompt.addEventListener("input", keepPrompt);
+prompt.addEventListener("input", () => {
+  keepPrompt();
+  outdate();
+});
 prompt.addEventListener("keydown", (event) => {
   if (event.isComposing || event.keyCode === 229) return; // an input method has the key
   if (event.key === "Enter" && !event.shiftKey) {
@@ -358,5 +461,6 @@ $("all").addEventListener("click", () => showAll(true));
 addEventListener("pagehide", stop);
 
 showSettings();
+showKept();
 fill(tab.recall("prompt") ?? "");
 greet();
