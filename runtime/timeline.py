@@ -10,14 +10,15 @@ import bisect
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
 from protocol.trace import Event, Instant, Span
+from runtime.drafter_states import spells_away
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -29,29 +30,8 @@ logger = logging.getLogger("outrider")
 # Where the data go in the page.
 PLACE = "__TIMELINE_DATA__"
 
-DrafterState = Literal["drafting", "resting", "overdue", "left"]
-
-# What the drafter does from an instant on, by the kind of the instant; other kinds change nothing.
-_DRAFTER_STATES: Mapping[str, DrafterState] = {
-    "proposal": "drafting",
-    "rejoin": "drafting",
-    "rest": "resting",
-    "overdue": "overdue",
-    "withdraw": "left",
-}
-
 # Texts that are made between two turns of the event loop's other tasks: a millisecond or so.
 TEXTS_A_TURN = 32
-
-
-def drafter_state(before: DrafterState | None, instant: Instant) -> DrafterState | None:
-    """What the drafter of a session does after an instant; None before it has done anything.
-
-    A drafter that is overdue may still send what nobody waits for any more: it is back when the target says so.
-    """
-    if before == "overdue" and instant.kind in ("proposal", "rest"):
-        return before
-    return _DRAFTER_STATES.get(instant.kind, before)
 
 
 @attrs.define
@@ -246,26 +226,12 @@ def _session(
         "began": us(opened.at),
         "ended": us(last),
         "end": finish_reason or ("cancel" if "cancel" in kinds else None),
-        "away": [[us(began), us(ended), state] for began, ended, state in _away(ours, last)]
+        "away": [[us(began), us(ended), state] for began, ended, state in spells_away(ours, last)]
         if has_drafter
         else [[us(opened.at), us(last), "none"]],
         "rounds": _rounds(session, work, ours, texts, us),
         "summary": _summary(opened, work, ours, commits, under),
     }
-
-
-def _away(ours: Sequence[Instant], last: float) -> list[tuple[float, float, str]]:
-    """The times in which the drafter left a session to the target: from, to, and its state there."""
-    changes: list[tuple[float, DrafterState | None]] = []
-    state: DrafterState | None = None
-    for instant in ours:
-        if (after := drafter_state(state, instant)) != state:
-            state = after
-            changes.append((instant.at, state))
-    ends = [at for at, _ in changes[1:]] + [last]
-    return [
-        (at, ended, state) for (at, state), ended in zip(changes, ends, strict=False) if state not in (None, "drafting")
-    ]
 
 
 def _rounds(

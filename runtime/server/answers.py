@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from runtime.timeline import DrafterState
+from runtime.drafter_states import DrafterState
 
 FinishReason = Literal["stop", "length"]
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.timeline import DrafterState, drafter_state, render, texts_of
+from runtime.drafter_states import DrafterState, drafter_state
+from runtime.timeline import render, texts_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -6,27 +6,14 @@ import { Failure, Generation, model } from "./generation.js";
 import { forgetAnswer, keepAnswer, recallAnswer } from "./kept.js";
 import { recallKey } from "./key.js";
 import { tab } from "./memory.js";
+import { namesOf } from "./models.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
 import { GrowingText } from "./text.js";
 import { Trouble } from "./trouble.js";
+import { STATES, told, tokens } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const tokens = (n) => `${n.toLocaleString("en")} ${n === 1 ? "token" : "tokens"}`;
-
-const WORDS = {
-  connecting: "Connecting",
-  waiting: "Waiting",
-  reading: "Reading the prompt",
-  writing: "Writing",
-  done: "Done",
-  stopped: "Stopped",
-  failed: "Failed",
-};
-const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached" };
-
-/** After so long without a word from the server, the page says so. It sends one several times a second. */
-const SILENCE_MS = 5000;
 /** What lasts shorter than this is not worth reading out. */
 const WORTH_SAYING_MS = 800;
 const TICK_MS = 500;
@@ -146,7 +133,8 @@ async function look() {
     await meet();
   } catch (problem) {
     if (!(problem instanceof Failure)) throw problem;
-    if (problem.isUnreachable) return;
+    if (trouble.failure?.isUnreachable && !problem.isUnreachable) showTrouble(problem);
+    return;
   }
   if (trouble.failure?.isUnreachable) hideTrouble();
 }
@@ -190,7 +178,7 @@ function show() {
     clearInterval(ticking);
   }
   $("state").dataset.state = state;
-  $("state-word").textContent = WORDS[state];
+  $("state-word").textContent = STATES[state];
   $("text").setAttribute("aria-busy", String(!isOver));
   $("text").classList.toggle("growing", state === "writing");
   following.isGrowing = !isOver;
@@ -258,23 +246,8 @@ function tick() {
 }
 
 function more() {
-  const { state, finishReason, heardAt } = generation;
-  const now = performance.now();
-  const since = Math.floor((now - begunAt) / 1000);
-  const silent = now - heardAt >= SILENCE_MS ? [`nothing heard for ${Math.floor((now - heardAt) / 1000)} s`] : [];
-  const told = {
-    connecting: () => (since ? [`${since} s`] : []),
-    waiting: () => ["for its turn", ...(silent.length || !since ? silent : [`${since} s`])],
-    reading: () => [
-      ...(figures.read.length ? [[...figures.read.slice(0, -1).map((n) => n.toLocaleString("en")), tokens(figures.read.at(-1))].join(" of ")] : []),
-      ...(silent.length || !since ? silent : [`${since} s`]),
-    ],
-    writing: () => silent,
-    done: () => [ENDS[finishReason] ?? finishReason],
-    stopped: () => (text.text === "" ? ["before the first word"] : []),
-    failed: () => (isKept ? [generation.failure.message] : []),
-  };
-  return told[state]().join(" · ");
+  const { read } = figures;
+  return told(generation, { sinceMs: performance.now() - begunAt, read, hasText: text.text !== "", isKept });
 }
 
 /** Read the state out, if it lasts; a waiting one may be over in a moment. */
@@ -283,7 +256,7 @@ function say() {
   const { state, isOver, failure } = generation;
   const words = () => {
     const counted = isOver && figures.tokens ? tokens(figures.tokens) : "";
-    $("said").textContent = [WORDS[state], failure?.message ?? more(), counted].filter(Boolean).join(", ");
+    $("said").textContent = [STATES[state], failure?.message ?? more(), counted].filter(Boolean).join(", ");
   };
   if (isOver) words();
   else saying = setTimeout(words, WORTH_SAYING_MS);
@@ -308,24 +281,7 @@ function showQuestion(isChat) {
 /** @throws {Failure} */
 async function meet() {
   known = await model(recallKey());
-  const name = (path) => {
-    const words = document.createElement("b");
-    const publisher = document.createElement("span");
-    const [model, ...above] = path.split("/").filter(Boolean).reverse();
-    publisher.className = "publisher";
-    publisher.textContent = above.length ? `${above[0]}/` : "";
-    words.append(publisher, model ?? path);
-    words.title = path;
-    return words;
-  };
-  const part = (...words) => {
-    const span = document.createElement("span");
-    span.className = "part";
-    span.append(...words);
-    return span;
-  };
-  const drafter = known.draft ? part("drafted by ", name(known.draft)) : part("without a drafter");
-  $("models").replaceChildren(part(name(known.id)), " ", drafter);
+  $("models").replaceChildren(...namesOf(known));
   $("models").hidden = false;
   document.body.classList.toggle("undrafted", !known.draft);
   strip.hasDrafter = known.draft !== null;
