@@ -9,7 +9,8 @@ from protocol.trace import Instant
 
 DrafterState = Literal["drafting", "resting", "overdue", "left"]
 
-# What the drafter does from an instant on, by the kind of the instant; other kinds change nothing.
+# What the drafter does from an instant on, by the kind of the instant; other kinds change nothing. One that was overdue
+# with the prompt is back with its first proposal.
 _STATES: Mapping[str, DrafterState] = {
     "proposal": "drafting",
     "rejoin": "drafting",
@@ -20,12 +21,7 @@ _STATES: Mapping[str, DrafterState] = {
 
 
 def drafter_state(before: DrafterState | None, instant: Instant) -> DrafterState | None:
-    """What the drafter does after an instant; None before it has done anything.
-
-    A drafter that is overdue may still send what nobody waits for any more: it is back with the "rejoin".
-    """
-    if before == "overdue" and instant.kind in ("proposal", "rest"):
-        return before
+    """What the drafter does after an instant; None before it has done anything."""
     return _STATES.get(instant.kind, before)
 
 

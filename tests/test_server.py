@@ -613,7 +613,8 @@ def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
         unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
         assert b"prefilled" not in unwatched.body
 
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0))
+    limits = Limits(prefill_step_size=512)
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0), limits=limits)
 
 
 def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
@@ -633,30 +634,20 @@ def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> 
     )
 
 
-def test_a_drafter_that_is_overdue_is_back_when_that_is_said_and_not_before() -> None:
-    kinds = [
-        "open",
-        "proposal",
-        "verdict",
-        "overdue",
-        "proposal",
-        "rest",
-        "miss",
-        "rejoin",
-        "rest",
-        "proposal",
-        "withdraw",
-    ]
+def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
+    kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
     record = timelines.Record([], began=10.0)
-    for at, kind in enumerate(kinds, start=10):
+    for at, kind in enumerate(kinds.split(), start=10):
         record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
     assert [(change["at"], change["state"]) for change in record.news()["drafter"]] == [
         (1.0, "drafting"),
         (3.0, "overdue"),
-        (7.0, "drafting"),
-        (8.0, "resting"),
-        (9.0, "drafting"),
-        (10.0, "left"),
+        (5.0, "drafting"),
+        (7.0, "resting"),
+        (8.0, "drafting"),
+        (9.0, "overdue"),
+        (10.0, "drafting"),
+        (11.0, "left"),
     ]
     assert record.news() == {"spans": [], "drafter": []}
 

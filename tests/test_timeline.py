@@ -268,10 +268,10 @@ def eventful() -> list[Event]:
         Instant("draft", "proposal", 0, 4.0, 2, 1, (9,)),
         Span("target", "verify", 0, 4.0, 5.0, 2, 2),
         round_over(5.0, 2),
-        Instant("target", "overdue", 0, 5.5, 3),  # type: ignore[arg-type]
+        Instant("target", "overdue", 0, 5.5, 3),
         Span("target", "decode", 0, 5.5, 6.5, 1, 3),
         round_over(6.5, 3),
-        Instant("target", "rejoin", 0, 6.5, 4),  # type: ignore[arg-type]
+        Instant("target", "rejoin", 0, 6.5, 4),
         Instant("target", "constructor", 0, 6.75, 4),  # type: ignore[arg-type]
         Span("target", "verify", 0, 7.0, 8.0, 1, 4),
         round_over(8.0, 4, finish_reason="length"),
