@@ -22,6 +22,8 @@ class Statistics:
     Attributes:
         prompt_tokens: prompt length in tokens.
         cached_tokens: of those, the ones that the target need not read, since they were still cached.
+        prefilled_tokens: of those, the ones that the target's prefill has read by now. The first round reads the last
+            token, so a prompt has been read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
         generated_tokens: tokens given to the consumer.
         proposed: drafted tokens that were judged; accepted + rejected.
         accepted: of those, the ones that stood.
@@ -55,6 +57,7 @@ class Statistics:
 
     prompt_tokens: int
     cached_tokens: int
+    prefilled_tokens: int
     generated_tokens: int
     proposed: int
     accepted: int

@@ -37,6 +37,7 @@ from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, t
 
 import runtime
 from protocol.statistics import Statistics
+from protocol.trace import Instant
 from runtime.server import timelines, writers
 from runtime.server.answering import Limits
 from runtime.server.answers import ChatChunk, ChatCompletion, Completion
@@ -643,6 +644,60 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
         Completion.model_validate(answer.events[0], strict=True)
 
     simulated_server(test)
+
+
+def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
+    prompt = "a long prompt " * 150
+
+    async def test(server: Served) -> None:
+        asked = {**WATCHED, "prompt": prompt}
+        answer = await server.ask(COMPLETIONS, asked)
+        told = [event["speculation"]["statistics"] for event in answer.events]
+        read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
+        assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
+        assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
+        again = await server.ask(COMPLETIONS, asked)
+        assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
+        unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
+        assert b"prefilled" not in unwatched.body
+
+    limits = Limits(prefill_step_size=512)
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0), limits=limits)
+
+
+def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
+        changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
+        states = [change["state"] for change in changes]
+        assert {"drafting", "resting"} == set(states)
+        assert all(before != after for before, after in itertools.pairwise(states))
+        rested = [i.at for i in server.simulation.instants("rest")]
+        assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
+        Completion.model_validate(answer.events[0], strict=True)
+
+    wrong = hashed("wrong", 4.0)
+    simulated_server(
+        test, ScriptedModel(looping), ScriptedModel(wrong), price=priced(draft=1.0, verify=1.25, decode=1.0)
+    )
+
+
+def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
+    kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
+    record = timelines.Record([], began=10.0)
+    for at, kind in enumerate(kinds.split(), start=10):
+        record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
+    assert [(change["at"], change["state"]) for change in record.news()["drafter"]] == [
+        (1.0, "drafting"),
+        (3.0, "overdue"),
+        (5.0, "drafting"),
+        (7.0, "resting"),
+        (8.0, "drafting"),
+        (9.0, "overdue"),
+        (10.0, "drafting"),
+        (11.0, "left"),
+    ]
+    assert record.news() == {"spans": [], "drafter": []}
 
 
 def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:

@@ -60,7 +60,8 @@ class StreamOptions(Body):
     Attributes:
         include_usage: a last chunk with the usage.
         include_obfuscation: of OpenAI's; nothing is padded here.
-        include_speculation: in each chunk, its tokens and who they are from, the statistics, and what the models did.
+        include_speculation: in each chunk, its tokens and who they are from, the statistics, and what the models did;
+            several times a second, also while the prompt is read.
     """
 
     include_usage: bool | None = None
