@@ -13,7 +13,6 @@ from typing import Any, cast
 import attrs
 import mlx.core as mx
 import mlx_lm
-from huggingface_hub import try_to_load_from_cache
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -225,17 +224,11 @@ class Anatomy:
 
 
 def _check_config(path_or_hub_id: str | Path) -> None:
-    """Refuse by its configuration, where that is on this machine already, a model that would crash the process."""
-    path: Any = Path(path_or_hub_id) / "config.json"
-    if not path.is_file():
-        try:
-            path = try_to_load_from_cache(str(path_or_hub_id), "config.json")
-        except ValueError:  # it is no hub id either, and mlx-lm will say so
-            return
+    """Refuse a directory with a model that would crash the process; one on the hub is known once it is loaded."""
     try:
-        config = json.loads(Path(path).read_text())
+        config = json.loads((Path(path_or_hub_id) / "config.json").read_text())
         family, vocab_size = config["model_type"], config["vocab_size"]
-    # What is wrong with it, mlx-lm will say, too.
+    # There is none, or what is wrong with it mlx-lm will say, too.
     except (OSError, ValueError, TypeError, KeyError):
         return
     if family == "phi3small" and isinstance(vocab_size, int):

@@ -43,7 +43,7 @@ def test_the_defaults_are_those_that_are_documented():
         "logits_processors": (),
         "sampler": None,
         "logprobs": 0,
-        "prefill_step_size": 2048,
+        "prefill_step_size": "auto",
         "acceptance": "auto",
         "lookahead": "auto",
         "reuse_prefix": False,
@@ -121,9 +121,10 @@ def test_none_is_refused_elsewhere(name):
         settings_from({name: None})
 
 
-def test_only_lookahead_may_be_auto_among_the_numbers():
+def test_only_lookahead_and_the_prefill_step_may_be_auto_among_the_numbers():
     assert Settings(lookahead="auto").lookahead == "auto"
-    for name in ("max_tokens", "seed", "prefill_step_size", "temperature"):
+    assert Settings(prefill_step_size="auto").prefill_step_size == "auto"
+    for name in ("max_tokens", "seed", "temperature"):
         with pytest.raises(SettingsError, match=rf"^{name} must be .*got 'auto'"):
             settings_from({name: "auto"})
     with pytest.raises(SettingsError, match="or \"auto\", got 'Auto'"):
