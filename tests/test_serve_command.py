@@ -358,14 +358,17 @@ def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answ
 import sys
 from actors.mlx_line import MLXLine
 from runtime import cli
-feed, num_passes = MLXLine.feed_lazy, 0
-def fail(line, *arguments, **keywords):
+feed_lazy, num_passes = MLXLine.feed_lazy, 0
+def fail(line, *arguments):
+    raise RuntimeError("the device is gone")
+def fail_later(line, token):
     global num_passes
     num_passes += 1
     if num_passes > 40:
-        raise RuntimeError("the device is gone")
-    return feed(line, *arguments, **keywords)
-MLXLine.feed_lazy = fail
+        MLXLine.feed = fail  # what is asked whether the model is there
+        fail(line)
+    return feed_lazy(line, token)
+MLXLine.feed_lazy = fail_later
 sys.exit(cli.main(sys.argv[1:]))
 """
     with (

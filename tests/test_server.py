@@ -515,7 +515,7 @@ def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, 
         assert found["outrider_refusals_total", "503"] == 2
         assert await server.outcomes() == {"failed": 1, "refused": 2}
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
 @BOTH
@@ -525,7 +525,7 @@ def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
         assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
         assert await server.outcomes() == {"failed": 1}
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
 def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error() -> None:
@@ -544,7 +544,7 @@ def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_th
         assert broken == [0]
         await rt.wait_broken()
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
 def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None:

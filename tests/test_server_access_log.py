@@ -61,7 +61,7 @@ def test_probes_have_a_line_only_where_something_is_wrong() -> None:
         await ask(app, "/health")
         assert '"GET /health" 503' in lines[-1]
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
 def test_neither_prompts_nor_keys_nor_commands_for_a_terminal_are_in_a_line() -> None:

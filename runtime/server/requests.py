@@ -34,6 +34,15 @@ _ContextSize = Annotated[
 ]
 
 
+def _false(value: Any) -> Any:
+    # As a literal alone, 0 would be too.
+    if value is not False:
+        raise PydanticKnownError("literal_error", {"expected": "False"})
+    return value
+
+
+_False = Annotated[Literal[False], BeforeValidator(_false)]
+
 _MOST_BIASES = 10_000
 
 
@@ -222,7 +231,7 @@ class CompletionRequest(Request):
     prompt_field = "prompt"
     prompt: str | _Ids | _OneText | _OneOfIds
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: _False | None = None
     best_of: _One | None = None
     suffix: Literal[""] | None = None
 
