@@ -14,7 +14,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,9 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
-from protocol.settings import NGRAM
+from runtime.model_arguments import Models
 from runtime.settings_arguments import settings_of
+from runtime.signals import quitting
 from runtime.terminal import (
     BY_SIGNAL,
     ECHO_S,
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be asked of `chat`, beside the models, the settings and the BLAS."""
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="what the model is told before anything is said")
+    group.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -57,23 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stats", action="store_true", help="end each answer with a table of statistics on stderr")
 
 
-def chat(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
+def chat(arguments: argparse.Namespace, models: Models) -> Outcome:
     """Talk until there is nothing more to say.
 
     Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
     """
     settings = settings_of(arguments)
     lines, output, outcome = Lines(), Output(), Outcome()
-    with Display() as display:
+    with Display() as display, quitting(display):
+        display.loading(models.loaded)
+        import runtime.opening  # noqa: F401  imported here, where Ctrl-C need not wait for it
+
         signals = Signals(outcome, display)
         asked = {"system": arguments.system, "thinking": arguments.thinking, **settings}
-        trio.run(partial(_talk, target, draft, asked, lines, output, signals, arguments.stats))
+        trio.run(partial(_talk, models, asked, lines, output, signals, arguments.stats))
     return outcome
 
 
 async def _talk(
-    target: str | Path,
-    draft: str | Path | None,
+    models: Models,
     asked: dict[str, Any],
     lines: Lines,
     output: Output,
@@ -83,7 +86,7 @@ async def _talk(
     """Load the models, and take turns; how it ends is in the signals' outcome.
 
     Args:
-        target, draft: see `runtime.open`.
+        models: to talk with.
         asked: of the conversation.
         lines: what is typed.
         output: where answers go.
@@ -93,11 +96,10 @@ async def _talk(
     display = signals.display
     with signals.heard(), signals.everything:
         try:
-            display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
             with warnings_at_the_end():
                 from runtime.opening import open as open_runtime
 
-                opening = open_runtime(target, draft, trace=display.on_event)
+                opening = open_runtime(models.target, models.draft, trace=display.on_event, **models.options)
             async with opening as runtime:
                 signals.is_loading = False
                 conversation = runtime.conversation(**asked)
@@ -179,6 +181,7 @@ class Signals:
         self.everything = trio.CancelScope()
         self.is_loading = True
         self.is_typing = False
+        self.is_reading = False  # a prompt, of which a pass may take long
         # Whether a person is there who may go on after an answer was stopped.
         self.only_stops = False
         self._answer: trio.CancelScope | None = None
@@ -198,7 +201,7 @@ class Signals:
             if not (self.only_stops and number == signal.SIGINT):
                 token.run_sync_soon(self._end, number)
             elif self._answer is not None:
-                token.run_sync_soon(self._answer.cancel)
+                token.run_sync_soon(self._stop, self._answer)
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -231,6 +234,11 @@ class Signals:
         """End everything, because of a signal."""
         self.outcome.signal = number
         self.everything.cancel()
+
+    def _stop(self, answer: trio.CancelScope) -> None:
+        answer.cancel()
+        if self.is_reading:
+            self.display.stopping(and_then="")
 
     def _end(self, number: int) -> None:
         if self.outcome.signal is None:
@@ -332,11 +340,13 @@ class Chat:
         """
         stream = self.conversation.stream(text)
         self._signals.display.reading(0, 1)
+        self._signals.is_reading = True
         was_thinking = False
         try:
             async with stream:
                 async for token in stream:
-                    self._signals.display.clear()
+                    self._signals.is_reading = False
+                    self._signals.display.writing()
                     if self._output.is_terminal:
                         await self._output.write(token.text, dimmed=token.is_thinking)
                     elif not token.is_thinking:
@@ -347,6 +357,7 @@ class Chat:
                     else:
                         was_thinking = True
         finally:
+            self._signals.is_reading = False
             self._signals.display.clear()
             self._output.end_answer()
             if self._shows_statistics:
