@@ -5,9 +5,10 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
         print(token.text, end="", flush=True)
 """
 
+from __future__ import annotations
+
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from protocol.errors import (
     ConversationBusyError,
@@ -30,7 +31,10 @@ from protocol.errors import (
     WrongEventLoopError,
 )
 
+TYPE_CHECKING = False  # typing's, which takes a while to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from protocol.processors import Checkpointed, LogitsProcessor, stateless
     from protocol.settings import Settings
     from protocol.statistics import Statistics
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
+    from runtime.suggestions import Suggestion, suggest_draft
     from runtime.sync import generate_sync
 
 __all__ = [
@@ -79,6 +84,7 @@ __all__ = [
     "Statistics",
     "StreamBusyError",
     "StreamFailedError",
+    "Suggestion",
     "Token",
     "TokenStream",
     "TopLogprob",
@@ -90,6 +96,7 @@ __all__ = [
     "serve",
     "stateless",
     "stream",
+    "suggest_draft",
 ]
 
 # Whatever takes time to import is imported when it is first asked for. The models' libraries take seconds, which
@@ -124,6 +131,8 @@ _LIGHT_HOMES = {
     "Event": "protocol.trace",
     "Instant": "protocol.trace",
     "Span": "protocol.trace",
+    "Suggestion": "runtime.suggestions",
+    "suggest_draft": "runtime.suggestions",
     "DEMO_DRAFT": "runtime.demo",
     "DEMO_TARGET": "runtime.demo",
 }

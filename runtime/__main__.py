@@ -4,8 +4,9 @@ It imports next to nothing before it answers Ctrl-C: what the commands need take
 in the middle of an import would be a traceback. For the same reason `runtime/__init__.py` imports so little.
 """
 
+# What `signal` wraps in enumerations, which it has to import first.
+import _signal as signal  # type: ignore[import-not-found]
 import os
-import signal
 import sys
 
 STATUS = 128 + signal.SIGINT

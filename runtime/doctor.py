@@ -19,7 +19,9 @@ from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor
 from runtime.blas import blas_in_use
+from runtime.conclusion import Findings, conclude
 from runtime.sources import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
+from runtime.suggestions import Suggestion, suggest_draft
 from runtime.text import check_vocabularies
 
 WIDTHS = (1, 2, 3, 5, 9)
@@ -60,6 +62,7 @@ class Diagnosis:
         vocabulary_note: what differs, or why nothing was compared.
         device: MLX's default: cpu or gpu.
         blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
+        suggestions: draft models that fit the target, where there is none or not the right one.
     """
 
     target: Examined
@@ -68,6 +71,7 @@ class Diagnosis:
     vocabulary_note: str
     device: str
     blas: str | None
+    suggestions: tuple[Suggestion, ...] = ()
 
 
 async def examine(
@@ -108,8 +112,12 @@ async def examine(
             on_progress(f"timing the {role}")
             examined[role] = await _examine_on(worker, role, source, loaded[role].model)
         same, note = await _compare(worker, loaded)
+        suggestions: tuple[Suggestion, ...] = ()
+        if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
+            on_progress("looking for draft models on the disk")
+            suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
     return Diagnosis(
-        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use()
+        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use(), suggestions
     )
 
 
@@ -193,7 +201,20 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     machine = [("device", diagnosis.device)]
     if diagnosis.blas is not None:
         machine.append(("linear algebra", diagnosis.blas))
-    return [*sections, ("machine", machine)]
+    return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
+
+
+def _findings(diagnosis: Diagnosis) -> Findings:
+    target, draft = diagnosis.target, diagnosis.draft
+    return Findings(
+        verify_seconds=target.passes.seconds,
+        draft_seconds=None if draft is None else draft.passes.seconds,
+        same_vocabulary=diagnosis.same_vocabulary,
+        can_rewind=target.anatomy.rung is not Rung.SINGLE,
+        dtypes=target.anatomy.dtypes,
+        blas=diagnosis.blas,
+        suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
+    )
 
 
 def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:

@@ -69,7 +69,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "scripted models, in simulated time. All speeds are relative to plain decoding.",
         epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
-  outrider simulate --acceptance 0.7 --cost-ratio 0.05 --contention 0.3 --plot speeds.svg
+  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
 
 The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and slope of a pair of \
 models.""",

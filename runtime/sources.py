@@ -63,8 +63,8 @@ def check_source(role: str, source: Any) -> Source:
     if exists:
         if not has_config:
             raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
-        if (kind := trained_drafter_at(path)) is not None:
-            raise ModelError(refusal(role, str(source), kind))
+        if role == "draft" and (kind := trained_drafter_at(path)) is not None:
+            raise ModelError(refusal(str(source), kind))
         return path
     is_word = isinstance(source, str) and "/" not in source  # anything else is a path, or a hub id
     if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
@@ -160,8 +160,8 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
         name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
-        if isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
-            raise ModelError(refusal(role, source, kind)) from error.__cause__
+        if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
+            raise ModelError(refusal(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
 

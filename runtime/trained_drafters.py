@@ -50,10 +50,8 @@ def trained_drafter_at(directory: Path) -> str | None:
     return trained_drafter(config) if isinstance(config, dict) else None
 
 
-def refusal(role: str, name: str, kind: str) -> str:
-    """What to tell whoever names one."""
-    if role == "target":
-        return f"target {name!r} is a drafter trained for a target ({kind}), and no language model; give one"
+def refusal(name: str, kind: str) -> str:
+    """What to tell whoever names one as `draft`."""
     return (
         f"draft {name!r} is a drafter trained for its target ({kind}), which cannot be used yet; give a small language "
         'model of the same vocabulary, or "ngram"'

@@ -470,8 +470,9 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
     said = str(refusal.value)
     assert said.startswith(setting) or setting == "stop"
-    # By the name that was typed.
-    assert capfd.readouterr() == ("", f"outrider: error: {said.replace(setting, option, 1)}\n")
+    # By the name that was typed, and what is None in Python.
+    typed = said.replace(setting, option, 1).replace("None", '"none"')
+    assert capfd.readouterr() == ("", f"outrider: error: {typed}\n")
 
 
 @pytest.mark.parametrize(
