@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from runtime.engine import Runtime
 
 PROMPT = "> "
+MORE = ". "  # in front of each further line of one text
+BLOCK = '"""'
 HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
 
 
@@ -117,7 +119,11 @@ async def _talk(
 
 
 class Lines:
-    """The lines of stdin: edited, and remembered for the arrow keys, where a person types them."""
+    """The lines of stdin: edited, and remembered for the arrow keys, where a person types them.
+
+    A person's text may have several lines: those that are pasted at once, those up to one that does not end in a
+    backslash, and those between `BLOCK`s.
+    """
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -125,31 +131,61 @@ class Lines:
         if self._is_edited:
             # A Python may be built without it; lines can be typed all the same.
             with suppress(ImportError):
-                import readline  # noqa: F401  input() edits lines once it is there
+                import readline  # input() edits lines once it is there
+
+                # Python turns it off. What is pasted is one text then, until Enter is pressed. (libedit, which macOS
+                # has in place of readline, knows nothing of it and passes over it.)
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def next(self) -> str | None:
-        """The next line, without its end; None where there are no more. Waits, in the thread that calls it.
+        """The next text, without its end; None where there are no more. Waits, in the thread that calls it.
 
         Raises: PromptError: it is not text, or stdin is closed.
         """
         try:
-            return self._read()
+            line = self._read(PROMPT)
+            if line is None or not self.is_interactive or "\n" in line:
+                return line
+            if line.lstrip().startswith(BLOCK):
+                return self._block(line.lstrip().removeprefix(BLOCK))
+            return self._continued(line)
         except UnicodeError as error:
             raise PromptError(
                 f"what was typed is not valid text: {error}; type it as {sys.getfilesystemencoding()}"
             ) from error
 
-    def _read(self) -> str | None:
+    def _continued(self, line: str) -> str | None:
+        """A line, and those that it goes on in."""
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            if (line_or_end := self._read(MORE)) is None:
+                return None
+            lines[-1:] = [lines[-1].removesuffix("\\"), line_or_end]
+        return "\n".join(lines)
+
+    def _block(self, line: str) -> str | None:
+        """What stands between two marks, of which the first has been read."""
+        lines = [line]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            if (line_or_end := self._read(MORE)) is None:
+                return None
+            lines.append(line_or_end)
+        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        text = "\n".join(lines).strip("\n")
+        # It is said, and no command.
+        return f"/{text}" if text.startswith("/") and "\n" not in text else text
+
+    def _read(self, prompt: str) -> str | None:
         if sys.stdin is None:
             raise PromptError("what is said is to be read from stdin, and stdin is closed")
         if self._is_edited:
             try:
-                return input(PROMPT)
+                return input(prompt)
             except EOFError:
                 show("")  # Ctrl-D leaves the cursor behind the prompt
                 return None
         if self.is_interactive:
-            show(PROMPT, end="")
+            show(prompt, end="")
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
@@ -309,7 +345,7 @@ class Chat:
             await trio.lowlevel.checkpoint()
 
     def _typed(self) -> str | None:
-        """The next line; None where it is the last, or nothing more is wanted."""
+        """The next text; None where it was the last, or nothing more is wanted."""
         was_interrupted = False
         while True:
             try:
@@ -326,7 +362,9 @@ class Chat:
                 was_interrupted = True
 
     async def _take_turn(self, line: str) -> None:
-        if line.startswith("//"):
+        if "\n" in line:
+            await self._answer(line)  # whatever it begins with: a command has one line
+        elif line.startswith("//"):
             await self._answer(line[1:])
         elif line.startswith("/"):
             await self._obey(line)
@@ -419,6 +457,8 @@ async def _help(_: Chat, __: str) -> None:
     rows = [(f"{name} {command.argument or ''}".strip(), command.help) for name, command in COMMANDS.items()]
     rows += [
         ("//...", 'says "/..." to the model'),
+        ("...\\", "goes on in the next line"),
+        (BLOCK, "opens a text of several lines, and closes it; pasted lines stay together"),
         ("Ctrl-C", "stops an answer; what was said stays"),
         ("Ctrl-D", "leaves"),
     ]
