@@ -78,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure so many streams at once instead, against one after another and mlx-lm's BatchGenerator; without "
         "LIST, %(const)s; --lookahead is then of the streams (default: auto)",
     )
-    what.add_argument("--dtype", metavar="TYPE", help="cast the models to float32, bfloat16 or float16")
+    what.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        type=lambda text: None if text == "none" else text,
+        help="cast the models to float32, bfloat16 or float16 (default: none)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     output.add_argument("--plot", metavar="FILE", help=f"also draw the speeds ({', '.join(PLOT_FORMATS)})")

@@ -11,7 +11,10 @@ from protocol.settings import Settings
 from protocol.synonyms import OPEN_ARGUMENTS, meant
 
 _NO_FLAGS = {"logits_processors", "reuse_prefix"}
-_NAMES = {field.name for field in attrs.fields(Settings)} | {*OPEN_ARGUMENTS, "num_draft_tokens", "thinking"}
+_OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
+_OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
+_OF_SIMULATE |= {"spread", "verify_slope"}
+_NAMES = {field.name for field in attrs.fields(Settings)} | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
 
 # Names that are words as well ("stop", "lookahead") mean the argument only where they begin a message, or with "=".
 _ALWAYS_WORDS = {"target", "draft", "trace"}
@@ -19,7 +22,7 @@ _WITH_UNDERSCORE = sorted((name for name in _NAMES - _NO_FLAGS if "_" in name), 
 
 # What can be done in Python and has another form here.
 _PHRASES = (
-    ("or a pair (model, tokenizer)", "or a bundled model"),
+    ("a path, a hub id or a pair (model, tokenizer)", "a path or a hub id"),
     (", an mlx Device or None", ""),
     ("leave it None", "leave it out"),
     ("leave it False", "leave it out"),
@@ -63,7 +66,7 @@ def elsewhere(given: str, known: Sequence[str]) -> str | None:
 
 def flag(name: str) -> str:
     """An argument as it is typed."""
-    return f"--{name.replace('_', '-')}"
+    return "--lookahead" if name == "lookaheads" else f"--{name.replace('_', '-')}"
 
 
 def in_flags(message: str) -> str:
