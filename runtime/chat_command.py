@@ -158,18 +158,18 @@ class Lines:
         """A line, and those that it goes on in."""
         lines = [line]
         while lines[-1].endswith("\\"):
-            if (line_or_end := self._read(MORE)) is None:
+            if (following := self._read(MORE)) is None:
                 return None
-            lines[-1:] = [lines[-1].removesuffix("\\"), line_or_end]
+            lines[-1:] = [lines[-1].removesuffix("\\"), following]
         return "\n".join(lines)
 
     def _block(self, line: str) -> str | None:
         """What stands between two marks, of which the first has been read."""
         lines = [line]
         while not lines[-1].rstrip().endswith(BLOCK):
-            if (line_or_end := self._read(MORE)) is None:
+            if (following := self._read(MORE)) is None:
                 return None
-            lines.append(line_or_end)
+            lines.append(following)
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
         text = "\n".join(lines).strip("\n")
         # It is said, and no command.
@@ -279,7 +279,7 @@ class Signals:
     def _end(self, number: int) -> None:
         if self.outcome.signal is None:
             self._ending_at = trio.current_time()
-            if self.is_loading:
+            if self.is_loading or self.is_reading:
                 self.display.stopping()
             self.leave(number)
         elif trio.current_time() - self._ending_at > ECHO_S:
