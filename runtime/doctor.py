@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -115,7 +115,9 @@ async def examine(
         suggestions: tuple[Suggestion, ...] = ()
         if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
-            suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
+            # No more than a hint: a disk that cannot be looked through keeps nobody from what was measured.
+            with suppress(JobError):
+                suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
     return Diagnosis(
         examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use(), suggestions
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,14 @@ def _directory(target: Any, cache_dir: str | Path | None) -> Path:
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
     """Models, by what they are named by, and where they are; each once."""
     if "snapshots" not in target.parts:
-        for beside in sorted(target.parent.iterdir()):
-            if (beside / "config.json").is_file():
-                yield str(beside), beside.resolve()
+        # Whatever may not be read, is no candidate.
+        with suppress(OSError):
+            for beside in sorted(target.parent.iterdir()):
+                if (beside / "config.json").is_file():
+                    yield str(beside), beside.resolve()
     try:
         repositories = scan_cache_dir(cache_dir).repos
-    except CacheNotFound:
+    except (CacheNotFound, OSError):
         return
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         # Of several revisions, the one that is opened by this name.
