@@ -41,6 +41,7 @@ class Part(ABC):
         self.id = session.opened.session
         self.books = Books(session.opened)
         self.held = Held()
+        self.line: Line | None = None  # where what is held is, while it takes part
         self.scope = trio.CancelScope()
         self.is_over = trio.Event()  # and whatever it had is let go of, or kept
         # What its cache holds is not known any more, so that no other session may use it.
@@ -256,6 +257,7 @@ class ModelActor(Actor[S]):
             call = partial(_begin, self.model, beside_another)
         begun = await self.worker.run(Job("open", call, part.id))
         part.held.follow(Plan(0, opened.prompt[: begun.num_cached]))
+        part.line = begun.line
         is_in_order = False
         try:
             yield begun.line
@@ -264,6 +266,7 @@ class ModelActor(Actor[S]):
             is_in_order = True  # nobody wants the rest, or the runtime ends
             raise
         finally:
+            part.line = None
             put_away: Callable[[], None] = begun.line.close
             if opened.settings.reuse_prefix and is_in_order and not part.is_in_disorder and part.session.error is None:
                 put_away = partial(
@@ -276,6 +279,10 @@ class ModelActor(Actor[S]):
                 )
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, part.id))
+
+    def part_of(self, session: int) -> S | None:
+        """Its part in a session that is under way."""
+        return self._parts.get(session)
 
     async def settled(self) -> KeptLines:
         """What is kept for others, once sessions that nobody wants any more have put away theirs."""

@@ -47,7 +47,7 @@ MakePolicy = Callable[[Settings, Prices], Policy]
 
 def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
     """The policy that a session's settings ask for."""
-    return policy_for(settings.lookahead, prices, (settings.rule, round(settings.temperature, 1)))
+    return policy_for(settings.lookahead, prices, settings.manner)
 
 
 @attrs.define
@@ -80,7 +80,9 @@ class DraftPart(Part):
         super().__init__(session)
         self._hear = hear
         opened = session.opened
-        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
+        self.tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
+        if opened.num_resumed:  # draws depend on all that was generated
+            self.tree.advance(opened.prompt[opened.num_prompt :])
         self.policy = policy
         self.text = PromptLookup()  # for what to propose after a miss, when nothing is drafted yet
         self.context_length = context_length

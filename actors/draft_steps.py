@@ -138,7 +138,8 @@ class DraftSteps:
         logits = self.session.shaping.shape(pad(rows, self.vocab_size), tail, position)
         # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
         peaks = Peaks.of(rows, rows)
-        return guesses(logits, peaks, self.session.opened, position, trail, self.vocab_size, self.num_guesses)
+        chosen = self.session.shaping.sample(logits)
+        return guesses(logits, peaks, self.session.opened, position, trail, self.vocab_size, self.num_guesses, chosen)
 
     def _can_look_ahead(self) -> bool:
         return self.line.prepare(1, self.settled) is not Rung.SINGLE
@@ -146,7 +147,9 @@ class DraftSteps:
     def _may_chain(self) -> bool:
         """Whether a step may be launched before the choice that it starts from is known."""
         # Under the rejection rule what is drawn hangs on the text before; so does what some processors make of logits.
-        if self.session.opened.settings.rule != "match" or self.session.shaping.needs_text:
+        # A user's sampler is called with what is computed.
+        shaping = self.session.shaping
+        if self.session.opened.settings.rule != "match" or shaping.needs_text or shaping.runs_user_code:
             return False
         return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
 
@@ -158,9 +161,9 @@ class LazyGuesses:
     Attributes:
         choice: (1,) the drafter's choice.
         peaks: of the draft model's own row.
-        others: (1, k) further tokens, and (1, k) how sure the drafter is of each: under the match rule the choice
-            is the first of them.
-        expected: () how sure it is of the choice; None under the match rule.
+        others: (1, k) further tokens, and (1, k) how sure the drafter is of each.
+        expected: () how sure it is of the choice; None where the choice is the first of the others, which it is under
+            the match rule, unless a user's sampler made it.
         probs: (V,) the distribution that the choice was drawn from; None under the match rule.
     """
 
@@ -186,7 +189,14 @@ class LazyGuesses:
 
 
 def guesses(
-    logits: mx.array, peaks: Peaks, opened: Open, position: int, trail: int, vocab_size: int, num_guesses: int
+    logits: mx.array,
+    peaks: Peaks,
+    opened: Open,
+    position: int,
+    trail: int,
+    vocab_size: int,
+    num_guesses: int,
+    chosen: mx.array | None = None,
 ) -> LazyGuesses:
     """What may come at a position.
 
@@ -198,14 +208,18 @@ def guesses(
         trail: of the text before; of no account under the match rule.
         vocab_size: the width of the target's logits.
         num_guesses: how many tokens are wanted, >= 1.
+        chosen: (1,) what a user's sampler has chosen; None where there is none.
     """
     settings, seed = opened.settings, opened.seed
+    if chosen is not None:
+        share = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
+        return LazyGuesses(chosen, peaks, likeliest(logits, num_guesses), share)
     if settings.rule == "match":
-        found = likeliest(scores(logits, settings.temperature, seed, position, vocab_size), num_guesses)
+        found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
         return LazyGuesses(found[0][:, 0], peaks, found)
     # A decision to propose a token must not depend on the token (see `protocol.lookahead`). So what counts is
     # what a draw from this q may expect, not what this draw may.
-    probs = distribution(logits[0], settings.temperature)
+    probs = distribution(logits[0], settings.drafting_temperature)
     drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
     return LazyGuesses(drawn[None], peaks, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
 
@@ -242,11 +256,14 @@ def catch_up(
     assert rows is not None
     start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
     logits = session.shaping.shape(pad(rows, vocab_size), tail, start)
-    if settings.rule == "match":
-        tokens, shares = likeliest(scores(logits, settings.temperature, seed, start, vocab_size), 1)
+    if (chosen := session.shaping.sample(logits)) is not None:
+        probs = mx.softmax(logits.astype(mx.float32), axis=-1)
+        tokens, shares = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
+    elif settings.rule == "match":
+        tokens, shares = likeliest(scores(logits, settings.drafting_temperature, seed, start, vocab_size), 1)
         tokens, shares = tokens[:, 0], shares[:, 0]
     else:
-        probs = distribution(logits, settings.temperature)
+        probs = distribution(logits, settings.drafting_temperature)
         tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
     peaks = Peaks.of(rows, rows)
     mx.eval(tokens, shares, *peaks.arrays())

@@ -37,6 +37,11 @@ class LineState:
     layers: tuple[LayerState, ...]
     pins: tuple[PinState, ...] = ()
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of tokens with which another text could begin, whatever its caches."""
+        return (*(pin.length for pin in self.pins), len(self.tokens))
+
 
 @attrs.frozen
 class LineRecord:

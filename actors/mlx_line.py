@@ -100,6 +100,11 @@ class MLXLine:
                         f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {have}"
                     )
 
+    @property
+    def length(self) -> int:
+        """Tokens that it has processed."""
+        return self._length
+
     def take_state(self, tokens: tuple[int, ...]) -> LineState | None:
         """What it holds, for a file; None where some cache is of a class of which nothing is known.
 

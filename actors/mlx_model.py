@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -22,12 +23,14 @@ from actors.mlx_cache import (
     can_trim_after,
     checkpoint_bytes,
     kind,
+    lengths,
     window,
 )
 from actors.mlx_line import MLXLine
 from actors.mlx_options import CacheOptions
 from actors.mlx_slices import evaluating_layers
 from actors.model import Rung
+from actors.probe import PROBED, check_logits
 from protocol.errors import ModelError
 
 logger = logging.getLogger("outrider")
@@ -39,12 +42,19 @@ _warned_of: set[str] = set()  # cache classes and families, once a process
 # instead of masking them, so tokens see those after them; in plamo3 a window is one token wider in such a pass.
 _ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 
+# phi3small forbids ids that have no meaning by writing to their logits, the last of them 100351, whatever the size of
+# its vocabulary (mlx-lm 0.32.2). MLX checks no bounds: with a smaller one, it writes over somebody else's memory, and
+# the process dies sooner or later. The published models have so many ids.
+_LEAST_OF_PHI3SMALL = 100_352
+
 
 def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
     """A model and its tokenizer, weights evaluated on the calling thread.
 
-    Raises: what mlx-lm raises, which is of many kinds; a worker's `JobError` gathers them.
+    Raises: ModelError: the model would crash the process, by what its configuration says. And what mlx-lm raises, which
+        is of many kinds; a worker's `JobError` gathers them.
     """
+    _check_config(path_or_hub_id)
     model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id))
     return model, tokenizer
 
@@ -60,22 +70,35 @@ class MLXModel:
     Made on that thread.
     """
 
-    def __init__(self, model: Module, options: CacheOptions) -> None:
-        """Wrap a model whose weights are evaluated.
+    def __init__(self, model: Module, options: CacheOptions, named: str = "the model") -> None:
+        """Wrap a model whose weights are evaluated. Two tokens are fed to see what it is.
 
         Args:
             model: an mlx-lm language model.
             options: of its caches.
+            named: what messages call it.
 
-        Raises: ModelError: the options insist on a way to rewind that some layer's cache does not have.
+        Raises:
+            ModelError: it would crash the process, gives something else than logits, or leaves a cache that it is given
+                as it is; or the options insist on a way to rewind that some layer's cache does not have.
+            What the model raises.
         """
         self._model = model
+        for part in model.modules():
+            if type(part).__module__ == "mlx_lm.models.phi3small" and hasattr(part, "args"):
+                _check_phi3small(named, part.args.vocab_size)
         one_by_one = any(type(part).__module__ in _ONE_BY_ONE for part in model.modules())
         self._options = attrs.evolve(options, one_by_one=one_by_one)
-        # One forward pass of one token, since no attribute names the width of the logits in all
-        # architectures.
+        # A forward pass, since no attribute names the width of the logits in all architectures.
         cache = options.make_cache(model)
-        self._vocab_size: int = model(mx.array([[0]]), cache=cache).shape[-1]
+        logits = model(mx.array([PROBED]), cache=cache)
+        self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
+        mx.eval(logits)
+        if held := {have for layer in cache for have in lengths(layer)} - {len(PROBED)}:
+            raise ModelError(
+                f"{named} leaves {max(held)} tokens in its cache after {len(PROBED)}; a language model must hand the "
+                "`cache` that it is called with on to its layers"
+            )
         self._check_ladder(options.make_cache(model))
         self._check_quantisation(cache)
 
@@ -195,6 +218,30 @@ class Anatomy:
     window: int | None
     rung_beyond_window: Rung | None
     checkpoint_bytes: int
+
+
+# --- what would crash -----------------------------------------------------------------------------
+
+
+def _check_config(path_or_hub_id: str | Path) -> None:
+    """Refuse a directory with a model that would crash the process; one on the hub is known once it is loaded."""
+    try:
+        config = json.loads((Path(path_or_hub_id) / "config.json").read_text())
+        family, vocab_size = config["model_type"], config["vocab_size"]
+    # There is none, or what is wrong with it mlx-lm will say, too.
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    if family == "phi3small" and isinstance(vocab_size, int):
+        _check_phi3small(repr(str(path_or_hub_id)), vocab_size)
+
+
+def _check_phi3small(named: str, vocab_size: int) -> None:
+    if vocab_size < _LEAST_OF_PHI3SMALL:
+        raise ModelError(
+            f"{named} is a phi3small with a vocab_size of {vocab_size}, and mlx-lm's phi3small writes to the logits of "
+            f"ids up to {_LEAST_OF_PHI3SMALL - 1} in any case, which crashes the process; its vocab_size must be at "
+            f"least {_LEAST_OF_PHI3SMALL}, as that of the published models is"
+        )
 
 
 # --- memory and bounds ----------------------------------------------------------------------------

@@ -7,25 +7,18 @@ rules. Both models' logits are shaped alike, each on its own thread.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-from weakref import WeakValueDictionary
 
 import attrs
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
 
-from protocol.errors import ProcessorError
+from actors.user_code import UserProcessors, UserSampler
 from protocol.messages import Open
-from protocol.processors import Checkpointed, LogitsProcessor, Stateless
+from protocol.processors import LogitsProcessor
 from protocol.randomness import Purpose, key_for
 from protocol.settings import Settings
-
-# States of one processor that are kept: those of what is drafted, and of the text behind it.
-MOST_STATES = 256
 
 
 @attrs.frozen
@@ -63,25 +56,24 @@ class Shaping:
         Args:
             opened: the message that begins it.
 
-        Raises: ProcessorError: a processor cannot say its state.
+        Raises: ProcessorError: a processor cannot say its state; see `UserProcessors`.
         """
         settings = opened.settings
         self._seed = opened.seed
         self._settings = settings
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
-        self._own = [
-            _Recalled(processor, len(opened.prompt)) if isinstance(processor, Checkpointed) else processor
-            for processor in settings.logits_processors
-        ]
+        self._own = UserProcessors(settings.logits_processors, opened.num_prompt)
         self._filters = _filters(settings) if settings.temperature > 0 else []
+        self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
         # How many tokens before a position are to be known: all (None), or so many.
-        self._look_back = None if self._own else max((size for _, size in self._penalties), default=0)
+        sizes = [size for _, size in self._penalties]
+        self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
 
     @property
-    def needs_ids(self) -> bool:
-        """Whether the tokens before a position must be known as numbers, and cannot be given as a lazy array."""
-        return any(isinstance(processor, _Recalled) for processor in self._own)
+    def runs_user_code(self) -> bool:
+        """Whether a user's code has a say, which is called with what is computed and evaluated at once."""
+        return len(self._own) > 0 or self._sampler is not None
 
     @property
     def needs_text(self) -> bool:
@@ -110,20 +102,20 @@ class Shaping:
             tail: of the text up to position start + n - 1, excluded; see `tail`.
             start: absolute position of the first row.
 
-        Returns: (n, V), lazy.
-        Raises: ProcessorError: a processor failed.
+        Returns: (n, V), lazy; evaluated, with `logits`, where `runs_user_code`.
+        Raises: ProcessorError: a user's processor failed, or what it returned cannot be evaluated.
         """
         logits = self._biased(logits)
         if not self.needs_text:
             return logits
-        rows = []
-        for i in range(logits.shape[0]):
-            history = tail.before(start + i, self._look_back)
-            rows.append(self._row(logits[i : i + 1], mx.array(history), history))
+        histories = [tail.before(start + i, self._look_back) for i in range(logits.shape[0])]
+        rows = [self._penalised(logits[i : i + 1], mx.array(history)) for i, history in enumerate(histories)]
+        if len(self._own) > 0:
+            rows = self._own(rows, histories)
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def process_lazily(self, logits: mx.array, tail: Tail, position: int, token: mx.array) -> mx.array:
-        """The same for one row, after a token that may not be computed yet. Not where `needs_ids`.
+        """The same for one row, after a token that may not be computed yet. Not where `runs_user_code`.
 
         Args:
             logits: (1, V) for the position after `position`.
@@ -135,7 +127,8 @@ class Shaping:
         if not self.needs_text:
             return logits
         history = mx.array(tail.before(position, self._look_back))
-        return self._row(logits, mx.concatenate([history, token.astype(history.dtype)]), ())
+        # A slice, since penalties write into what they are given, and the model's own row is looked at as well.
+        return self._penalised(logits[:1], mx.concatenate([history, token.astype(history.dtype)]))
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
         """Leave out what the filters leave out.
@@ -155,6 +148,13 @@ class Shaping:
             logprobs = apply(logprobs, partial(self._coins, start, logits.shape[0]))
         return logprobs
 
+    def sample(self, logits: mx.array) -> mx.array | None:
+        """What the user's sampler chooses by each row of logits (n, V): (n,) ids; None where there is no sampler.
+
+        Raises: ProcessorError: the sampler failed.
+        """
+        return None if self._sampler is None else self._sampler(logits)
+
     def shape(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
         """`process`, then `filter`."""
         return self.filter(self.process(logits, tail, start), start)
@@ -169,24 +169,9 @@ class Shaping:
         keys = [key_for(self._seed, Purpose.XTC, start + i) for i in range(num_rows)]
         return mx.stack([mx.random.uniform(key=key) for key in keys])[:, None]
 
-    def _row(self, logits: mx.array, tokens: mx.array, ids: tuple[int, ...]) -> mx.array:
+    def _penalised(self, logits: mx.array, tokens: mx.array) -> mx.array:
         for processor, size in self._penalties:
-            logits = processor(tokens[-size:], logits)
-        for own in self._own:
-            before = logits.shape
-            try:
-                logits = own(ids, tokens, logits) if isinstance(own, _Recalled) else own(tokens, logits)
-            # Somebody else's code: whatever it raises belongs to this stream, and not to the models.
-            except Exception as error:
-                raise ProcessorError(
-                    f"the logits processor {_named(own)} raised {type(error).__name__}: {error}"
-                ) from error
-            if not isinstance(logits, mx.array) or logits.shape != before:
-                got = f"shape {logits.shape}" if isinstance(logits, mx.array) else f"a {type(logits).__name__}"
-                hint = "; has it a return?" if logits is None else ""
-                raise ProcessorError(
-                    f"the logits processor {_named(own)} must return logits of shape {before}, got {got}{hint}"
-                )
+            logits = processor(tokens if size is None else tokens[-size:], logits)
         return logits
 
 
@@ -206,15 +191,17 @@ _MOST_TOKENS = 2**31 - 1
 _LEAST_TOP_P = 1e-30
 
 
-def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int]]:
-    """Each penalty that is on, and how many tokens it looks back."""
+def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int | None]]:
+    """Each penalty that is on, and how many tokens it looks back; None for all."""
     found = []
     for name in ("repetition", "presence", "frequency"):
-        size = min(getattr(settings, f"{name}_context_size"), _MOST_TOKENS)
+        size: int | None = getattr(settings, f"{name}_context_size")
+        # mlx-lm cuts the text as well, and takes no None.
+        most = _MOST_TOKENS if size is None else min(size, _MOST_TOKENS)
         made = make_logits_processors(
-            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": size}
+            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": most}
         )
-        found += [(processor, size) for processor in made]
+        found += [(processor, None if size is None else most) for processor in made]
     return found
 
 
@@ -250,86 +237,3 @@ def _xtc(logprobs: mx.array, settings: Settings, coins: mx.array) -> mx.array:
 
 def _top_k(logprobs: mx.array, top_k: int) -> mx.array:
     return apply_top_k(logprobs, top_k) if top_k < logprobs.shape[-1] else logprobs
-
-
-# --- processors with a state ----------------------------------------------------------------------
-
-
-class _Turns:
-    """A lock that all streams which use one processor have in common: it is one object, on two models' threads.
-
-    Attributes:
-        processor: by its identity it is found again, so it must live as long as this.
-        lock: held while the processor is used.
-    """
-
-    def __init__(self, processor: Checkpointed) -> None:
-        self.processor = processor
-        self.lock = threading.Lock()
-
-
-# By the processor's identity, for as long as some stream uses it; several event loops may be there.
-_turns: WeakValueDictionary[int, _Turns] = WeakValueDictionary()
-_turns_lock = threading.Lock()
-
-
-def _named(processor: object) -> str:
-    """A processor's name, which asks nothing of it that may fail."""
-    if isinstance(processor, _Recalled):
-        return _named(processor.processor)
-    if isinstance(processor, Stateless):
-        return _named(processor.function)
-    return str(getattr(processor, "__qualname__", type(processor).__qualname__))
-
-
-class _Recalled:
-    """A processor that keeps a state, called on texts in any order, by both models, and for several streams."""
-
-    def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
-        self._prompt_length = prompt_length
-        self.processor = processor
-        with _turns_lock:
-            self._turns = _turns.get(id(processor)) or _Turns(processor)
-            _turns[id(processor)] = self._turns
-        try:
-            with self._turns.lock:
-                self._initial = processor.save()
-        # Somebody else's code, as in `Shaping`.
-        except Exception as error:
-            raise ProcessorError(f"{_named(processor)} raised {type(error).__name__} in save(): {error}") from error
-        # By what was generated: the state after the call with it.
-        self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
-
-    def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
-        """The processor's result for a text, whatever it was called with before."""
-        generated = ids[self._prompt_length :]
-        with self._turns.lock:
-            # Whatever text it is asked about, the object is left as its owner left it: the next stream begins there.
-            outside = self.processor.save()
-            try:
-                known = self._go_to(generated)
-                for length in range(known, len(generated)):
-                    self.processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
-                    self._keep(generated[:length])
-                result = self.processor(tokens, logits)
-                self._keep(generated)
-            finally:
-                self.processor.restore(outside)
-        return result
-
-    def _go_to(self, generated: tuple[int, ...]) -> int:
-        """Restore the state after the longest text before this one that is known; returns the next text's length."""
-        for length in range(len(generated) - 1, -1, -1):
-            state = self._states.get(generated[:length], self)
-            if state is not self:
-                self._states.move_to_end(generated[:length])
-                self.processor.restore(state)
-                return length + 1
-        self.processor.restore(self._initial)
-        return 0
-
-    def _keep(self, generated: tuple[int, ...]) -> None:
-        self._states[generated] = self.processor.save()
-        self._states.move_to_end(generated)
-        if len(self._states) > MOST_STATES:
-            self._states.popitem(last=False)

@@ -14,7 +14,7 @@ from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
 from actors.peaks import Peaks
 from actors.prefill import prefill
-from actors.probe import TOKENS, probe
+from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.shaping import Shaping, Tail
 from actors.worker import Job, JobError, Worker
@@ -159,7 +159,7 @@ class TargetActor(ModelActor[TargetPart]):
         try:
             # Also where nobody wants the session any more: others may.
             with trio.CancelScope(shield=True):
-                await self.worker.run(Job("probe", partial(probe, self.model), None, len(TOKENS)))
+                await self.worker.run(Job("probe", partial(probe, self.model), None, len(PROBED)))
         except JobError:
             self._on_failure(error)
         else:
@@ -333,7 +333,7 @@ class TargetActor(ModelActor[TargetPart]):
         plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
         # Only where the next token is the target's own as well, whatever this one is.
         goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
-        go_ahead = goes_on and (books.remaining is None or books.remaining > 1) and part.decoder.can_go_ahead
+        go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
         tail = part.session.shaping.tail(books.committed)
         step = partial(part.decoder.step, plan, tail, books.next_position, go_ahead)
         expected_s = self.prices.plain.value or self.prices.verify(1)
@@ -384,7 +384,7 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     processed = session.shaping.process(logits, tail, proposal.start)
     peaks = Peaks.of(logits, processed)
     filtered = session.shaping.filter(processed, proposal.start)
-    judgement = judge(filtered, drafted, proposal, session.opened, peaks.arrays())
+    judgement = judge(filtered, drafted, proposal, session, peaks.arrays())
     num_fed = 0 if single_step else judgement.num_accepted
     if judgement.num_accepted + (judgement.token is not None) > (num_sound := peaks.num_sound()):
         if num_sound == 0:
@@ -405,10 +405,10 @@ def asked_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -
 
 
 def judge(
-    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, opened: Open, beside: Sequence[mx.array]
+    logits: mx.array, drafted: tuple[int, ...], proposal: Proposal, session: Session, beside: Sequence[mx.array]
 ) -> Judgement:
     """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens; evaluates `beside`, too."""
-    settings = opened.settings
+    opened, settings = session.opened, session.opened.settings
     if settings.rule == "match":
         return judge_by_match(
             logits,
@@ -417,6 +417,7 @@ def judge(
             seed=opened.seed,
             start=proposal.start,
             beside=beside,
+            chosen=session.shaping.sample(logits),
         )
     return judge_by_rejection(
         logits,
@@ -451,7 +452,8 @@ class PlainDecoder:
     """Decoding without a drafter, one forward pass ahead of what is read.
 
     The next pass is launched before the token that it starts from is read back, so that building its
-    graph and the way through trio cost nothing while the device computes.
+    graph and the way through trio cost nothing while the device computes. Where a user's code has a say, which is
+    called with what is computed and nothing else, the pass alone is launched, and its token chosen in the next step.
     """
 
     def __init__(self, line: Line, opened: Open, shaping: Shaping) -> None:
@@ -459,16 +461,12 @@ class PlainDecoder:
         self._opened = opened
         self._shaping = shaping
         self._pending: _Launched | None = None  # the next token, not read
+        self._rows: mx.array | None = None  # or (1, V), the model's logits of which it is to be chosen
 
     @property
     def is_ahead(self) -> bool:
         """Whether the cache already processes the last token that was returned."""
-        return self._pending is not None
-
-    @property
-    def can_go_ahead(self) -> bool:
-        """Whether a token need not be known for the next one's logits to be shaped."""
-        return not self._shaping.needs_ids
+        return self._pending is not None or self._rows is not None
 
     def step(self, plan: Plan, tail: Tail, position: int, go_ahead: bool) -> tuple[int, tuple[Likelihood, ...]]:
         """The token at a position, and how likely it was, where that is asked for.
@@ -481,17 +479,23 @@ class PlainDecoder:
 
         Raises: NotANumberError, ProcessorError: no token can be chosen.
         """
-        if self._pending is None:
-            rows = self._line.feed(plan.feed, 1)
-            assert rows is not None
-            self._pending = self._choose(rows, self._shaping.process(rows, tail, position), position)
         now, self._pending = self._pending, None
+        if now is None:
+            rows, self._rows = self._rows, None
+            if rows is None:
+                rows = self._line.feed(plan.feed, 1)
+                assert rows is not None
+            now = self._choose(rows, self._shaping.process(rows, tail, position), position)
         now.launch()
         if go_ahead:
             rows = self._line.feed_lazy(now.token)
-            following = self._shaping.process_lazily(rows, tail, position, now.token)
-            self._pending = self._choose(rows, following, position + 1)
-            self._pending.launch()
+            if self._shaping.runs_user_code:
+                self._rows = rows
+                mx.async_eval(rows)
+            else:
+                following = self._shaping.process_lazily(rows, tail, position, now.token)
+                self._pending = self._choose(rows, following, position + 1)
+                self._pending.launch()
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
         chosen = cast(int, now.token.item())
         now.peaks.check(0, position, "target")
@@ -501,7 +505,9 @@ class PlainDecoder:
         """What comes of the model's logits (1, V), once they are processed; lazy."""
         settings, seed = self._opened.settings, self._opened.seed
         filtered = self._shaping.filter(logits, position)
-        if settings.rule == "match":
+        if (chosen := self._shaping.sample(filtered)) is not None:
+            token = chosen
+        elif settings.rule == "match":
             token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
         else:
             probs = distribution(filtered[0], settings.temperature)

@@ -15,6 +15,7 @@ plain decoding.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -164,10 +165,10 @@ async def main() -> None:
                     oracle.text = PROMPT + ids  # the first run is plain, and not counted
                 s = done.statistics
                 if repeat > 0:
-                    speeds[way].append(s.generation_tps)
+                    speeds[way].append(s.generation_tps or math.nan)
                 same = "same text" if PROMPT + ids == tuple(oracle.text) else "text differs (near-tie)"
                 notes[way] = (
-                    f"acceptance {s.acceptance_rate:.2f}, {s.rounds} rounds, {s.settling_rounds} settling, "
+                    f"acceptance {s.acceptance_rate or 0:.2f}, {s.rounds} rounds, {s.settling_rounds} settling, "
                     f"{s.replayed_tokens} replayed, {same}"
                 )
         plain = statistics.median(speeds["plain"])

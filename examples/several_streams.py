@@ -1,5 +1,7 @@
 """Several streams at once: they take turns at the two models, and each is as right as if it were alone."""
 
+import math
+
 import trio
 
 import runtime
@@ -35,8 +37,8 @@ async def main() -> None:
     print("\n        tokens  tokens/s  acceptance  tokens per round")
     for label, s in statistics.items():
         print(
-            f"{label:>5} {s.generated_tokens:8} {s.generation_tps:9.1f} "
-            f"{s.acceptance_rate:11.0%} {s.tokens_per_round:17.2f}"
+            f"{label:>5} {s.generated_tokens:8} {s.generation_tps or math.nan:9.1f} "
+            f"{s.acceptance_rate or 0:11.0%} {s.tokens_per_round:17.2f}"
         )
 
 

@@ -273,8 +273,8 @@ class Interface:
             return Status(f"reading {statistics.prompt_tokens:,} tokens{seconds}")
         return Status(
             self._answer.end or "writing",
-            statistics.acceptance_rate if statistics.proposed else None,
-            statistics.generation_tps or None,
+            statistics.acceptance_rate,
+            statistics.generation_tps,
             statistics.generated_tokens,
             self._max_tokens,
         )

@@ -7,7 +7,8 @@ own choice. At temperature 0 the choice is the argmax, and the output is the tar
 token for token. Above, both take `argmax(log p + g)` with the same Gumbel noise g, which depends on
 (seed, position) alone (the Gumbel coupling of Daliri, Musco and Suresh 2024, arXiv 2408.07978): each
 token is an exact sample of p, the text does not depend on the drafter at all, and close distributions
-choose alike, with probability at least (1 - TV) / (1 + TV).
+choose alike, with probability at least (1 - TV) / (1 + TV). Where a user's sampler makes the choice, it is compared in
+the same way; the target's own stands whatever was drafted, so each token is what the sampler makes of p.
 
 **rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* stands with
 probability min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual
@@ -149,6 +150,7 @@ def judge_by_match(
     seed: int,
     start: int,
     beside: Sequence[mx.array] = (),
+    chosen: mx.array | None = None,
 ) -> Judgement:
     """Judge a proposal by the match rule.
 
@@ -160,15 +162,17 @@ def judge_by_match(
         seed: of the session.
         start: absolute position of the first drafted token.
         beside: what else to evaluate, while it costs no synchronisation of its own.
+        chosen: (rows,) the target's choices, where something else makes them than the temperature.
 
     Raises: ProtocolError: the number of rows fits neither.
     """
     _check_rows(logits, drafted)
-    chosen_lazily = choices(logits, temperature, seed, start, logits.shape[1])
-    mx.eval(chosen_lazily, *beside)
-    chosen = cast(list[int], chosen_lazily.tolist())
-    num_accepted = count_matches(chosen, drafted)
-    return Judgement(num_accepted, chosen[num_accepted] if num_accepted < len(chosen) else None)
+    if chosen is None:
+        chosen = choices(logits, temperature, seed, start, logits.shape[1])
+    mx.eval(chosen, *beside)
+    ids = cast(list[int], chosen.tolist())
+    num_accepted = count_matches(ids, drafted)
+    return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
 
 
 # --- rejection ------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Books:
         """How many more tokens may be committed, >= 0; None where nothing bounds them."""
         bounds = []
         if self.opened.settings.max_tokens is not None:
-            bounds.append(self.opened.settings.max_tokens - self.num_generated)
+            bounds.append(self.opened.settings.max_tokens - self.opened.num_resumed - self.num_generated)
         if self.opened.context_length is not None:
             bounds.append(self.opened.context_length - len(self.committed))
         return min(bounds) if bounds else None

@@ -58,7 +58,7 @@ class RuntimeClosedError(OutriderError):
 
 
 class ProcessorError(OutriderError):
-    """A logits processor of yours raised, which is the cause, returned something else than logits, or left no token."""
+    """A logits processor or sampler of yours raised (the cause), returned something of no use, or left no token."""
 
 
 # --- what happened to you -------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class Open:
         stop_tokens: ids that end the text; empty under `ignore_eos`.
         context_length: positions that the target can take, or None where it names no bound.
         drafted: whether a drafter takes part.
+        num_resumed: how many of the prompt's last tokens were generated before, by the session that this one resumes.
+            They count towards `max_tokens`, and processors and random numbers see them as generated.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -55,6 +57,12 @@ class Open:
     stop_tokens: frozenset[int]
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
+    num_resumed: int = attrs.field(default=0, validator=ge(0))
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt that were not generated."""
+        return len(self.prompt) - self.num_resumed
 
     @prompt.validator
     def _not_empty(self, _: Any, value: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Logits processors: what a user may put between a model's logits and the choice of a token."""
+"""Logits processors and samplers: what a user may put between a model's logits and the choice of a token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 LogitsProcessor = Callable[["mx.array", "mx.array"], "mx.array"]
 """`f(tokens, logits)`: (n,) ids of the text so far, prompt included, and (1, V) logits; returns (1, V) logits."""
+
+Sampler = Callable[["mx.array"], "mx.array"]
+"""`f(logprobs)`: (1, V) log-probabilities; returns (1,) ids of tokens."""
 
 
 @runtime_checkable
@@ -43,19 +46,20 @@ class Checkpointed(Protocol):
 
 @attrs.frozen
 class Stateless:
-    """A processor of which it is known that what it returns follows from its arguments; see `stateless`."""
+    """A processor or sampler of which it is known that it keeps no state; see `stateless`."""
 
-    function: LogitsProcessor
+    function: Callable[..., mx.array]
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+    def __call__(self, *arguments: mx.array) -> mx.array:
         """Call the function."""
-        return self.function(tokens, logits)
+        return self.function(*arguments)
 
 
-def stateless(function: LogitsProcessor) -> Stateless:
-    """Say of a logits processor that it keeps no state, so that it can be speculated with. Also as a decorator.
+def stateless(function: Callable[..., mx.array]) -> Stateless:
+    """Say of a logits processor or a sampler that it keeps no state, so that it can be speculated with; a decorator.
 
-    It may be asked about any text that a drafter comes up with, and about one that goes on behind the end.
+    What a processor returns must follow from its arguments; a sampler may also draw at random, anew in each call.
+    Either may be asked about any text that a drafter comes up with, and about one that goes on behind the end.
     """
     return Stateless(function)
 

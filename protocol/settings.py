@@ -10,7 +10,8 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.processors import LogitsProcessor
+from protocol.processors import LogitsProcessor, Sampler
+from protocol.reprs import brief, shown
 from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 
 Acceptance = Literal["auto", "match", "rejection"]
@@ -28,7 +29,7 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
     """A validator for whole numbers; `or_none` says what None means where it is allowed."""
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if (value is None and or_none) or (value == "auto" and or_auto):
+        if (value is None and or_none) or (or_auto and isinstance(value, str) and value == "auto"):
             return
         allowed = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
         if or_none:
@@ -37,9 +38,9 @@ def _integer(low: int, high: int | None = None, *, or_none: str | None = None, o
             allowed += ', or "auto"'
         # bool is an int to Python, and never what was meant here.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
         if value < low or (high is not None and value > high):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
 
     return check
 
@@ -57,7 +58,7 @@ def _number(low: float, high: float, hint: str, *, or_none: str | None = None) -
             else:
                 allowed = "a finite number" if low < 0 else f"a finite number of at least {low:g}"
             allowed += f", or None for {or_none}" if or_none else ""
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r}; {hint}")
+            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}; {hint}")
 
     return check
 
@@ -67,12 +68,12 @@ _MOST = sys.float_info.max
 
 def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, bool):
-        raise SettingsError(f"{attribute.name} must be True or False, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be True or False, got {shown(value)}")
 
 
 def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value not in get_args(Acceptance):
-        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {value!r}')
+    if not isinstance(value, str) or value not in get_args(Acceptance):
+        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {shown(value)}')
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -100,18 +101,20 @@ def _copied(value: Any) -> Mapping[int, float]:
 
 def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
     for i in value:
         if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {i!r} among them")
+            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
 
 
 def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {shown(value)}")
     for text in value:
         if not isinstance(text, str):
-            raise SettingsError(f"{attribute.name} must be texts, got {text!r} among them; ids go into stop_tokens")
+            raise SettingsError(
+                f"{attribute.name} must be texts, got {shown(text)} among them; ids go into stop_tokens"
+            )
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             raise SettingsError(
                 f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
@@ -120,26 +123,44 @@ def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {value!r}")
+        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
     for id, bias in value.items():
         if not isinstance(id, int) or isinstance(id, bool) or id < 0:
-            raise SettingsError(f"{attribute.name} must have token ids of at least 0 for keys, got {id!r} among them")
+            raise SettingsError(
+                f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
+            )
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
         if not is_number or math.isnan(bias) or not bias <= _MOST:
-            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {bias!r} for {id}")
+            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {shown(value)}")
     for processor in value:
         if not callable(processor):
-            raise SettingsError(f"{attribute.name} must be functions f(tokens, logits), got {processor!r} among them")
+            raise SettingsError(
+                f"{attribute.name} must be functions f(tokens, logits), got {shown(processor)} among them"
+            )
         if hasattr(processor, "save") != hasattr(processor, "restore"):
             raise SettingsError(
-                f"{processor!r} in {attribute.name} must have both save() and restore(state), or neither"
+                f"{shown(processor)} in {attribute.name} must have both save() and restore(state), or neither"
             )
+
+
+def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and not callable(value):
+        raise SettingsError(
+            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {value!r}"
+        )
+
+
+# What a sampler of the user's takes the place of.
+_OF_SAMPLING = (
+    *("temperature", "draft_temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k"),
+    *("xtc_probability", "xtc_threshold", "xtc_special_tokens", "seed"),
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -154,6 +175,9 @@ class Settings:
         max_tokens: most tokens to generate, >= 1; None goes on until a stop or the end of the
             context. A generation never runs past the target's context either way.
         temperature: >= 0; 0 is greedy, and then the filters (`top_p` to `xtc_special_tokens`) do nothing.
+        draft_temperature: the drafter's own, >= 0; None takes `temperature`. At 0 it drafts its likeliest tokens. It
+            changes how many drafts stand, and no distribution: of either rule, exact for any drafter. At a
+            `temperature` of 0 both models are greedy, and this does nothing, like the filters.
         top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1
             keep all.
         min_p: keep tokens that are at least so likely, as a part of the likeliest's probability, in [0, 1]; 0 keeps
@@ -176,12 +200,18 @@ class Settings:
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
         frequency_penalty: likewise, once for each time that they occur there.
         repetition_context_size, presence_context_size, frequency_context_size: tokens, prompt included, that the
-            penalties look back, >= 1.
+            penalties look back, >= 1; None for the whole text.
         logits_processors: functions `f(tokens, logits)` as mlx-lm's: (n,) ids of the text so far, prompt included, and
             (1, V) logits of the target's width; each returns (1, V) logits. They run on the models' threads, in any
             order of texts and also for texts that are never committed. That is right for one that is marked with
             `runtime.stateless`, and for one that has `save()` and `restore(state)` (see `runtime.Checkpointed`); any
             other is taken to keep a state, and called on committed text alone, which means a lookahead of 0.
+        sampler: a function `f(logprobs)` as mlx-lm's, which chooses in the place of the temperature: (1, V)
+            log-probabilities of the target's, after `logits_processors`; returns (1,) ids. A drafted token stands
+            where it is what the function chooses (the match rule), so that each token is its choice by the target's
+            log-probabilities, be that drawn at random or not. One marked with `runtime.stateless` chooses for drafts
+            as well, on both models' threads; any other is called once for each token of the text alone, which means a
+            lookahead of 0. With a sampler, the temperature, the filters and the seed are to be left alone.
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
@@ -201,6 +231,9 @@ class Settings:
     temperature: float = attrs.field(
         default=0.0, converter=_real, validator=_number(0, _MOST, "use 0 for greedy decoding")
     )
+    draft_temperature: float | None = attrs.field(
+        default=None, converter=_real, validator=_number(0, _MOST, "0 drafts greedily", or_none="the temperature")
+    )
     top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 and 1 keep all tokens"))
     min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 keeps all tokens"))
     min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
@@ -218,21 +251,42 @@ class Settings:
     repetition_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
     )
-    repetition_context_size: int = attrs.field(default=20, validator=_integer(1))
+    repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     presence_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
-    presence_context_size: int = attrs.field(default=20, validator=_integer(1))
+    presence_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     frequency_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
     )
-    frequency_context_size: int = attrs.field(default=20, validator=_integer(1))
+    frequency_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
+    sampler: Sampler | None = attrs.field(default=None, validator=_sampler)
     logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
     prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
     lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)
+
+    def __attrs_post_init__(self) -> None:
+        if self.sampler is None:
+            return
+        defaults = attrs.fields_dict(Settings)
+        if void := [name for name in _OF_SAMPLING if getattr(self, name) != defaults[name].default]:
+            raise SettingsError(
+                f"a sampler chooses by itself, so {', '.join(void)} would do nothing; leave out one or the other"
+            )
+        if self.acceptance == "rejection":
+            raise SettingsError(
+                'a sampler says what it chooses and not how likely that was, so acceptance="rejection" cannot judge by '
+                'it; leave it at "auto", or use temperature and the filters'
+            )
+
+    def __repr__(self) -> str:
+        """What is not the default."""
+        usual = {field.name: field.default for field in attrs.fields(Settings)} | {"logit_bias": {}}
+        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        return brief("Settings", told)
 
     @property
     def rule(self) -> Literal["match", "rejection"]:
@@ -242,6 +296,38 @@ class Settings:
         if self.acceptance == "auto":
             return "rejection" if self.seed is None else "match"
         return self.acceptance
+
+    @property
+    def drafting_temperature(self) -> float:
+        """The temperature at which the drafter chooses."""
+        if self.draft_temperature is None or self.temperature == 0:
+            return self.temperature
+        return self.draft_temperature
+
+    @property
+    def manner(self) -> tuple[object, ...]:
+        """How both models choose, so far as it decides what a drafter's confidence means."""
+        temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
+        return self.rule, *temperatures, self.sampler is not None
+
+
+SettingsLike = Settings | Mapping[str, Any]
+
+
+def keywords_of(settings: Any, what: str) -> dict[str, Any]:
+    """Settings as keyword arguments: of a `Settings` all of them, of a mapping those that it names; None has none.
+
+    Raises: SettingsError: as `settings_from`, and for another type; `what` the settings are is in the message.
+    """
+    if settings is None:
+        return {}
+    if isinstance(settings, Settings):
+        return attrs.asdict(settings, recurse=False)
+    if not isinstance(settings, Mapping):
+        raise SettingsError(f"{what} must be runtime.Settings or a mapping of settings, got {shown(settings)}")
+    keywords = dict(settings)
+    settings_from(keywords)
+    return keywords
 
 
 def settings_from(keywords: dict[str, Any]) -> Settings:
@@ -258,7 +344,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
                 hint = f"did you mean {near!r}?"
             else:
                 hint = f"the settings are {', '.join(known)}"
-            raise SettingsError(f"there is no setting {name!r}; {hint}")
+            raise SettingsError(f"there is no setting {shown(name)}; {hint}")
     return Settings(**keywords)
 
 
@@ -274,7 +360,7 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if outside := [token for token in ids if token >= vocab_size]:
-            raise SettingsError(f"{name} {outside} are outside the target's vocabulary of {vocab_size} ids")
+            raise SettingsError(f"{name} {shown(outside)} are outside the target's vocabulary of {vocab_size} ids")
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
             raise SettingsError(

@@ -6,8 +6,11 @@ past a stop, a round that a cancellation made useless) shows in the busy fractio
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 
+from protocol.advice import advise
 from protocol.books import Commit
 from protocol.prices import Estimates
 
@@ -19,6 +22,8 @@ class Statistics:
     Attributes:
         prompt_tokens: prompt length in tokens.
         cached_tokens: of those, the ones that the target need not read, since they were still cached.
+        prefilled_tokens: of those, the ones that the target's prefill has read by now. The first round reads the last
+            token, so a prompt has been read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
         generated_tokens: tokens given to the consumer.
         proposed: drafted tokens that were judged; accepted + rejected.
         accepted: of those, the ones that stood.
@@ -36,19 +41,23 @@ class Statistics:
         draft_failures: drafters that failed and were left behind.
         draft_timeouts: times that the target stopped waiting for the drafter, which was late with a proposal or was
             still reading the prompt, and went on alone until the drafter had caught up.
-        acceptance_rate: accepted / proposed, in [0, 1]; 0 where nothing was proposed.
+        acceptance_rate: accepted / proposed, in [0, 1]; None where nothing was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
         prompt_tps: prompt tokens that the target's prefill has read, per second of it.
-        generation_tps: generated tokens per second, from the first token to the last.
+        generation_tps: generated tokens per second, from the end of the first round to the last token: tokens of one
+            round arrive together, so those of the first have taken no time that could be measured. None until a
+            second round has given a token. Of a whole runtime: all tokens over its whole life.
         time_to_first_token: seconds from the call to the first token; None before it.
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
         elapsed: seconds from the call to the last token, or to now while the stream runs.
         peak_memory: most bytes that MLX has held at once in this process.
         estimates: what the runtime has measured of its models by now.
+        advice: what would be faster, in sentences, most important first; mostly empty.
     """
 
     prompt_tokens: int
     cached_tokens: int
+    prefilled_tokens: int
     generated_tokens: int
     proposed: int
     accepted: int
@@ -65,16 +74,27 @@ class Statistics:
     lookahead_misses: int
     draft_failures: int
     draft_timeouts: int
-    acceptance_rate: float
+    acceptance_rate: float | None
     tokens_per_round: float
     prompt_tps: float
-    generation_tps: float
+    generation_tps: float | None
     time_to_first_token: float | None
     target_busy: float
     draft_busy: float
     elapsed: float
     peak_memory: int
     estimates: Estimates
+    advice: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        said = [f"{self.generated_tokens} tokens in {self.rounds} rounds after a prompt of {self.prompt_tokens}"]
+        if self.generation_tps is not None:
+            said.append(f"{self.generation_tps:.1f} tokens/s")
+        if self.acceptance_rate is not None:
+            said.append(f"{self.acceptance_rate:.0%} of {self.proposed} proposed accepted")
+        if self.time_to_first_token is not None:
+            said.append(f"first token after {self.time_to_first_token:.3g} s")
+        return f"<outrider Statistics: {', '.join(said)}>"
 
 
 @attrs.define
@@ -127,20 +147,33 @@ class Counts:
         *,
         elapsed: float,
         generation_seconds: float,
+        num_untimed: int = 0,
         time_to_first_token: float | None,
         peak_memory: int,
         estimates: Estimates,
+        lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:
-        """The counts with their rates; times in seconds, memory in bytes."""
+        """The counts with their rates.
+
+        Args:
+            elapsed: seconds since it all began.
+            generation_seconds: of those, the ones in which tokens were generated.
+            num_untimed: generated tokens that were there when those seconds began.
+            time_to_first_token: seconds, or None.
+            peak_memory: bytes.
+            estimates: what the runtime has measured by now.
+            lookahead: see `protocol.advice.advise`.
+        """
         proposed = self.accepted + self.rejected
+        num_timed = self.generated_tokens - num_untimed
         shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
-        return Statistics(
+        statistics = Statistics(
             **shared,
             proposed=proposed,
-            acceptance_rate=_ratio(self.accepted, proposed),
+            acceptance_rate=self.accepted / proposed if proposed else None,
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
             prompt_tps=_ratio(self.prefilled_tokens, self.prefill_seconds),
-            generation_tps=_ratio(max(0, self.generated_tokens - 1), generation_seconds),
+            generation_tps=num_timed / generation_seconds if num_timed > 0 and generation_seconds > 0 else None,
             time_to_first_token=time_to_first_token,
             target_busy=min(1.0, _ratio(self.target_seconds, elapsed)),
             draft_busy=min(1.0, _ratio(self.draft_seconds, elapsed)),
@@ -148,6 +181,7 @@ class Counts:
             peak_memory=peak_memory,
             estimates=estimates,
         )
+        return attrs.evolve(statistics, advice=advise(statistics, lookahead))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -44,6 +44,11 @@ class StopMatcher:
         self._longest = max(map(len, stops))
         self._withheld = ""
 
+    @property
+    def withheld(self) -> str:
+        """The end of the text so far that may be the beginning of a stop string."""
+        return self._withheld
+
     def add(self, piece: str, ahead: str = "") -> str:
         """What may be given once a piece has come.
 

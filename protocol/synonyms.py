@@ -75,7 +75,6 @@ SYNONYMS = {
     "max_output_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
-    "sampler": "temperature",
     "temp": "temperature",
     "eos_token_id": "stop_tokens",
     "extra_eos_token": "stop",
@@ -95,7 +94,6 @@ NOTES = {
     "method": 'draft="ngram" looks up, any other names a draft model',
     "prompt_lookup": 'draft="ngram"',
     "prompt_lookup_num_tokens": 'draft="ngram"',
-    "sampler": "and top_p, top_k, min_p and the like",
     "speculative_config": 'draft="ngram" looks up, any other names a draft model',
 }
 

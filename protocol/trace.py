@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import attrs
 
+from protocol.reprs import brief
+
 if TYPE_CHECKING:
     # Not at run time: it would bring in MLX, which a mistake on the command line need not wait for.
     from protocol.books import Commit
@@ -72,6 +74,10 @@ class Instant:
     num_tokens: int = 0
     tokens: tuple[int, ...] = ()
     commit: Commit | None = None
+
+    def __repr__(self) -> str:
+        told = {name: getattr(self, name) for name in ("actor", "kind", "session", "at", "round", "num_tokens")}
+        return brief("Instant", told | ({"tokens": self.tokens} if self.tokens else {}))
 
 
 Event = Span | Instant

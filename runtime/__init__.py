@@ -10,6 +10,11 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+from runtime.shadows import check_packages
+
+# Before anything is imported from them.
+check_packages("protocol", "actors")
+
 from protocol.errors import (
     ConversationBusyError,
     ModelError,
@@ -45,12 +50,14 @@ if TYPE_CHECKING:
     from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
     from runtime.health import Health
-    from runtime.many import Completions
+    from runtime.many import Completions, TokenStreams
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
     from runtime.suggestions import Suggestion, suggest_draft
     from runtime.sync import generate_sync
+
+    __version__: str
 
 __all__ = [
     "DEMO_DRAFT",
@@ -87,6 +94,7 @@ __all__ = [
     "Suggestion",
     "Token",
     "TokenStream",
+    "TokenStreams",
     "TopLogprob",
     "VocabularyMismatchError",
     "WrongEventLoopError",
@@ -117,6 +125,7 @@ _HOMES = {
     "Conversation": "runtime.conversation",
     "Token": "runtime.reading",
     "TokenStream": "runtime.streaming",
+    "TokenStreams": "runtime.many",
     "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
@@ -144,6 +153,8 @@ if os.environ.get("OUTRIDER_BLAS"):
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _LIGHT_MODULES:
         return import_module(f"runtime.{name}")
     if name in _LIGHT_HOMES:
@@ -159,5 +170,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _version() -> str:
+    """Of the installed package; looked up when it is asked for, since that goes through all that is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "0+unknown"  # run from a source tree
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -21,25 +21,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx_memory import peak_memory
 from protocol.errors import ConversationBusyError, RuntimeClosedError, WrongEventLoopError
+from protocol.reprs import shown
 from protocol.settings import NGRAM
 from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, opening, streaming
-from runtime.aio_many import Completions, CompletionSource
+from runtime.aio_many import Completions, MergedSource, TokenStreams
 from runtime.aio_streaming import Commits, TokenStream
 from runtime.conversation import Conversation as TrioConversation
 from runtime.errand import Errand
 from runtime.health import Health
-from runtime.many import check_max_concurrent, is_list
+from runtime.many import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.relay import Relay, S
-from runtime.saved_session import FilePath
+from runtime.session_file import SessionFile
 from runtime.sources import Source, check_source
 from runtime.streaming import Completion, complete
 from runtime.text import Prompt
 from runtime.trio_thread import TrioThread, asyncio_loop
 
-__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
+__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 _RUNTIME_CLOSED = "this runtime was closed; open another with runtime.aio.open()"
 
@@ -69,6 +71,9 @@ class Opening:
         self._target = target
         self._draft = draft
         self._options = options
+
+    def __repr__(self) -> str:
+        return f"<outrider aio.open of {shown(self._target)}, draft {shown(self._draft)}>"
 
     async def __aenter__(self) -> Runtime:
         make = partial(opening.open, self._target, self._draft, **self._options)
@@ -120,18 +125,26 @@ class Runtime:
         """
         return await complete(cast(Any, self.stream(prompt, **settings)))
 
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
 
-        Raises: as `stream`; a `PromptError` comes when the completions are waited for.
+        Raises: as `stream`; what is wrong with a prompt, or settings of its own, comes when the completions are
+            waited for.
         """
-        self._check(settings)
-        check_max_concurrent(max_concurrent)
-        owned = [_own(prompt) for prompt in prompts] if is_list(prompts) else prompts
-        make = partial(self._runtime.generate_many, owned, max_concurrent=max_concurrent, **settings)
-        return Completions(self._relay(lambda: CompletionSource(make())), self._check_loop)
+        make = self._make_many(self._runtime.generate_many, prompts, max_concurrent, settings)
+        return Completions(self._relay(lambda: MergedSource(make())), self._check_loop)
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args, Returns: as `runtime.Runtime.stream_many`, for asyncio.
+
+        Raises: as `generate_many`.
+        """
+        make = self._make_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        return TokenStreams(self._relay(lambda: MergedSource(make())), self._check_loop)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
@@ -144,7 +157,7 @@ class Runtime:
         make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
         return Conversation(self, make)
 
-    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
         """A conversation from a file of `Conversation.save`, of either kind, to go on with where it was left.
 
         Args, Raises: as `runtime.Runtime.load`, and:
@@ -154,6 +167,19 @@ class Runtime:
         """
         made = await self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **settings))
         return Conversation(self, self._anew(made), made)
+
+    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+        """A stream from a file of `TokenStream.save`, of either kind, to go on behind the last token that was given.
+
+        Args, Returns, Raises: as `runtime.Runtime.load_stream`, and:
+            WrongEventLoopError: this is not the loop that the runtime was opened in.
+
+        Cancellation: waits for the job that is running; there is no stream then.
+        """
+        made = await self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **settings))
+        stream = self._begin(lambda: made)
+        await stream.opened()
+        return stream
 
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
@@ -180,9 +206,20 @@ class Runtime:
         """Streams that wait for others to make room, because `max_streams` are at work; with the same reserve."""
         return self._runtime.num_waiting
 
+    def _make_many(
+        self, make: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: dict[str, Any]
+    ) -> Callable[[], M]:
+        """What begins the generations of many prompts, in trio's thread."""
+        self._check(settings)
+        check_max_concurrent(max_concurrent)
+        owned = [_own_of_many(prompt) for prompt in prompts] if is_list(prompts) else prompts
+        return partial(make, owned, max_concurrent=max_concurrent, **settings)
+
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""
-        return TokenStream(self._relay(lambda: Commits(open_stream())), self._check_loop, self._nothing_yet)
+        return TokenStream(
+            self._relay(lambda: Commits(open_stream())), self._check_loop, self._nothing_yet, self._done_in_trio
+        )
 
     def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
         try:
@@ -248,6 +285,9 @@ class Conversation:
         self._made = made
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
 
+    def __repr__(self) -> str:
+        return f"<outrider aio.Conversation: {len(self.messages)} messages>"
+
     @property
     def messages(self) -> list[conversation.Message]:
         """What was said so far, oldest first; a copy. A turn belongs to it from its first token on that was given."""
@@ -276,7 +316,7 @@ class Conversation:
         """
         return await complete(cast(Any, self.stream(text, **overrides)))
 
-    async def save(self, path: FilePath) -> int:
+    async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`, here or in trio; see `runtime.Conversation.save`.
 
         Args, Returns, Raises: as there.
@@ -307,7 +347,7 @@ class Conversation:
         """In trio's thread, where one turn begins after the other."""
         return self._there().stream(text, **overrides)
 
-    async def _save(self, path: FilePath) -> int:
+    async def _save(self, path: SessionFile) -> int:
         return await self._there().save(path)
 
     def _there(self) -> conversation.Conversation:
@@ -324,3 +364,9 @@ def _own(prompt: Prompt) -> Prompt:
     if isinstance(prompt, list):
         return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
     return prompt
+
+
+def _own_of_many(prompt: ManyPrompt) -> ManyPrompt:
+    """Likewise with settings of its own."""
+    alone, settings = with_settings(prompt)
+    return (_own(alone), dict(settings)) if settings else _own(alone)

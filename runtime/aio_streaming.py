@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
 from protocol.books import Commit, FinishReason
@@ -13,6 +13,7 @@ from protocol.statistics import Statistics
 from runtime import streaming
 from runtime.reading import Token
 from runtime.relay import Relay
+from runtime.session_file import SessionFile
 from runtime.thinking import Answer
 
 _NOTHING = Answer(None, ())
@@ -43,7 +44,7 @@ class Commits:
 
     def close(self) -> None:
         """See `Source.close`."""
-        self.stream._close()
+        self.stream._hang_up()
 
 
 class TokenStream:
@@ -62,6 +63,7 @@ class TokenStream:
         relay: Relay[Commits, Commit],
         check_loop: Callable[[], None],
         unopened: Callable[[], Statistics],
+        done_in_trio: Callable[[Callable[[], Awaitable[int]]], Awaitable[int]],
     ) -> None:
         """Made by `Runtime.stream`.
 
@@ -69,14 +71,21 @@ class TokenStream:
             relay: of what is committed; it must not know this object.
             check_loop: raises where this is used in another loop than its own.
             unopened: the statistics of a stream whose prompt was not looked at yet.
+            done_in_trio: calls an async function in trio's thread, and waits for what it returns.
         """
         self._relay = relay
         self._check_loop = check_loop
         self._unopened = unopened
+        self._done_in_trio = done_in_trio
         self._source: Commits | None = None  # once the prompt was looked at
         self._commits: deque[Commit] = deque()
         self._is_waiting = False
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("closed" if self._is_closed else "under way")
+        num_given = 0 if self._source is None else self._source.reading.num_given
+        return f"<outrider aio.TokenStream, {state}: {num_given} tokens given>"
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -92,6 +101,11 @@ class TokenStream:
     def answer(self) -> Answer:
         """What was given so far, told apart into what the model thinks and what it says."""
         return _NOTHING if self._source is None else self._source.reading.answer
+
+    @property
+    def tail(self) -> str:
+        """The text of the tokens given that was not given with them; see `runtime.TokenStream.tail`."""
+        return "" if self._source is None else self._source.reading.tail
 
     @property
     def is_closed(self) -> bool:
@@ -140,6 +154,22 @@ class TokenStream:
             self._close()
         return token
 
+    async def save(self, path: SessionFile) -> int:
+        """Save the stream to a file, for `Runtime.load_stream`, here or in trio; see `runtime.TokenStream.save`.
+
+        Args, Returns: as there. A file object is used in another thread.
+
+        Raises: as there and as `opened`, and:
+            WrongEventLoopError: this is not the loop of the runtime.
+
+        Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
+        """
+        self._check_loop()
+        source = await self._opened()
+        # What has come into this thread by now; the rest is in trio's.
+        here = source.reading.progress.then(self._commits)
+        return await self._done_in_trio(lambda: source.stream._write(path, lambda: here))
+
     async def aclose(self) -> None:
         """End the generation. Returns at once; closing twice is closing once.
 
@@ -160,6 +190,8 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._is_closed:
+            if self._source is not None:
+                self._source.reading.end()
             self._relay.hang_up()
 
     def statistics(self) -> Statistics:
@@ -176,6 +208,8 @@ class TokenStream:
                 raise self._relay.failure
             self._source = self._relay.source
             assert self._source is not None
+            if self.finish_reason is not None:  # it was saved at its end
+                self._close()
         return self._source
 
     async def _wait_for_token(self, source: Commits) -> None:
@@ -199,5 +233,6 @@ class TokenStream:
         if not self._is_closed:
             self._is_closed = True
             if self._source is not None:
+                self._source.reading.end()
                 self._source.arrivals.hang_up()
             self._relay.hang_up()

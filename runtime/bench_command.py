@@ -15,18 +15,15 @@ import trio
 from protocol.errors import PromptError, SettingsError
 from runtime.model_arguments import Models
 from runtime.signals import quitting, until_signal
-from runtime.terminal import Display, Outcome, print_text, printing, say, show_sections, warnings_at_the_end
+from runtime.tables import Row as TableRow
+from runtime.tables import Sheet, show_sections, show_table
+from runtime.terminal import Display, Outcome, print_text, printing, say, warnings_at_the_end
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from runtime.bench import Benchmark, Measured, Plan, Row
     from runtime.bench_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
-
-# Wide enough for the table, where there is no terminal to ask.
-PIPE_WIDTH = 130
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -226,10 +223,10 @@ def print_benchmark(result: Benchmark) -> None:
 
     Raises: OutputError: it cannot be written.
     """
-    with printing(PIPE_WIDTH) as console:
+    with printing() as console:
         show_sections(console, [("bench", list(circumstances(result, result.num_prompts)))])
         console.print()
-        console.print(_table(result))
+        show_table(console, _sheet(result))
         if notes := list(_notes(result)):
             console.print()
             for note in notes:
@@ -250,29 +247,13 @@ def circumstances(result: Benchmark | StreamsBenchmark, num_texts: int | str) ->
     yield from result.machine.items()
 
 
-def _table(result: Benchmark) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+_HEADINGS = ("", "tokens/s", "spread", "× plain", "× best", "accepted", "a round", "hits", "busy", "of limit", "same")
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in (
-        "tokens/s",
-        "spread",
-        "× plain",
-        "× best",
-        "accepted",
-        "a round",
-        "hits",
-        "busy",
-        "of limit",
-        "same",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result.rows:
-        best = row.name in (result.best_speculative, "outrider lookahead auto")
-        table.add_row(*_cells(row), style="bold" if best else None)
-    return table
+
+def _sheet(result: Benchmark) -> Sheet:
+    told = (result.best_speculative, "outrider lookahead auto")
+    rows = tuple(TableRow(tuple(_cells(row)), "bold" if row.name in told else "") for row in result.rows)
+    return Sheet(_HEADINGS, rows)
 
 
 def _cells(row: Row) -> Iterator[str]:

@@ -18,6 +18,7 @@ from actors.mlx_model import MLXModel
 from actors.mlx_options import CacheOptions
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.errors import PromptError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
 from protocol.trace import Actor
 from runtime import blas
@@ -40,7 +41,7 @@ def numbers(low: int, high: int, *, or_auto: bool) -> Any:
             is_number = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
             if not is_number and not (or_auto and value == "auto"):
                 allowed = f"whole numbers in [{low}, {high}]" + (' or "auto"' if or_auto else "")
-                raise SettingsError(f"{attribute.name} must be {allowed}, got {value!r} among them")
+                raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)} among them")
 
     return check
 
@@ -50,7 +51,7 @@ def at_least(low: int) -> Any:
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise SettingsError(f"{attribute.name} must be a whole number of at least {low}, got {value!r}")
+            raise SettingsError(f"{attribute.name} must be a whole number of at least {low}, got {shown(value)}")
 
     return check
 
@@ -108,7 +109,7 @@ class Asked:
     @dtype.validator
     def _check_dtype(self, _: object, dtype: Any) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)} or None, got {dtype!r}")
+            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)} or None, got {shown(dtype)}")
 
 
 @attrs.define

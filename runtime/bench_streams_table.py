@@ -6,27 +6,25 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runtime.bench_command import circumstances, or_dash
-from runtime.terminal import printing, show_sections
+from runtime.tables import Row, Sheet, show_sections, show_table
+from runtime.terminal import printing
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from runtime.bench_streams import StreamsBenchmark, StreamsRow
 
-# Wide enough for the table, where there is no terminal to ask.
-PIPE_WIDTH = 165
-
 _HEADINGS = (
+    "streams",
+    "",
     "tokens/s",
     "spread",
     "× one\nby one",
-    "× bat-\nched",
+    "× batched",
     "busy",
-    "a\nround",
-    "pro-\nposed",
-    "accep-\nted",
+    "a round",
+    "proposed",
+    "accepted",
     "hits",
-    "draf-\nted",
+    "drafted",
     "first",
     "longest\nwait",
     "same",
@@ -38,35 +36,22 @@ def print_streams(result: StreamsBenchmark) -> None:
 
     Raises: OutputError: it cannot be written.
     """
-    with printing(PIPE_WIDTH) as console:
+    with printing() as console:
         show_sections(console, [("bench", list(circumstances(result, "each")))])
         console.print()
-        console.print(_table(result))
+        show_table(console, _sheet(result))
         console.print()
         for note in _notes(result):
             console.print(note, markup=False)
 
 
-def _table(result: StreamsBenchmark) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("", justify="right", no_wrap=True, min_width=2)
-    table.add_column("", no_wrap=True)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    before = None
-    for row in result.rows:
-        if before not in (None, row.streams):
-            table.add_section()
-        number = str(row.streams) if row.streams != before else ""
-        before = row.streams
-        table.add_row(number, *_cells(row), style="bold" if row.kind == "at once" else None)
-    return table
+def _sheet(result: StreamsBenchmark) -> Sheet:
+    rows = tuple(Row(tuple(_cells(row)), "bold" if row.kind == "at once" else "") for row in result.rows)
+    return Sheet(_HEADINGS, rows, num_labels=2, is_grouped=True)
 
 
 def _cells(row: StreamsRow) -> Iterator[str]:
+    yield str(row.streams)
     yield row.name.removeprefix("outrider ").replace("one after another", "one by one")
     if row.median is None or row.low is None or row.high is None:
         yield "–" if row.failure is None else "failed"
@@ -93,7 +78,7 @@ def _seconds(value: float | None) -> str:
 
 def _notes(result: StreamsBenchmark) -> Iterator[str]:
     yield (
-        "In front: how many streams. Speeds are tokens of all streams per second, from the call to the last token, "
+        "Speeds are tokens of all streams per second, from the call to the last token, "
         "prompts included: medians over "
         "repeats, with the slowest and the fastest. × one by one: of the same streams one after another on the same "
         "runtime. × batched: of mlx-lm's BatchGenerator, which cannot speculate."

@@ -189,12 +189,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="outrider serve [options]",
         help="answer over HTTP, as OpenAI's clients ask, with a page for browsers",
         description="Answer over HTTP: OpenAI's interface at /v1, a page at /, /health, /metrics for Prometheus, "
-        "/openapi.json. Whoever hangs up cancels what it asked for. Needs the extra serve.",
+        "/openapi.json and /docs. Whoever hangs up cancels what it asked for. Needs the extra serve.",
         epilog="""examples:
   outrider serve --target org/model --draft org/small --port 8080
   OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
 
-Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits at once.""",
+Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits at once. Where \
+the target fails, it ends with status 1, for a supervisor to start it again.""",
     )
     parser.set_defaults(command=serve)
     add_models(parser)

@@ -225,7 +225,8 @@ class Stage:
 
     async def _rest(self) -> None:
         """Wait until no model works any more: a drafter may still be at a step that nobody needs."""
-        while any(runtime.num_streams for runtime, _ in self._runtimes.values()):
+        # Not `num_streams`, which does not count what is over and still to be put away.
+        while any(runtime._sessions for runtime, _ in self._runtimes.values()):
             await trio.lowlevel.checkpoint()
         # The first of two follows the job that was under way, the second what came of that one's end.
         for _ in range(2):

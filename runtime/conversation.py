@@ -10,8 +10,9 @@ import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
-from runtime.saved_session import FilePath
+from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import Prompt, apply_chat_template
 from runtime.thinking import Answer
@@ -37,6 +38,19 @@ class Account:
 
 
 @attrs.frozen
+class _State:
+    """A conversation as it is at one moment: one object, so that no other thread ever sees half a change.
+
+    Attributes:
+        past: messages before the last turn, without the system's.
+        turn: the last one; None where there is none since the past.
+    """
+
+    past: list[Message]
+    turn: _Turn | None = None
+
+
+@attrs.frozen
 class _Turn:
     """A turn that was begun last: what was said to the model, and what it has answered by now."""
 
@@ -52,14 +66,15 @@ class Conversation:
     said is appended to it as it is, and continued.
 
     What was said and answered becomes part of the conversation with the first token of the answer that is given; from
-    then on with as much of the answer as was given, whatever ends it: its end, a cancellation or a failure. A turn that
-    ends before its first token leaves the conversation as it was, so the same can be said again.
+    then on with as much of the answer as was given, whatever ends it: its end, a cancellation or a failure. To what was
+    given belongs the stream's `tail`, once it is closed. A turn that ends before its first token leaves the
+    conversation as it was, so the same can be said again.
     """
 
     def __init__(
         self,
         open_stream: Callable[..., TokenStream],
-        write: Callable[[FilePath, Account], Awaitable[int]],
+        write: Callable[[SessionFile, Account], Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
         system: str | None,
@@ -81,17 +96,18 @@ class Conversation:
                 "the target was opened without a tokenizer, and a conversation is text; use stream() with token ids"
             )
         if system is not None and not isinstance(system, str):
-            raise PromptError(f"system must be text or None, got {system!r}")
+            raise PromptError(f"system must be text or None, got {shown(system)}")
         if thinking is not None and not isinstance(thinking, bool):
-            raise SettingsError(f"thinking must be True, False, or None for the model's own choice, got {thinking!r}")
+            raise SettingsError(
+                f"thinking must be True, False, or None for the model's own choice, got {shown(thinking)}"
+            )
         self._open_stream = open_stream
         self._write = write
         self._tokenizer = tokenizer
         self._settings = _checked(settings)
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._past: list[Message] = [dict(message) for message in past]
-        self._turn: _Turn | None = None
+        self._state = _State([dict(message) for message in past])
         self._check_template()
 
     def __repr__(self) -> str:
@@ -103,7 +119,7 @@ class Conversation:
 
         Each has a "role" and a "content"; what the model thought meanwhile is in "reasoning_content", where it did.
         """
-        return [dict(message) for message in (*self._system, *self._past, *self._last_exchange())]
+        return [dict(message) for message in (*self._system, *self._so_far())]
 
     def stream(self, text: str, **overrides: Any) -> TokenStream:
         """Say something, and stream the answer.
@@ -121,7 +137,7 @@ class Conversation:
         if not isinstance(text, str):
             raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
         self._check_idle("say something")
-        settled = [*self._past, *self._last_exchange()]
+        settled = self._so_far()
         try:
             stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **settings)
         except PromptTooLongError as error:
@@ -130,8 +146,7 @@ class Conversation:
             raise PromptTooLongError(
                 f"the conversation has become too long: {error}, or begin anew with reset"
             ) from None
-        self._past = settled
-        self._turn = _Turn(text, stream.answer, weakref.ref(stream))
+        self._state = _State(settled, _Turn(text, stream.answer, weakref.ref(stream)))
         return stream
 
     async def generate(self, text: str, **overrides: Any) -> Completion:
@@ -143,7 +158,7 @@ class Conversation:
         """
         return await complete(self.stream(text, **overrides))
 
-    async def save(self, path: FilePath) -> int:
+    async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`.
 
         In the file are the messages, the settings, and what target and draft model still have cached of the text, so
@@ -156,13 +171,15 @@ class Conversation:
         alone.
 
         Args:
-            path: of the file; its directory must exist. What is there already is replaced.
+            path: of the file; its directory must exist. What is there already is replaced. Or a binary file object,
+                such as `io.BytesIO`, which is written to from its position on, in another thread, and left with a part
+                where something goes wrong.
 
         Returns: the file's size in bytes.
 
         Raises:
             ConversationBusyError: a turn is neither over nor closed.
-            SettingsError: the path is none.
+            SettingsError: the path is neither.
             SessionFileError: the file cannot be written; the system's error is the cause. What was there still is.
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
 
@@ -177,19 +194,26 @@ class Conversation:
         Raises: ConversationBusyError: a turn is neither over nor closed.
         """
         self._check_idle("forget what was said")
-        self._past, self._turn = [], None
+        self._state = _State([])
 
     def _check_idle(self, what: str) -> None:
-        stream = None if self._turn is None else self._turn.stream()
+        turn = self._state.turn
+        stream = None if turn is None else turn.stream()
         if stream is not None and not stream.is_closed:
             raise ConversationBusyError(
                 f"cannot {what} while an answer is under way; read it to its end, or close its stream with aclose()"
             )
 
-    def _last_exchange(self) -> list[Message]:
-        if self._turn is None or self._turn.answer.num_tokens == 0:
+    def _so_far(self) -> list[Message]:
+        """What was said so far, but for the system's message."""
+        state = self._state
+        return [*state.past, *([] if state.turn is None else self._exchange(state.turn))]
+
+    def _exchange(self, turn: _Turn) -> list[Message]:
+        """What was said in a turn, and answered by now."""
+        if turn.answer.num_tokens == 0:
             return []
-        answer = self._turn.answer
+        answer = turn.answer.remembered()
         if not self._tokenizer.has_chat_template:
             reply = {"role": "assistant", "content": answer.text}
         elif thinking := answer.thinking.strip():
@@ -198,10 +222,10 @@ class Conversation:
         else:
             # An empty thought leaves its line breaks behind.
             reply = {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
-        return [{"role": "user", "content": self._turn.said}, reply]
+        return [{"role": "user", "content": turn.said}, reply]
 
     def _account(self) -> Account:
-        so_far = [*self._past, *self._last_exchange()]
+        so_far = self._so_far()
         # Templates end a prompt by asking for an answer, which the next prompt does elsewhere.
         asked = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
         prompt = self._prompt([*so_far, *asked])
@@ -237,7 +261,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """
     if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
         raise SettingsError(
-            f"a conversation always reuses what it has read, got reuse_prefix={settings['reuse_prefix']!r}; use "
+            f"a conversation always reuses what it has read, got reuse_prefix={shown(settings['reuse_prefix'])}; use "
             "stream() with messages to read everything anew"
         )
     settings = {**settings, "reuse_prefix": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -28,7 +28,7 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import NGRAM, Settings, check_vocabulary_size, settings_from
+from protocol.settings import NGRAM, Settings, SettingsLike, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from protocol.turns import Turns
@@ -36,12 +36,13 @@ from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
 from runtime.health import Health
 from runtime.intake import Intake
-from runtime.many import Completions, check_each, check_max_concurrent
+from runtime.many import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
 from runtime.nursery import BackgroundNursery
 from runtime.places import Places
-from runtime.reading import Arrivals, Reading
-from runtime.saved_session import FilePath
+from runtime.reading import Arrivals, Progress, Reading
+from runtime.saved_session import SavedStream
 from runtime.saving import Models
+from runtime.session_file import SessionFile
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
@@ -82,6 +83,7 @@ class Runtime:
         prices: Prices,
         nursery: trio.Nursery,
         max_streams: int | None,
+        defaults: SettingsLike | None = None,
     ) -> None:
         self._prices = prices
         self._nursery = nursery
@@ -89,13 +91,14 @@ class Runtime:
         self._target = target
         self._draft = draft
         self._tokenizer = tokenizer
-        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None)
+        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None, defaults=defaults)
         self._events = events
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sessions: dict[int, Session] = {}
         self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
         self._closed: OutriderError | None = None
+        self._broken = trio.Event()
         self._clock = target.worker.clock
         self._began = self._clock()
         events.listen(self._attribute)
@@ -111,7 +114,7 @@ class Runtime:
 
         Args:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
-            **settings: see `Settings`.
+            **settings: see `Settings`; those that are not given are the `defaults` of `open`.
 
         Returns: a stream that generates from now on, or, where `max_streams` others are at work, as soon as those
             that came before have made room. See `TokenStream` for how to end it, also while it waits.
@@ -120,7 +123,8 @@ class Runtime:
             SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
                 no tokenizer.
             PromptError: the prompt is empty, longer than the context, or not encodable.
-            ProcessorError: a logits processor cannot say its state.
+            ProcessorError: a logits processor cannot say its state. (One that another stream is calling at this moment
+                is asked later, on a model's thread, and the error comes out of the stream: nobody waits here.)
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
         return self._begin(self._intake.opened(prompt, self._check_asked(settings)))
@@ -134,27 +138,45 @@ class Runtime:
         """
         return await complete(self.stream(prompt, **settings))
 
-    def generate_many(self, prompts: Iterable[Prompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args:
-            prompts: each as for `stream`; may be none.
+            prompts: each as for `stream`, or a pair (prompt, settings by name) for settings of its own; may be none.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
-            **settings: see `Settings`; the same for all, the seed included. Each text is what it would be alone, but
-                for a logits processor that keeps a state and can neither save nor restore it: all would share that.
+            **settings: see `Settings`; of all that have no others of their own, the seed included. Each text is what it
+                would be alone, but for a logits processor that keeps a state and can neither save nor restore it: all
+                would share that.
 
         Returns: what can be awaited for all completions, in the order of the prompts, or iterated over as they finish;
             see `Completions`, also for what a failure and a cancellation do.
 
         Raises: before any model work, as `stream`, and:
-            PromptError: it says at which index.
+            PromptError, SettingsError: of one of the prompts; it says at which index.
             SettingsError: `max_concurrent` is out of its range.
         """
-        checked = self._check_asked(settings)
+        self._check_asked(settings)
         check_max_concurrent(max_concurrent)
         return Completions(
-            check_each(prompts, lambda prompt: self._intake.opened(prompt, checked)),
-            lambda opened: complete(self._begin(opened)),
+            self._check_each(prompts, settings),
+            self._begin,
+            max_concurrent,
+            start_soon=self._nursery.start_soon,
+            run_soon=self._run_soon,
+        )
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args, Raises: as `generate_many`.
+
+        Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
+        """
+        self._check_asked(settings)
+        check_max_concurrent(max_concurrent)
+        return TokenStreams(
+            self._check_each(prompts, settings),
+            self._begin,
             max_concurrent,
             start_soon=self._nursery.start_soon,
             run_soon=self._run_soon,
@@ -178,7 +200,7 @@ class Runtime:
         """
         return self._conversation(system, thinking, settings)
 
-    async def load(self, path: FilePath, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
         """A conversation from a file of `Conversation.save`, to go on with where it was left.
 
         It goes on with the same text as it would have without the file, under the same conditions: the target must be
@@ -189,12 +211,13 @@ class Runtime:
         Nothing in a file is ever executed, and nothing of it is used before a checksum over all of it holds.
 
         Args:
-            path: of the file.
+            path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
+                thread from its position to its end.
             any_draft: whether another draft model will do than the one it was saved with. It reads the text anew, and
                 the text that comes is the same under the match rule. A runtime without a draft model leaves out what
                 the file has of one, and where the file has none, the draft model reads the text anew.
-            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`,
-                they must be given again, or [] to go on without.
+            **settings: in the place of those that were saved; see `Settings`. Where there were `logits_processors`
+                or a `sampler`, they must be given again, or [] or None to go on without.
 
         Raises: and then nothing has changed:
             SessionFileError: the file cannot be read (the system's error is the cause), is no saved session, is of a
@@ -208,12 +231,43 @@ class Runtime:
             saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft)
-            keywords = saved_session.settings_of(session, path, settings)
+            # A session without processors goes on without: this runtime's defaults are not its own.
+            keywords = {"logits_processors": (), **saved_session.settings_of(session, path, settings)}
             begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
             past = session.messages[len(begins) :]
             conversation = self._conversation(begins[0] if begins else None, session.thinking, keywords, past)
             await models.fill(path, session, self._intake.is_drafted(settings_from(keywords)))
         return conversation
+
+    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+        """A stream from a file of `TokenStream.save`, to go on behind the last token that was given.
+
+        The tokens go on with the index after the last. `max_tokens` counts from the stream's beginning; `statistics`
+        count what happens from now on. What is cached in the file is used as with `reuse_prefix`.
+
+        Args: as `load`. Processors that keep a state and can save and restore it find it again by themselves; any other
+            must be as it was.
+
+        Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
+
+        Raises: as `load`, and:
+            SettingsError: `max_tokens` is not above the number of tokens that the text has.
+
+        Cancellation: waits for the job that is running; there is no stream then.
+        """
+        with self._while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft, is_stream=True)
+            saved = session.stream
+            assert saved is not None
+            keywords = saved_session.settings_of(session, path, settings)
+            checked = self._intake.checked({**keywords, "reuse_prefix": True})
+            seed = saved.seed if settings.get("seed") is None else settings["seed"]
+            opened = self._intake.resumed(session, saved, checked, seed)
+            if not saved.is_over:
+                await models.fill(path, session, opened.drafted)
+            return self._begin(opened, saved)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids that a prompt stands for, such as `stream` takes.
@@ -241,6 +295,7 @@ class Runtime:
             time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
+            lookahead=0 if self._draft is None else None,
         )
 
     @property
@@ -256,6 +311,16 @@ class Runtime:
             draft=None if self._draft is None else is_open and self._draft.is_alive,
         )
 
+    async def wait_broken(self) -> None:
+        """Wait until the target has failed, and every stream has its error; for a server, which then has nothing to do.
+
+        Returns at once where that has happened already, and never where it does not: also not where the runtime is
+        closed.
+
+        Cancellation: stops waiting.
+        """
+        await self._broken.wait()
+
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         """The target's tokenizer, as mlx-lm wraps it."""
@@ -264,7 +329,9 @@ class Runtime:
     @property
     def num_streams(self) -> int:
         """Streams that are under way: begun, and neither read to their end nor closed."""
-        return len(self._sessions) - self._places.num_waiting
+        # Which another thread may be asking for. One that is over is put away in the next turn of the event loop.
+        wanted = sum(not session.is_unwanted for session in list(self._sessions.values()))
+        return wanted - self._places.num_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -276,18 +343,27 @@ class Runtime:
     def _conversation(
         self, system: str | None, thinking: bool | None, settings: dict[str, Any], past: Sequence[Message] = ()
     ) -> Conversation:
+        # A conversation says by itself that it reuses what was read.
+        settings = {**self._intake.keywords({}), "reuse_prefix": True, **settings}
         conversation = Conversation(
             self.stream, self._save, self._tokenizer, system=system, thinking=thinking, settings=settings, past=past
         )
         check_vocabulary_size(settings_from(settings), self._target.model.vocab_size)
         return conversation
 
-    async def _save(self, path: FilePath, account: Account) -> int:
+    async def _save(self, path: SessionFile, account: Account) -> int:
         with self._while_open():
             return await self._models().save(path, account)
 
+    async def _save_stream(
+        self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
+    ) -> int:
+        with self._while_open():
+            return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
+
     def _models(self) -> Models:
-        draft = self._draft if isinstance(self._draft, DraftActor) else None
+        # One that has failed for good is none: nothing can be asked of it.
+        draft = self._draft if isinstance(self._draft, DraftActor) and self._draft.is_alive else None
         return Models(self._target, draft, self._tokenizer)
 
     @contextmanager
@@ -315,16 +391,25 @@ class Runtime:
         self._check_open()
         return self._intake.checked(settings)
 
-    def _begin(self, opened: Open) -> TokenStream:
+    def _check_each(self, prompts: Iterable[ManyPrompt], settings: dict[str, Any]) -> list[Open]:
+        """What begins the generation of each of many prompts; see `generate_many`."""
+        shared = self._intake.checked(settings)
+
+        def opened(prompt: Prompt, own: Mapping[str, Any]) -> Open:
+            return self._intake.opened(prompt, self._intake.checked({**settings, **own}) if own else shared)
+
+        return check_each(prompts, opened)
+
+    def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
+        """Begin a generation, or go on with one that was saved."""
         self._check_open()
-        answer = Answer(self._tokenizer, opened.prompt)
+        answer = Answer(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = StopFinder(self._tokenizer, opened)
-        self._sessions[opened.session] = session
-        self._places.enter(session)
+            session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
+            find_stop.resume(opened.prompt[opened.num_prompt :])
         reading = Reading(
             session,
             GrowingText(self._tokenizer, opened),
@@ -333,7 +418,19 @@ class Runtime:
             on_token=session.counts.give,
             estimates=self._prices.estimates,
         )
-        return TokenStream(reading, Arrivals(session, receive, partial(self._end_session_soon, opened.session)))
+        arrivals = Arrivals(session, receive, partial(self._end_session_soon, opened.session))
+        if saved is not None:
+            reading.resume(saved.progress)
+            arrivals.resume(saved.progress.commits)
+        self._sessions[opened.session] = session
+        if saved is not None and saved.is_over:
+            session.end()
+        else:
+            self._places.enter(session)
+        stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, arrivals))
+        if reading.finish_reason is not None:
+            stream._close()
+        return stream
 
     def _begin_session(self, session: Session) -> None:
         self._target.open_session(session)
@@ -380,6 +477,7 @@ class Runtime:
         """The target has failed: every stream ends with its error, and no new one begins."""
         cause = error.__cause__ or error
         self._close(RuntimeBrokenError(f"the target model failed, and the runtime with it: {cause}"), cause)
+        self._broken.set()
 
     def _close(self, error: OutriderError, cause: BaseException | None = None) -> None:
         if self._closed is not None:
@@ -412,6 +510,7 @@ async def running(
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    defaults: SettingsLike | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -425,6 +524,7 @@ async def running(
         make_policy: decides how far a session is drafted ahead.
         max_streams: see `open`.
         prefix_cache_bytes: see `open`.
+        defaults: see `open`.
 
     Cancellation: as `open`.
     """
@@ -466,7 +566,7 @@ async def running(
             target_actor.drafter = draft_actor.mailbox
             await nursery.start(draft_actor.serve)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams)
+        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams, defaults)
         end = partial(runtime._close, RuntimeClosedError(_CLOSED))
         for actor in (target_actor, draft_actor):
             if actor is not None:

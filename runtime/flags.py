@@ -10,7 +10,7 @@ import attrs
 from protocol.settings import Settings
 from protocol.synonyms import OPEN_ARGUMENTS, meant
 
-_NO_FLAGS = {"logits_processors", "reuse_prefix"}
+_NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"spread", "verify_slope"}

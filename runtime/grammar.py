@@ -7,8 +7,11 @@ may come next is worked out by llguidance, which is an extra and imported when a
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping
+from copy import copy
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -17,6 +20,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,6 +34,15 @@ _SHOWN = 80
 
 # Tokens after which a state has a matcher of its own again.
 _MOST_BEHIND = 16
+
+# Bounds of llguidance's while a text is written, where they are not its own. A state of its lexer takes some 400 bytes,
+# and a grammar keeps those of all its texts; with fewer, patterns that count to hundreds would not get far.
+_LEXER_STATES = 100_000
+
+# Most remainders of division that llguidance has to tell apart, a state of its lexer for each: 0.2 s, 20 MB. Time grows
+# with the square of them, and it can neither be told to stop nor be bounded by its own limits.
+_REMAINDERS = 100_000
+_SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
 # Whole numbers down to here are those that JSON has to tell apart.
 _LOWEST = -(2**53)
@@ -91,7 +104,8 @@ class Grammar:
         Raises: SettingsError: llguidance does not take the grammar or the tokenizer, or is not installed.
         """
         self._what = what
-        self._start = _library().LLMatcher(_indexed(tokenizer), grammar, log_level=0)
+        limits = _library().LLParserLimits(max_lexer_states=_LEXER_STATES)
+        self._start = _library().LLMatcher(_indexed(tokenizer), grammar, log_level=0, limits=limits)
         self._allowed(self._start)
         # To each thread its own, since it is restored, called and saved in one go: so streams may share an object.
         self._here = _Here()
@@ -111,7 +125,7 @@ class Grammar:
         Raises: SettingsError: see `Grammar`; among them a schema with a keyword that cannot be kept to, or one that
             nothing satisfies.
         """
-        return cls(_from_json_schema(schema, compact=compact), tokenizer, what=f"the JSON schema {_short(schema)}")
+        return cls(grammar_of_schema(schema, compact=compact), tokenizer, what=schema_name(schema))
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Any) -> Grammar:
@@ -210,8 +224,8 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
 
     Raises: SettingsError: see `Grammar.from_json_schema`.
     """
-    if error := _library().LLMatcher.validate_grammar(_from_json_schema(schema)):
-        raise SettingsError(f"the JSON schema {_short(schema)} cannot be followed: {error}")
+    if error := _library().LLMatcher.validate_grammar(grammar_of_schema(schema)):
+        raise SettingsError(f"{schema_name(schema)} cannot be followed: {error}")
 
 
 def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
@@ -244,8 +258,17 @@ def _library() -> Any:
     return llguidance
 
 
-def _from_json_schema(schema: Any, *, compact: bool = False) -> str:
-    what = f"the JSON schema {_short(schema)}"
+def schema_name(schema: Any) -> str:
+    """What a JSON schema is called in messages."""
+    return f"the JSON schema {_short(schema)}"
+
+
+def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
+    """A JSON schema in llguidance's own format, as `Grammar` takes it.
+
+    Args, Raises: see `Grammar.from_json_schema`; here, as far as that goes without compiling it.
+    """
+    what = schema_name(schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         written = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
@@ -258,6 +281,12 @@ def _from_json_schema(schema: Any, *, compact: bool = False) -> str:
     if (number := _too_low(json.loads(written))) is not None:
         raise SettingsError(
             f"{what} has {_short(number)}, which is too low to be followed; numbers must be above {_LOWEST}"
+        )
+    if (remainders := _remainders(json.loads(written))) > _REMAINDERS:
+        raise SettingsError(
+            f"{what} has numbers for multipleOf that take too long to be followed: the product of their prime factors "
+            f"other than 2 and 5, added up over all values, must be at most {_REMAINDERS}, got {_short(remainders)}; "
+            "take rounder ones"
         )
     # Options go into an object, and there is none where True or False is the schema.
     written = "{}" if value is True else written
@@ -290,6 +319,40 @@ def _too_low(schema: Any) -> float | None:
     return None
 
 
+def _remainders(schema: Any) -> int:
+    """How many remainders of division have to be told apart, at least: the most that one value needs, or all values.
+
+    Those of 2 and 5 can be seen by the last digits. Numbers for one value multiply, as far as they are coprime; those
+    for different values add up. References are not followed.
+    """
+    groups: list[list[int]] = []  # by value, its number
+    todo: list[tuple[Any, list[int] | None]] = [(schema, None)]  # parts of the schema, and the value if not a new one
+    while todo:
+        part, group = todo.pop()
+        if isinstance(part, list):
+            todo += [(inner, group) for inner in part]
+        elif isinstance(part, dict):
+            if group is None:
+                groups.append(group := [1])
+            for name, inner in part.items():
+                if name == "multipleOf" and type(inner) in (int, float) and inner > 0:
+                    # Once it is too large, it need not grow: of ten thousand numbers, that would take minutes.
+                    if group[0] <= _REMAINDERS:
+                        group[0] = math.lcm(group[0], _without_2_and_5(inner))
+                elif name not in ("const", "enum"):
+                    todo.append((inner, group if name in _SAME_VALUE else None))
+    return sum({number for (number,) in groups if number > 1})
+
+
+def _without_2_and_5(number: float) -> int:
+    """What is left of a number's digits as a whole number without those prime factors; > 0."""
+    digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits % factor == 0:
+            digits //= factor
+    return digits
+
+
 def _text(given: Any, what: str) -> str:
     if not isinstance(given, str):
         raise SettingsError(f"{what} must be a text")
@@ -302,11 +365,11 @@ def _text(given: Any, what: str) -> str:
 
 def _short(given: Any) -> str:
     try:
-        shown = given if isinstance(given, str) else repr(given)
+        text = given if isinstance(given, str) else repr(given)
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
-        shown = f"<{type(given).__name__}>"
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
+        text = f"<{type(given).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 # By Hugging Face tokenizer: its end-of-text ids, and llguidance's index of its vocabulary.
@@ -318,11 +381,38 @@ def _indexed(tokenizer: Any) -> LLTokenizer:
 
     Raises: SettingsError: llguidance cannot read it.
     """
-    if not hasattr(tokenizer, "eos_token_id"):
-        raise SettingsError(f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {tokenizer!r}")
-    _library()
-    from llguidance.hf import from_tokenizer
+    inner, ends = _of_tokenizer(tokenizer)
+    known = _indices.get(inner)
+    if known is None or known[0] != ends:
+        from llguidance.hf import from_tokenizer
 
+        try:
+            known = _indices[inner] = ends, from_tokenizer(inner, eos_token=ends)
+        except ValueError as error:
+            raise SettingsError(f"llguidance cannot read the tokenizer {type(inner).__name__}: {error}") from error
+    return known[1]
+
+
+def tokenizer_json(tokenizer: Any) -> tuple[str, list[int]]:
+    """A tokenizer as `tokenizers` writes it, from which another process can index it, and its end-of-text ids.
+
+    Raises: SettingsError: llguidance could not read it.
+    """
+    _indexed(tokenizer)  # which is needed as well, and says what is wrong
+    inner, ends = _of_tokenizer(tokenizer)
+    backend = copy(inner.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), ends
+
+
+def _of_tokenizer(tokenizer: Any) -> tuple[Any, list[int]]:
+    """The tokenizer of Hugging Face, and its end-of-text ids."""
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise SettingsError(
+            f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {shown(tokenizer)}"
+        )
+    _library()
     # To wrap one that is not would take longer than all the rest, once it is known.
     if isinstance(tokenizer, TokenizerWrapper):
         inner, ends = tokenizer._tokenizer, sorted(tokenizer.eos_token_ids)
@@ -330,10 +420,4 @@ def _indexed(tokenizer: Any) -> LLTokenizer:
         inner, ends = tokenizer, sorted({tokenizer.eos_token_id} - {None})
     if not ends:
         raise SettingsError("a grammar needs a tokenizer with an end-of-text token, and this one has none; set one")
-    known = _indices.get(inner)
-    if known is None or known[0] != ends:
-        try:
-            known = _indices[inner] = ends, from_tokenizer(inner, eos_token=ends)
-        except ValueError as error:
-            raise SettingsError(f"llguidance cannot read the tokenizer {type(inner).__name__}: {error}") from error
-    return known[1]
+    return inner, ends

@@ -11,7 +11,7 @@ class Health:
 
     Attributes:
         target: False once it has failed, or the runtime was closed: no stream will ever begin again.
-        draft: False once its thread has died, while it hangs or is late with a proposal, and once the runtime was closed:
+        draft: False once its thread has died, while it hangs or is late with a proposal, once the runtime was closed:
             texts come, but undrafted. None where the runtime was opened without a drafter. A drafter that fails in one
             stream is there for the next, and alive.
     """

@@ -1,20 +1,23 @@
-"""Many prompts at a time: their completions, in the prompts' order or as they finish."""
+"""Many prompts at a time: their completions, in the prompts' order or as they finish, or their tokens as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import trio
 
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
+from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.messages import Open
+from protocol.reprs import shown
+from runtime.merged import Give, Merged
+from runtime.reading import Token
 from runtime.sources import check_integer
-from runtime.streaming import Completion
+from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import Prompt
 
-_CLOSED = "these generations were closed; begin others with generate_many()"
+# A prompt, alone or with settings of its own by name.
+ManyPrompt = Prompt | tuple[Prompt, Mapping[str, Any]]
 
 
 def check_max_concurrent(value: Any) -> None:
@@ -30,23 +33,36 @@ def is_list(prompts: Any) -> bool:
     return hasattr(prompts, "__iter__") and not isinstance(prompts, (str, bytes, Mapping))
 
 
-def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], Open]) -> list[Open]:
-    """What begins the generation of each prompt, once every prompt has been checked.
+def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
+    """A prompt, and the settings of its own."""
+    # Two chat messages may stand in a tuple too: then the first is a mapping as well.
+    if isinstance(prompt, tuple) and len(prompt) == 2:
+        own, settings = prompt
+        if isinstance(settings, Mapping) and not isinstance(own, Mapping):
+            return cast(Prompt, own), settings
+    return cast(Prompt, prompt), {}
 
-    Raises: PromptError: one will not do, and which; or they are no list of prompts.
+
+def check_each(prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Open]) -> list[Open]:
+    """What begins the generation of each prompt, once every prompt has been checked with its settings.
+
+    Raises: PromptError, SettingsError: one will not do, and which; or they are no list of prompts.
     """
     if not is_list(prompts):
-        raise PromptError(f"prompts must be a sequence of prompts, got {prompts!r}; for a single one use generate()")
+        raise PromptError(
+            f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
+        )
     checked = []
     for index, prompt in enumerate(prompts):
         try:
-            checked.append(check(prompt))
-        except PromptError as error:
-            raise PromptError(f"prompts[{index}]: {error}") from error.__cause__
+            checked.append(check(*with_settings(prompt)))
+        except (PromptError, SettingsError) as error:
+            kind = PromptError if isinstance(error, PromptError) else SettingsError
+            raise kind(f"prompts[{index}]: {error}") from error.__cause__
     return checked
 
 
-class Completions:
+class Completions(Merged[Completion]):
     """The completions of many prompts: awaitable, an async iterator, and an async context manager.
 
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
@@ -66,32 +82,24 @@ class Completions:
     def __init__(
         self,
         opened: Sequence[Open],
-        complete: Callable[[Open], Awaitable[Completion]],
+        begin: Callable[[Open], TokenStream],
         max_concurrent: int,
         *,
-        start_soon: Callable[[Callable[[], Awaitable[None]]], None],
+        start_soon: Callable[..., None],
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         """Made by `Runtime.generate_many`.
 
-        Args:
-            opened: what begins each generation, in the order of the prompts.
-            complete: does one of them.
-            max_concurrent: how many at a time, >= 1.
-            start_soon: starts a task that outlives the caller's.
-            run_soon: has a function called in trio's thread; may be called from any thread, at any moment.
+        Args: as `Merged`, but:
+            begin: begins one of the generations.
         """
-        send, self._finished = trio.open_memory_channel[tuple[int, Completion]](max_concurrent)
-        # It must not know this object, or the last reference to it could never be dropped.
-        self._work = _Work(enumerate(opened), complete, min(max_concurrent, len(opened)), send)
-        self._run_soon = run_soon
-        self._num_left = len(opened)
+
+        async def produce(each: Open, give: Give[Completion]) -> None:
+            await give(await complete(begin(each)))
+
+        super().__init__(opened, produce, max_concurrent, start_soon=start_soon, run_soon=run_soon)
         self._gathered: list[Completion] | None = None
         self._is_gathering = False
-        self._is_waiting = False
-        self._is_closed = False
-        self._num_prompts = len(opened)
-        start_soon(self._work.run)
 
     def __await__(self) -> Generator[Any, None, list[Completion]]:
         """All completions, in the order of the prompts; awaited again, the same ones.
@@ -102,9 +110,6 @@ class Completions:
             RuntimeBrokenError, RewindError: what a stream raises; see `Failure` above.
         """
         return self._gather().__await__()
-
-    def __aiter__(self) -> Completions:
-        return self
 
     async def __anext__(self) -> tuple[int, Completion]:
         """The next that is finished: the index of its prompt, and what came of it.
@@ -118,34 +123,7 @@ class Completions:
         """
         if self._is_gathering and not self._has_ended_early:
             raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
-        if (following := await self._next()) is None:
-            raise StopAsyncIteration
-        return following
-
-    async def aclose(self) -> None:
-        """End all generations. Returns at once; closing twice is closing once.
-
-        Cancellation: a checkpoint; it is closed in any case.
-        """
-        self._close()
-        await trio.lowlevel.checkpoint()
-
-    async def __aenter__(self) -> Completions:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self._run_soon(self._work.scope.cancel)
-
-    @property
-    def _has_ended_early(self) -> bool:
-        """Closed or failed, so that whoever asks gets the reason."""
-        return self._is_closed and self._num_left > 0
+        return await super().__anext__()
 
     async def _gather(self) -> list[Completion]:
         if self._gathered is not None:
@@ -162,93 +140,37 @@ class Completions:
         self._gathered = [gathered[index] for index in range(self._num_prompts)]
         return self._gathered
 
-    async def _next(self) -> tuple[int, Completion] | None:
-        """The next that is finished; None once all have been given."""
-        if self._is_waiting:
-            raise StreamBusyError("another task is waiting for the next completion; each is given once, to one task")
-        if self._num_left == 0:
-            await trio.lowlevel.checkpoint()
-            return None
-        if self._is_closed:
-            raise self._work.error or RuntimeClosedError(_CLOSED)
-        self._is_waiting = True
-        try:
-            following: tuple[int, Completion] | None = await self._finished.receive()
-        except trio.EndOfChannel:
-            following = None  # not all are given, and nothing more comes
-        except trio.ClosedResourceError:
-            raise RuntimeClosedError(_CLOSED) from None  # by another task, while this one was waiting
-        except trio.Cancelled:
-            self._close()
-            raise
-        finally:
-            self._is_waiting = False
-        if following is None:
-            self._close()
-            raise self._work.error or RuntimeClosedError(
-                f"the runtime was closed before {self._num_left} of {self._num_prompts} prompts were done"
-            )
-        self._num_left -= 1
-        if self._num_left == 0:
-            self._close()
-        return following
 
-    def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._finished.close()
-            self._work.scope.cancel()
+class TokenStreams(Merged[Token]):
+    """The tokens of many prompts as they come: an async iterator, and an async context manager.
 
+    `async for` gives pairs (index of the prompt, token). The tokens of one prompt come in their order, and the last of
+    them has a `finish_reason`; those of different prompts come as the models give them.
 
-class _Work:
-    """The generations themselves, in tasks of the runtime's.
-
-    Attributes:
-        scope: cancels all of them.
-        error: of the first that failed.
+    What holds for `Completions` of when generations begin, of failure and of cancellation holds here too. Where nobody
+    takes the tokens, the models wait.
     """
 
     def __init__(
         self,
-        todo: Iterator[tuple[int, Open]],
-        complete: Callable[[Open], Awaitable[Completion]],
-        num_tasks: int,
-        finished: trio.MemorySendChannel[tuple[int, Completion]],
+        opened: Sequence[Open],
+        begin: Callable[[Open], TokenStream],
+        max_concurrent: int,
+        *,
+        start_soon: Callable[..., None],
+        run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.scope = trio.CancelScope()
-        self.error: Exception | None = None
-        self._todo = todo
-        self._complete = complete
-        self._num_tasks = num_tasks
-        self._finished = finished
+        """Made by `Runtime.stream_many`.
 
-    # A Ctrl-C belongs to the user's task.
-    @trio.lowlevel.enable_ki_protection
-    async def run(self) -> None:
-        """Do all of them; nothing that one of them raises comes out here."""
-        with self._finished, self.scope:
-            async with trio.open_nursery() as nursery:
-                for _ in range(self._num_tasks):
-                    nursery.start_soon(self._do_in_turn)
+        Args: as `Completions`.
+        """
 
-    @trio.lowlevel.enable_ki_protection
-    async def _do_in_turn(self) -> None:
-        for index, opened in self._todo:
-            # Whatever reading a text raises is for who wanted it; here, it would end the runtime.
-            try:
-                completion = await self._complete(opened)
-            except Exception as error:
-                self._fail(index, error)
-                return
-            try:
-                await self._finished.send((index, completion))
-            except trio.BrokenResourceError:
-                return  # nobody wants it any more
+        async def produce(each: Open, give: Give[Token]) -> None:
+            async with begin(each) as stream:
+                async for token in stream:
+                    await give(token)
 
-    def _fail(self, index: int, error: Exception) -> None:
-        if self.error is not None:
-            return
-        self.error = error
-        if not isinstance(error, (RuntimeClosedError, RuntimeBrokenError)):
-            error.add_note(f"prompts[{index}] failed, and the generations for the others were cancelled")
-        self.scope.cancel()
+        super().__init__(opened, produce, max_concurrent, start_soon=start_soon, run_soon=run_soon)
+
+    def _is_last(self, item: Token) -> bool:
+        return item.finish_reason is not None

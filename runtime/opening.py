@@ -21,7 +21,7 @@ from actors.warm_up import warm_up
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
-from protocol.settings import NGRAM
+from protocol.settings import NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from runtime.engine import Events, Runtime, running
 from runtime.nursery import interrupts_unwrapped
@@ -57,6 +57,7 @@ async def open(
     quantized_kv_start: int = 5000,
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    defaults: SettingsLike | None = None,
     trace: Trace = None,
     **unknown: Any,
 ) -> AsyncIterator[Runtime]:
@@ -81,6 +82,8 @@ async def open(
             further ones wait in the order of their calls. None for no bound.
         prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
             streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
+        defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
+            logits processor among them is shared by all streams.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -114,6 +117,7 @@ async def open(
     if max_streams is not None:
         check_integer("max_streams", max_streams, 1)
     check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
+    keywords_of(defaults, "defaults")
     events = Events()
     listener = check_trace(trace)
 
@@ -159,6 +163,7 @@ async def open(
             prices=prices,
             max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
+            defaults=defaults,
         ) as runtime:
             yield runtime
 

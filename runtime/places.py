@@ -32,7 +32,7 @@ class Places:
     @property
     def num_waiting(self) -> int:
         """Sessions that wait for a place."""
-        return len(self._waiting)
+        return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def enter(self, session: Session) -> None:
         """Have a session begin as soon as there is a place."""

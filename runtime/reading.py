@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 import trio
@@ -12,6 +14,7 @@ from actors.session import Session
 from protocol.books import Commit, FinishReason
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
+from protocol.reprs import brief, excerpt
 from protocol.statistics import Statistics
 from runtime.text import GrowingText
 from runtime.thinking import Answer
@@ -26,6 +29,9 @@ class TopLogprob:
     id: int
     text: str
     logprob: float
+
+    def __repr__(self) -> str:
+        return f"TopLogprob(id={self.id}, text={excerpt(self.text)}, logprob={self.logprob:.4g})"
 
 
 @attrs.frozen
@@ -60,6 +66,45 @@ class Token:
     top_logprobs: tuple[TopLogprob, ...] = ()
     stop_reason: str | int | None = None
     is_thinking: bool = False
+
+    def __repr__(self) -> str:
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
+        for name in ("finish_reason", "stop_reason", "logprob"):
+            if getattr(self, name) is not None:
+                told[name] = getattr(self, name)
+        if self.is_thinking:
+            told["is_thinking"] = True
+        if self.top_logprobs:
+            told["top_logprobs"] = self.top_logprobs
+        return brief("Token", told)
+
+
+@attrs.frozen
+class Progress:
+    """How far a text has come, for somebody who goes on with it.
+
+    Attributes:
+        num_prompt: tokens before it.
+        given: tokens that were given.
+        commits: what comes next and is decided already, in order.
+        finish_reason, stop_reason: as in `Token`, where the last token was given.
+    """
+
+    num_prompt: int
+    given: tuple[int, ...]
+    commits: tuple[Commit, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def then(self, commits: Iterable[Commit]) -> Progress:
+        """With further commits, as far as each begins where the text so far ends."""
+        found = list(self.commits)
+        end = self.num_prompt + len(self.given) + sum(len(commit.tokens) for commit in found)
+        for commit in commits:
+            if commit.start == end and self.finish_reason is None:
+                found.append(commit)
+                end += len(commit.tokens)
+        return attrs.evolve(self, commits=tuple(found))
 
 
 class Reading:
@@ -101,15 +146,35 @@ class Reading:
         self.num_given = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self._num_prompt = session.opened.num_prompt
         self._counts = session.counts
+        self._lookahead = session.opened.settings.lookahead if session.opened.drafted else 0
         self._text = text
         self._clock = clock
         self._on_token = on_token
         self._estimates = estimates
+        self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
+        self._num_in_first_round = 0  # tokens given
         self._first_at: float | None = None
         self._last_at: float | None = None
+
+    def resume(self, progress: Progress) -> None:
+        """Go on behind tokens that were given before: with the text, the thinking and the number that come after."""
+        for i, token in enumerate(progress.given, start=1):
+            is_last = progress.finish_reason is not None and i == len(progress.given)
+            given = self._text.add(token, is_last=is_last)
+            self.answer.add(token, self._text.readable, given, self._text.tail)
+        self._given = list(progress.given)
+        self.num_given = len(progress.given)
+        self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
+
+    @property
+    def progress(self) -> Progress:
+        """How far the text has come: what was given, and the rest of the commit that was begun."""
+        rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
+        return Progress(self._num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:
@@ -132,6 +197,7 @@ class Reading:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
+        self._num_in_first_round += self.num_given == index
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
@@ -144,12 +210,22 @@ class Reading:
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
-            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text),
+            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
         self.num_given += 1
+        self._given.append(token.id)
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
         return token
+
+    @property
+    def tail(self) -> str:
+        """The decoded text of the tokens given that was not given; see `TokenStream.tail`."""
+        return self._text.tail
+
+    def end(self) -> None:
+        """Note that nothing more is given."""
+        self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
         """Counts and rates so far; over the time up to now, or where it is over, up to the last token."""
@@ -157,13 +233,26 @@ class Reading:
         return self._counts.snapshot(
             elapsed=end - self.began,
             generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
+            num_untimed=self._num_in_first_round,
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),
+            lookahead=self._lookahead,
         )
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
         return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
+
+
+def _rest_of(commit: Commit, begin: int) -> Commit:
+    """A commit without its first tokens."""
+    return attrs.evolve(
+        commit,
+        start=commit.start + begin,
+        tokens=commit.tokens[begin:],
+        num_from_draft=max(0, commit.num_from_draft - begin),
+        likelihoods=commit.likelihoods[begin:],
+    )
 
 
 class Arrivals:
@@ -181,6 +270,7 @@ class Arrivals:
         """
         self._session = session
         self._commits = commits
+        self._ahead: deque[Commit] = deque()  # have arrived, and were looked at
         self.hang_up = hang_up
 
     @property
@@ -188,26 +278,49 @@ class Arrivals:
         """Why nothing more comes of a text that is not over."""
         return self._session.error or RuntimeClosedError(STREAM_CLOSED)
 
+    def resume(self, commits: Iterable[Commit]) -> None:
+        """Have commits of an earlier session on the same text arrive first."""
+        self._ahead.extend(commits)
+
     async def receive(self) -> Commit | None:
         """The next to arrive; None where nothing more comes."""
+        if self._ahead:
+            await trio.lowlevel.checkpoint()
+            if self._ahead:
+                return self._ahead.popleft()
         try:
             return await self._commits.receive()
         except trio.EndOfChannel:
-            # Nothing more comes, but what was committed already is the consumer's.
+            # Nothing more comes, but what was committed already is the consumer's. It may be the end of the text, which
+            # is no failure: an actor that is still at work would take it for one, and drop what it has cached.
+            if (unsent := self._take_unsent()) is not None:
+                return unsent
             if self._session.error is None:
                 self._session.error = RuntimeClosedError("the runtime was closed before the text was over")
-            return self._take_unsent()
+            return None
         except trio.ClosedResourceError:
             return None  # closed by another task, while this one was waiting
 
     def there(self) -> list[Commit]:
         """All that have arrived, without waiting."""
-        there = []
+        there = list(self._ahead)
+        self._ahead.clear()
         while True:
             try:
                 there.append(self._commits.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
                 return there
+
+    def look_ahead(self) -> list[Commit]:
+        """All that was committed and not received; it is still to be received.
+
+        Makes room for what comes next, but not each time: who looks and does not read has no more than twice the
+        buffer wait for him.
+        """
+        if len(self._ahead) <= self._commits.statistics().max_buffer_size:
+            self._ahead.extend(self.there())
+        unsent = self._session.unsent
+        return [*self._ahead, *([] if unsent is None else [unsent])]
 
     def rest(self) -> list[Commit]:
         """The same at the end, with what was not sent any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from array import array
@@ -15,27 +16,50 @@ from actors.fingerprint import Fingerprint
 from actors.line_state import LineRecord
 from actors.saved_line import SavedModel
 from actors.tensor import Tensor
+from protocol.books import Commit
 from protocol.errors import SessionFileError, SettingsError
-from protocol.settings import Settings, settings_from
+from protocol.messages import Likelihood
+from protocol.reprs import shown
+from protocol.settings import MAX_SEED, Settings, settings_from
 from runtime import session_file
-from runtime.session_file import Contents
+from runtime.reading import Progress
+from runtime.session_file import Contents, SessionFile, named
 
-FilePath = str | os.PathLike[str]
+
+@attrs.frozen
+class SavedStream:
+    """A stream in the middle of its text, as a file has it.
+
+    Attributes:
+        seed: of the stream's randomness, whether it was asked for or not.
+        progress: how far the text has come; the session's tokens are the prompt, what was given, and what comes next.
+    """
+
+    seed: int
+    progress: Progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has its end, so that nothing is to be generated."""
+        commits = self.progress.commits
+        reason = commits[-1].finish_reason if commits else self.progress.finish_reason
+        return reason is not None
 
 
 @attrs.frozen(kw_only=True)
 class SavedSession:
-    """A conversation as a file has it.
+    """A conversation, or a stream, as a file has it.
 
     Attributes:
-        messages: as they were said, in order, the system's included.
-        tokens: how the next turn's prompt would begin.
+        messages: as they were said, in order, the system's included; none where it is a stream.
+        tokens: how the next turn's prompt would begin; of a stream, its prompt and its text.
         thinking: see `Runtime.conversation`.
         settings: by name, for JSON; without what is no data.
         num_processors: how many `logits_processors` it had, which are functions and not in the file.
         cache_options: with which the models' caches were made; those that decide what is in them.
         vocabulary: digest of the tokenizer's, or None where there was no tokenizer.
         target, draft: the models; `draft` is None where there was none.
+        stream: what else there is to say of a stream; None where it is a conversation.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -47,9 +71,14 @@ class SavedSession:
     vocabulary: str | None
     target: SavedModel
     draft: SavedModel | None
+    stream: SavedStream | None = None
+
+    def __repr__(self) -> str:
+        draft = "no draft model" if self.draft is None else "a draft model"
+        return f"<outrider SavedSession: {len(self.messages)} messages, {len(self.tokens)} tokens, with {draft}>"
 
 
-async def write(path: FilePath, session: SavedSession) -> int:
+async def write(path: SessionFile, session: SavedSession) -> int:
     """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
 
     Cancellation: leaves what was there.
@@ -60,7 +89,7 @@ async def write(path: FilePath, session: SavedSession) -> int:
     return await trio.to_thread.run_sync(session_file.write, path, contents, trio.from_thread.check_cancelled)
 
 
-async def read(path: FilePath) -> SavedSession:
+async def read(path: SessionFile) -> SavedSession:
     """Read a session, in a thread of its own; see `session_file.read`.
 
     Cancellation: between two reads of a few megabytes.
@@ -71,52 +100,68 @@ async def read(path: FilePath) -> SavedSession:
     try:
         return _session(contents)
     except _Unexpected as error:
-        raise SessionFileError(
-            f"session file {os.fspath(path)!r} is damaged: {error}; use another copy of it, or save again"
-        ) from None
+        raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
 
 
-def check_path(path: Any) -> FilePath:
-    """What names a file. Raises: SettingsError: it does not."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise SettingsError(f"a session is saved to and loaded from a path, got {path!r}; give the path of a file")
-    return path
+def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> None:
+    """Raises: SessionFileError: it is a conversation that was saved, and a stream is wanted, or the other way round."""
+    if (session.stream is not None) != is_stream:
+        has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
+        raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
+
+
+def check_path(path: Any) -> None:
+    """Raises: SettingsError: it neither names a file nor is a binary one."""
+    is_file = (hasattr(path, "read") or hasattr(path, "write")) and not isinstance(path, io.TextIOBase)
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
+    if not is_file and not is_path:
+        raise SettingsError(
+            f"a session is saved to and loaded from a path or a binary file object, got {shown(path)}; give the path "
+            "of a file, or io.BytesIO"
+        )
 
 
 # --- settings -------------------------------------------------------------------------------------
 
 
 def settings_for_json(settings: Settings) -> dict[str, Any]:
-    """Settings by name, as JSON has them; without the processors."""
-    names = [field.name for field in attrs.fields(Settings) if field.name != "logits_processors"]
+    """Settings by name, as JSON has them; without the processors, and of a sampler only whether there is one."""
+    names = [field.name for field in attrs.fields(Settings) if field.name not in ("logits_processors", "sampler")]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has neither numbers for names nor infinity.
     values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
+    values["sampler"] = settings.sampler is not None
     return values
 
 
-def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a session's settings, with others in the place of some of them.
 
     Raises:
-        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, and
-            none are given.
+        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, or a
+            `sampler`, and none are given.
         SessionFileError: the file's are not settings.
     """
     settings_from(dict(given))
     if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
-            f"the session in {os.fspath(path)!r} had {session.num_processors} logits_processors, which are functions "
+            f"{named(path)} had {session.num_processors} logits_processors, which are functions "
             "and not in the file; give logits_processors=[...] again, or [] to go on without"
         )
     saved = dict(session.settings)
+    # Files that were saved before there were samplers have no word of them.
+    if saved.pop("sampler", False) and "sampler" not in given:
+        raise SettingsError(
+            f"{named(path)} had a sampler, which is a function and not in the file; give "
+            "sampler=... again, or None to go on without"
+        )
     try:
         if "logit_bias" in saved:
             saved["logit_bias"] = {id: -math.inf if bias is None else bias for id, bias in saved["logit_bias"]}
         settings_from(saved)
     except (SettingsError, TypeError, ValueError) as error:
         raise SessionFileError(
-            f"session file {os.fspath(path)!r} has settings that this Outrider does not take: {error}; update "
+            f"{named(path)} has settings that this Outrider does not take: {error}; update "
             "Outrider, or save the session again with this one"
         ) from error
     return saved | dict(given)
@@ -125,15 +170,13 @@ def settings_of(session: SavedSession, path: FilePath, given: Mapping[str, Any])
 # --- what must match ------------------------------------------------------------------------------
 
 
-def check_model(path: FilePath, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
+def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
     """Raises: SessionFileError: the model is not the one with which a session was saved."""
     if (difference := saved.difference(present)) is not None:
-        raise SessionFileError(
-            f"session file {os.fspath(path)!r} was saved with another {role} model: {difference}; {remedy}"
-        )
+        raise SessionFileError(f"{named(path)} was saved with another {role} model: {difference}; {remedy}")
 
 
-def check_vocabulary(path: FilePath, saved: str | None, present: str | None) -> None:
+def check_vocabulary(path: SessionFile, saved: str | None, present: str | None) -> None:
     """Raises: SessionFileError: the tokenizer means something else by its ids than the one that a session had."""
     if saved == present:
         return
@@ -142,15 +185,15 @@ def check_vocabulary(path: FilePath, saved: str | None, present: str | None) -> 
         why = f"with {had}, and this runtime has {has}"
     else:
         why = "with a tokenizer of another vocabulary"
-    raise SessionFileError(f"session file {os.fspath(path)!r} was saved {why}; open the target that it was saved with")
+    raise SessionFileError(f"{named(path)} was saved {why}; open the target that it was saved with")
 
 
-def check_cache_options(path: FilePath, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raises: SessionFileError: caches are made otherwise than they were."""
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
             raise SessionFileError(
-                f"session file {os.fspath(path)!r} was saved with {name}={was!r}, and this runtime has {now!r}; "
+                f"{named(path)} was saved with {name}={was!r}, and this runtime has {now!r}; "
                 f"open it with {name}={was!r}"
             )
 
@@ -179,7 +222,37 @@ def _contents(session: SavedSession) -> Contents:
         "target": model(session.target),
         "draft": model(session.draft),
     }
+    if session.stream is not None:
+        content["stream"] = _stream_for_json(session.stream)
     return Contents(content, tensors)
+
+
+def _stream_for_json(stream: SavedStream) -> dict[str, Any]:
+    progress = stream.progress
+    return {
+        "num_prompt": progress.num_prompt,
+        "seed": stream.seed,
+        "num_given": len(progress.given),
+        "commits": [_commit_for_json(commit) for commit in progress.commits],
+        "finish_reason": progress.finish_reason,
+        "stop_reason": progress.stop_reason,
+    }
+
+
+def _commit_for_json(commit: Commit) -> dict[str, Any]:
+    def finite(logprob: float) -> float | None:
+        return None if math.isinf(logprob) else logprob
+
+    return {
+        "num_tokens": len(commit.tokens),
+        "num_from_draft": commit.num_from_draft,
+        "finish_reason": commit.finish_reason,
+        "stop_reason": commit.stop_reason,
+        "likelihoods": [
+            [finite(likelihood.logprob), [[id, finite(logprob)] for id, logprob in likelihood.top]]
+            for likelihood in commit.likelihoods
+        ],
+    }
 
 
 class _Unexpected(Exception):
@@ -208,8 +281,77 @@ def _session(contents: Contents) -> SavedSession:
                 vocabulary=vocabulary,
                 target=_model(target, contents),
                 draft=None if draft is None else _model(draft, contents),
+                stream=_stream(contents),
             )
     _unexpected("what it says of itself")
+
+
+def _stream(contents: Contents) -> SavedStream | None:
+    tokens = _tokens(contents.tensors.get("tokens"))
+    match contents.content.get("stream"):
+        case None:
+            return None
+        case {
+            "num_prompt": int(num_prompt),
+            "seed": int(seed),
+            "num_given": int(num_given),
+            "commits": list(described),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+        } if num_prompt > 0 and num_given >= 0 and 0 <= seed <= MAX_SEED:
+            begin, commits = num_prompt + num_given, []
+            for one in described:
+                commits.append(_commit(one, begin, tokens))
+                begin += len(commits[-1].tokens)
+            # Of all that ends the text, nothing comes after.
+            ends = [finish_reason, *(commit.finish_reason for commit in commits)]
+            if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
+                given = tokens[num_prompt : num_prompt + num_given]
+                progress = Progress(num_prompt, given, tuple(commits), finish_reason, stop_reason)
+                return SavedStream(seed, progress)
+    _unexpected("what it says of a stream")
+
+
+def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
+    match described:
+        case {
+            "num_tokens": int(num_tokens),
+            "num_from_draft": int(num_from_draft),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+            "likelihoods": list(listed),
+        } if 0 < num_tokens <= len(tokens) - begin and 0 <= num_from_draft <= num_tokens:
+            likelihoods = tuple(_likelihood(one) for one in listed)
+            if len(likelihoods) in (0, num_tokens):
+                return Commit(
+                    session=0,
+                    round=0,
+                    start=begin,
+                    tokens=tokens[begin : begin + num_tokens],
+                    num_from_draft=num_from_draft,
+                    finish_reason=finish_reason,
+                    likelihoods=likelihoods,
+                    stop_reason=stop_reason,
+                )
+    _unexpected("what it says of what comes next")
+
+
+def _likelihood(described: Any) -> Likelihood:
+    match described:
+        case [float() | None as logprob, list(top)]:
+            return Likelihood(_logprob(logprob), tuple(_pair(one) for one in top))
+    _unexpected("what it says of a likelihood")
+
+
+def _pair(described: Any) -> tuple[int, float]:
+    match described:
+        case [int(id), float() | None as logprob] if id >= 0:
+            return id, _logprob(logprob)
+    _unexpected("what it says of a likelihood")
+
+
+def _logprob(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
 def _message(described: Any) -> dict[str, str]:

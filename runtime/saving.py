@@ -1,9 +1,9 @@
-"""How a conversation gets out of a runtime into a file, and out of a file into a runtime."""
+"""How a conversation or a stream gets out of a runtime into a file, and out of a file into a runtime."""
 
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Callable, Iterable
 
 import attrs
 import trio
@@ -16,12 +16,18 @@ from actors.mlx_model import MLXModel
 from actors.saved_line import FilledLine, SavedModel
 from actors.target import TargetActor
 from protocol.errors import SessionFileError
+from protocol.messages import Open
 from runtime import saved_session
 from runtime.conversation import Account
-from runtime.saved_session import FilePath, SavedSession, settings_for_json
+from runtime.reading import Progress
+from runtime.saved_session import SavedSession, SavedStream, settings_for_json
+from runtime.session_file import SessionFile, named, shown
 from runtime.text import encode_prompt
 
 logger = logging.getLogger("outrider")
+
+# Rounds that a save waits for at most, so that what is cached is of use.
+_MOST_ROUNDS = 4
 
 
 @attrs.frozen
@@ -38,13 +44,11 @@ class Models:
     draft: DraftActor | None
     tokenizer: TokenizerWrapper | None
 
-    async def save(self, path: FilePath, account: Account) -> int:
+    async def save(self, path: SessionFile, account: Account) -> int:
         """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
         saved_session.check_path(path)
         # Without a template, nothing may have been said yet.
         tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
-        target = await saved_line.save(self.target, tokens)
-        draft = None if self.draft is None else await saved_line.save(self.draft, tokens)
         session = SavedSession(
             messages=tuple(account.messages),
             tokens=tokens,
@@ -53,16 +57,53 @@ class Models:
             num_processors=len(account.settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
-            target=target,
-            draft=draft,
+            target=await saved_line.save(self.target, tokens),
+            draft=None if self.draft is None else await saved_line.save(self.draft, tokens),
         )
         return await saved_session.write(path, session)
 
-    async def read(self, path: FilePath, *, any_draft: bool) -> SavedSession:
-        """A conversation from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+    async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
+        """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
+
+        Args:
+            path: of the file.
+            opened: what began the stream.
+            progress: how far its text has come by now, all that was committed included.
+        """
+        saved_session.check_path(path)
+        progress()  # makes room for what comes next, where the models wait for a slow reader
+        target = await saved_line.take(self.target, opened.session)
+        draft = None if self.draft is None else await saved_line.take(self.draft, opened.session)
+        for _ in range(_MOST_ROUNDS):
+            now = progress()
+            decided = [token for commit in now.commits for token in commit.tokens]
+            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
+            # A recurrent cache is of no use before there is a token that it has not read.
+            if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
+                break
+            if self.draft is not None:
+                await saved_line.let_pass(self.draft)
+            await saved_line.let_pass(self.target)
+        session = SavedSession(
+            messages=(),
+            tokens=tokens,
+            thinking=None,
+            settings=settings_for_json(opened.settings),
+            num_processors=len(opened.settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=await saved_line.save(self.target, tokens, target),
+            draft=None if self.draft is None else await saved_line.save(self.draft, tokens, draft),
+            stream=SavedStream(opened.seed, now),
+        )
+        return await saved_session.write(path, session)
+
+    async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
+        """A conversation or a stream from a file that fits these models; see `Runtime.load`. Nothing is changed."""
         session = await saved_session.read(path)
+        saved_session.check_kind(path, session, is_stream=is_stream)
         saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
-        _check_tokens(path, session.tokens, self.target.model.vocab_size)
+        _check_tokens(path, _ids(session), self.target.model.vocab_size)
         present = await saved_line.identify(self.target)
         remedy = "open that one as the target, or begin the conversation anew"
         saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
@@ -70,17 +111,17 @@ class Models:
         if session.draft is None:
             return session
         if self.draft is None:
-            logger.info("what a draft model had cached for session %r is left out: there is none", os.fspath(path))
+            logger.info("what a draft model had cached for session %s is left out: there is none", shown(path))
             return attrs.evolve(session, draft=None)
         present = await saved_line.identify(self.draft)
         if any_draft and session.draft.fingerprint.difference(present) is not None:
-            logger.info("what another draft model had cached for session %r is left out", os.fspath(path))
+            logger.info("what another draft model had cached for session %s is left out", shown(path))
             return attrs.evolve(session, draft=None)
         remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
         saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
         return session
 
-    async def fill(self, path: FilePath, session: SavedSession, drafted: bool) -> None:
+    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
         """Have the models keep what a session had cached, once all of it is seen to fit.
 
         Args:
@@ -103,7 +144,7 @@ class Models:
                     filled.append((actor, line))
         except SessionFileError as error:
             raise SessionFileError(
-                f"session file {os.fspath(path)!r} does not fit: {error}; use another copy of it, or save again"
+                f"{named(path)} does not fit: {error}; use another copy of it, or save again"
             ) from error
         # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
         for actor, line in filled:
@@ -125,9 +166,18 @@ def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
     return vocabulary_digest(tokenizer.get_vocab())
 
 
-def _check_tokens(path: FilePath, tokens: tuple[int, ...], vocab_size: int) -> None:
+def _ids(session: SavedSession) -> Iterable[int]:
+    """All token ids that a session names."""
+    yield from session.tokens
+    if session.stream is not None:
+        for commit in session.stream.progress.commits:
+            for likelihood in commit.likelihoods:
+                yield from (id for id, _ in likelihood.top)
+
+
+def _check_tokens(path: SessionFile, tokens: Iterable[int], vocab_size: int) -> None:
     if (largest := max(tokens, default=0)) >= vocab_size:
         raise SessionFileError(
-            f"session file {os.fspath(path)!r} has token {largest}, outside the target's vocabulary of {vocab_size} "
+            f"{named(path)} has token {largest}, outside the target's vocabulary of {vocab_size} "
             "ids; open the target that it was saved with"
         )

@@ -13,6 +13,7 @@ import re
 import socket
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -21,7 +22,10 @@ from protocol.errors import OutriderError, SettingsError
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.model_arguments import Models
 from runtime.signals import quitting, until_signal
-from runtime.terminal import Display, Outcome, say
+from runtime.terminal import Display, Outcome, say, show
+
+if TYPE_CHECKING:
+    from runtime.engine import Runtime
 
 # Where the key is looked for: other users of a machine can read a command line.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -40,7 +44,7 @@ _NEEDED = ("hypercorn", "prometheus_client", "pydantic", "starlette")
 
 
 class ServerError(OutriderError):
-    """The address cannot be had."""
+    """The address cannot be had, or the models are not there any more."""
 
 
 @attrs.frozen
@@ -116,6 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model-name", metavar="NAME", help="what the target is called (default: the end of its path or id)"
     )
+    parser.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="do not write a line on stderr for each request (prompts and keys are never in it)",
+    )
     limits = parser.add_argument_group("limits")
     for option in _LIMITS:
         default = "" if option.default is None else " (default: %(default)s)"
@@ -131,7 +141,7 @@ def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
 
     Returns: how it ended; to be stopped once it serves is no interruption.
 
-    Raises: OutriderError: the arguments make no sense, or the address cannot be had.
+    Raises: OutriderError: the arguments make no sense, the address cannot be had, or the target has failed.
     """
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
@@ -166,6 +176,7 @@ class _Server:
         bound: to the address, not listening yet.
         display: told what goes on.
         is_serving: whether it does already.
+        is_broken: whether the target has failed.
         stopping: when it is to end.
     """
 
@@ -175,6 +186,7 @@ class _Server:
     bound: socket.socket
     display: Display
     is_serving: bool = False
+    is_broken: bool = False
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
     def ends_gently(self) -> bool:
@@ -186,13 +198,17 @@ class _Server:
 async def _open_and_serve(server: _Server) -> None:
     """Load the models, and serve until told to stop.
 
-    Raises: OutriderError: a model cannot be loaded, or has no tokenizer.
+    Raises:
+        OutriderError: a model cannot be loaded, or has no tokenizer.
+        ServerError: the target has failed.
     """
     arguments, models = server.arguments, server.models
     from runtime.opening import open as open_runtime
+    from runtime.server.access_log import AccessLog
     from runtime.server.answering import Limits
     from runtime.server.app import Service, application
     from runtime.server.connections import Patience, serve
+    from runtime.server.grammar_checker import grammar_checker
     from runtime.server.timelines import Timelines
 
     name = arguments.model_name or _name(models.target)
@@ -223,15 +239,39 @@ async def _open_and_serve(server: _Server) -> None:
     opening = open_runtime(
         models.target, models.draft, max_streams=arguments.max_streams, trace=timelines, **models.options
     )
-    async with opening as runtime:
+    async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
         server.display.clear()
         # Not before: whoever asks whether the server is there is to hear that it can answer.
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
-        app = application(runtime, service, timelines)
+        app = application(runtime, service, timelines, check)
+        if arguments.access_log:
+            app = AccessLog(app, show)
         say(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
         server.is_serving = True
-        await serve(app, [listener], server.stopping.wait, patience)
+
+        async def until_over() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_stop_if_broken, runtime, server)
+                await server.stopping.wait()
+                nursery.cancel_scope.cancel()
+
+        await serve(app, [listener], until_over, patience)
+    if server.is_broken:
+        raise ServerError("the target model has failed, and the server has ended; start it again")
+
+
+async def _stop_if_broken(runtime: Runtime, server: _Server) -> None:
+    """End the server where it has nothing to answer with any more: whoever supervises it starts another."""
+    await runtime.wait_broken()
+    server.is_broken = True
+    server.stopping.set()
+
+
+def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
+    from runtime.grammar import tokenizer_json
+
+    return tokenizer_json(runtime.tokenizer)
 
 
 # --- the address, and who may use it --------------------------------------------------------------

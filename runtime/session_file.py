@@ -15,9 +15,9 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
 import attrs
 
@@ -26,7 +26,9 @@ from protocol.errors import SessionFileError
 
 VERSION = 1
 
-Path_ = str | os.PathLike[str]
+SessionFile = str | os.PathLike[str] | BinaryIO
+"""A file by its path, or an open one; what it holds begins at its position."""
+
 CheckCancelled = Callable[[], None]
 
 _VERSION_KEY, _CONTENT_KEY, _CHECKSUM = "outrider_session", "content", "checksum"
@@ -59,7 +61,7 @@ def _never() -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
+def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
     """Write a file in place of what is there, all of it or nothing.
 
     It is written beside its place, forced to the disk, and moved there in one step. So whatever happens, the path has
@@ -67,8 +69,10 @@ def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _ne
     `.outrider-….tmp` there. A symbolic link is followed. The file has the permissions of the one that it replaces; a
     new one is its owner's alone, since a session holds what was said.
 
+    An open file is written to from its position on; there, an error or a cancellation leaves what was written so far.
+
     Args:
-        path: where to; its directory must exist.
+        path: where to; its directory must exist. Or a binary file, such as `io.BytesIO`.
         contents: what to write.
         check_cancelled: called every few megabytes; what it raises ends the writing.
 
@@ -78,6 +82,8 @@ def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _ne
         `OSError` is the cause.
     """
     try:
+        if not isinstance(path, (str, os.PathLike)):
+            return _write_to(path, contents, check_cancelled)
         place = Path(os.path.realpath(path))
         mode = _mode_of(place)
         descriptor, name = tempfile.mkstemp(prefix=".outrider-", suffix=".tmp", dir=place.parent)
@@ -96,7 +102,7 @@ def write(path: Path_, contents: Contents, check_cancelled: CheckCancelled = _ne
         _force_to_disk(place.parent)
         return size
     except (OSError, ValueError) as error:  # ValueError: a null character in a path
-        raise SessionFileError(f"cannot write {_named(path)}: {_reason(error)}; choose another place for it") from error
+        raise SessionFileError(f"cannot write {named(path)}: {_reason(error)}; choose another place for it") from error
 
 
 def _mode_of(place: Path) -> int:
@@ -125,10 +131,18 @@ def _write_to(file: IO[bytes], contents: Contents, check_cancelled: CheckCancell
             check_cancelled()
             chunk = view[begin : begin + _CHUNK_BYTES]
             digest.update(chunk)
-            file.write(chunk)
+            _write_all(file, chunk)
         size += len(view)
-    file.write(digest.digest())
+    _write_all(file, memoryview(digest.digest()))
     return size + _DIGEST_BYTES
+
+
+def _write_all(file: IO[bytes], view: memoryview) -> None:
+    # One without a buffer may take less at a time.
+    while view:
+        if not (num_written := file.write(view)):
+            raise OSError(errno.EAGAIN, "it takes no more")
+        view = view[num_written:]
 
 
 def _header(contents: Contents) -> bytes:
@@ -159,24 +173,31 @@ def _force_to_disk(directory: Path) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read(path: Path_, check_cancelled: CheckCancelled = _never) -> Contents:
+def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Contents:
     """Read a file, and see that it is as it was written.
 
-    Nothing of it is kept in memory but its header before the checksum over all of it holds.
+    Nothing of it is kept in memory but its header before the checksum over all of it holds. What is kept then is
+    compared with the checksum again, as it is in memory: a file that is altered while it is read is refused, and one
+    that another is moved in the place of is read to its end.
 
     Args:
-        path: of the file.
+        path: of the file; or a binary file that can seek, such as `io.BytesIO`, to be read to its end.
         check_cancelled: called every few megabytes; what it raises ends the reading.
 
     Raises: SessionFileError: the system does not let it be read (its `OSError` is the cause); it is no saved session;
         it was written by a newer version; it is damaged or cut short.
     """
     try:
+        if not isinstance(path, (str, os.PathLike)):
+            begin = path.tell()
+            size = path.seek(0, os.SEEK_END) - begin
+            path.seek(begin)
+            return _Reader(path, path, begin, size, check_cancelled).read()
         with open(path, "rb", opener=_open_ordinary) as file:
             size = os.fstat(file.fileno()).st_size
-            return _Reader(path, file, size, check_cancelled).read()
+            return _Reader(path, file, 0, size, check_cancelled).read()
     except (OSError, ValueError) as error:
-        raise SessionFileError(f"cannot read {_named(path)}: {_reason(error)}; give a file of Conversation.save") from (
+        raise SessionFileError(f"cannot read {named(path)}: {_reason(error)}; give a file of Conversation.save") from (
             error
         )
 
@@ -203,10 +224,11 @@ class _Entry:
 
 @attrs.define
 class _Reader:
-    """One reading of a file of `size` bytes."""
+    """One reading of a file, or of `size` bytes of it from `begin` on."""
 
-    path: Path_
+    path: SessionFile
     file: IO[bytes]
+    begin: int
     size: int
     check_cancelled: CheckCancelled
 
@@ -218,23 +240,28 @@ class _Reader:
         content = self._content(header.pop("__metadata__", None))
         data_begin = _LENGTH_BYTES + len(header_bytes)
         entries = self._entries(header, self.size - data_begin)
-        self._compare_checksum()
-        parsed = self._parsed(content, "what it says of itself")
-        return Contents(parsed, {entry.name: self._tensor(entry, data_begin) for entry in entries})
+        # First of all without keeping it, so that a file which is mostly a hole takes no memory.
+        beginning = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
+        checksum = self._checksum(beginning)
+        self.file.seek(self.begin + data_begin)
+        tensors = {entry.name: self._tensor(entry) for entry in entries}
+        if self._digest([beginning, *(tensor.data for tensor in tensors.values())]) != checksum:
+            self._damaged("it was altered while it was read")
+        return Contents(self._parsed(content, "what it says of itself"), tensors)
 
-    def _header_bytes(self) -> bytes:
+    def _header_bytes(self) -> bytearray:
         most = self.size - _LENGTH_BYTES - _DIGEST_BYTES
         if most < 2:
             self._foreign(f"it has {self.size} bytes")
-        length = int.from_bytes(self.file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(self._take(_LENGTH_BYTES), "little")
         if not 2 <= length <= _MAX_HEADER_BYTES:
             self._foreign("it does not begin like one")
-        first = self.file.read(1)
+        first = self._take(1)
         if first != b"{":
             self._foreign("it does not begin like one")
         if length > most:
             self._damaged(f"its header should have {length} bytes, and after it {_DIGEST_BYTES}; it has {self.size}")
-        return first + self.file.read(length - 1)
+        return first + self._take(length - 1)
 
     def _content(self, metadata: Any) -> str:
         if not isinstance(metadata, dict) or not isinstance(version := metadata.get(_VERSION_KEY), str):
@@ -244,7 +271,7 @@ class _Reader:
             self._damaged(f"its version is {version[:20]!r}")
         if int(version) > VERSION:
             raise SessionFileError(
-                f"{_named(self.path)} is of version {version}, and this Outrider reads up to {VERSION}; "
+                f"{named(self.path)} is of version {version}, and this Outrider reads up to {VERSION}; "
                 "update Outrider, or save the session again with this one"
             )
         if not isinstance(content := metadata.get(_CONTENT_KEY), str):
@@ -275,33 +302,46 @@ class _Reader:
                     return _Entry(name, dtype, tuple(shape), begin, end)
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
-    def _compare_checksum(self) -> None:
-        digest = hashlib.sha256()
-        self.file.seek(0)
-        left = self.size - _DIGEST_BYTES
+    def _checksum(self, beginning: bytes) -> bytes:
+        """The checksum at the file's end, which must be that of its beginning and of what comes next in it."""
+        digest = hashlib.sha256(beginning)
+        left = self.size - _DIGEST_BYTES - len(beginning)
         while left > 0:
-            self.check_cancelled()
-            chunk = self.file.read(min(left, _CHUNK_BYTES))
-            if not chunk:
-                self._damaged("it was cut short while it was read")
+            chunk = self._some(left)
             digest.update(chunk)
             left -= len(chunk)
-        if self.file.read(_DIGEST_BYTES) != digest.digest():
+        checksum = digest.digest()
+        if self._take(_DIGEST_BYTES) != checksum:
             self._damaged("its checksum does not match: something in it was altered")
+        return checksum
 
-    def _tensor(self, entry: _Entry, data_begin: int) -> Tensor:
-        data = memoryview(bytearray(entry.end - entry.begin))
-        self.file.seek(data_begin + entry.begin)
-        done = 0
-        while done < len(data):
-            self.check_cancelled()
-            num_read = self.file.readinto(data[done : done + _CHUNK_BYTES])  # type: ignore[attr-defined]
-            if not num_read:
-                self._damaged("it was cut short while it was read")
-            done += num_read
-        return Tensor(entry.dtype, entry.shape, data)
+    def _digest(self, views: Iterable[bytes | memoryview]) -> bytes:
+        digest = hashlib.sha256()
+        for view in views:
+            for begin in range(0, len(view), _CHUNK_BYTES):
+                self.check_cancelled()
+                digest.update(view[begin : begin + _CHUNK_BYTES])
+        return digest.digest()
 
-    def _parsed(self, written: bytes | str, what: str) -> Any:
+    def _tensor(self, entry: _Entry) -> Tensor:
+        """The tensor that comes next in the file."""
+        return Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
+
+    def _take(self, num_bytes: int) -> bytearray:
+        """So many bytes, which the file is known to have."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            data += self._some(num_bytes - len(data))
+        return data
+
+    def _some(self, most: int) -> bytes:
+        """The next bytes, one at least."""
+        self.check_cancelled()
+        if not (chunk := self.file.read(min(most, _CHUNK_BYTES))):
+            self._damaged("it was cut short while it was read")
+        return chunk
+
+    def _parsed(self, written: bytes | bytearray | str, what: str) -> Any:
         try:
             return json.loads(written, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
         except (ValueError, RecursionError):  # UnicodeDecodeError among them
@@ -309,11 +349,11 @@ class _Reader:
 
     def _foreign(self, why: str) -> NoReturn:
         raise SessionFileError(
-            f"{_named(self.path)} is no saved session: {why}; give a file that Conversation.save has written"
+            f"{named(self.path)} is no saved session: {why}; give a file that Conversation.save has written"
         )
 
     def _damaged(self, why: str) -> NoReturn:
-        raise SessionFileError(f"{_named(self.path)} is damaged: {why}; use another copy of it, or save again")
+        raise SessionFileError(f"{named(self.path)} is damaged: {why}; use another copy of it, or save again")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -330,8 +370,14 @@ def _no_constant(name: str) -> NoReturn:
 # --- for messages ---------------------------------------------------------------------------------
 
 
-def _named(path: Path_) -> str:
-    return f"session file {os.fspath(path)!r}"
+def shown(path: SessionFile) -> str:
+    """A file by its path, or by its class."""
+    return repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else f"<{type(path).__name__}>"
+
+
+def named(path: SessionFile) -> str:
+    """A file, for the beginning of a message."""
+    return f"session file {shown(path)}"
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -44,6 +44,7 @@ Option = tuple[str, str, Callable[[str], Any], str]
 BASIC: tuple[Option, ...] = (
     ("max_tokens", "N", value, 'most tokens to generate; "none" for no limit'),
     ("temperature", "T", value, "0 is greedy"),
+    ("draft_temperature", "T", value, 'the drafter\'s own, at a temperature; "none" takes that'),
     ("seed", "N", value, "makes a text at a temperature repeatable"),
     ("lookahead", "N", value, 'most tokens in one proposal; "auto"; 0 decodes plainly'),
     ("acceptance", "RULE", value, '"match", "rejection", or "auto": match at temperature 0 or with a seed'),
@@ -61,11 +62,11 @@ FILTERS: tuple[Option, ...] = (
 PENALTIES: tuple[Option, ...] = (
     ("logit_bias", "ID=B,...", pairs, "what to add to the logits of tokens, such as 12=-1.5,7=-inf"),
     ("repetition_penalty", "X", value, "makes what was said lately less likely, by this factor"),
-    ("repetition_context_size", "N", value, "tokens that it looks back"),
+    ("repetition_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
     ("presence_penalty", "X", value, "subtracted from the logits of what was said lately"),
-    ("presence_context_size", "N", value, "tokens that it looks back"),
+    ("presence_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
     ("frequency_penalty", "X", value, "likewise, once for each time it was said"),
-    ("frequency_context_size", "N", value, "tokens that it looks back"),
+    ("frequency_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
 )
 ENDS: tuple[Option, ...] = (("stop_tokens", "IDS", values, "tokens that end the text, such as 1,2"),)
 

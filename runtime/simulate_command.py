@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +16,8 @@ import attrs
 
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD, Settings
-from runtime.terminal import Display, Output, warnings_at_the_end
+from runtime.tables import Row, Sheet, show_table
+from runtime.terminal import Display, Output, printing, warnings_at_the_end
 
 if TYPE_CHECKING:
     from actors.draft import MakePolicy
@@ -314,50 +313,43 @@ def in_words(scenario: Scenario) -> str:
     return ", ".join(words)
 
 
-def _print(comparison: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_HEADINGS = (
+    "decoding",
+    "lookahead",
+    "speed",
+    "tokens\na round",
+    "accepted",
+    "hits",
+    "target\nbusy",
+    "draft\nbusy",
+    "",
+)
 
+
+def _print(comparison: Comparison) -> None:
     best = comparison.best_sequential
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in (
-        "decoding",
-        "lookahead",
-        "speed",
-        "tokens\na round",
-        "accepted",
-        "hits",
-        "target\nbusy",
-        "draft\nbusy",
-    ):
-        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    rows = []
     for contender in comparison.contenders:
         counts, is_drafted = contender.played.statistics, contender.decoding != "plain"
-        table.add_row(
+        cells = (
             contender.decoding,
             str(contender.lookahead) if is_drafted else "–",
             f"{contender.speed:.2f}×",
             f"{counts.tokens_per_round:.2f}",
-            f"{counts.acceptance_rate:.0%}" if is_drafted else "–",
+            "–" if counts.acceptance_rate is None else f"{counts.acceptance_rate:.0%}",
             f"{contender.hit_rate:.0%}" if is_drafted else "–",
             f"{counts.target_busy:.0%}",
             f"{counts.draft_busy:.0%}" if is_drafted else "–",
             "best" if contender is best else "",
-            style="bold" if contender.decoding == "tree" or contender is best else "",
         )
-    # Written in one piece, and past Python's buffers, which would be flushed at exit once more.
-    printed = io.StringIO()
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(file=printed, highlight=False, force_terminal=True if is_terminal else None)
-    console.print(
-        f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
-        style="dim",
-        soft_wrap=True,
-    )
-    console.print(table)
-    console.print(
-        f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, lookahead {best.lookahead}",
-        soft_wrap=True,
-    )
-    Output().write_now(printed.getvalue())
+        rows.append(Row(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
+    with printing() as console:
+        console.print(
+            f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+            style="dim",
+        )
+        show_table(console, Sheet(_HEADINGS, tuple(rows), num_labels=2))
+        console.print(
+            f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
+            f"lookahead {best.lookahead}"
+        )

@@ -30,6 +30,7 @@ from actors.warm_up import warm_up
 from actors.worker import Job
 from protocol.errors import RewindError, SettingsError
 from protocol.prices import Prices
+from protocol.reprs import shown
 from protocol.settings import MAX_SEED
 from protocol.statistics import Statistics
 from runtime.engine import Events, Runtime, running
@@ -68,7 +69,7 @@ def _check_number(name: str, value: Any, low: float, high: float, bound: str, *,
         or not low <= value <= high
         or (above and value == low)
     ):
-        raise SettingsError(f"{name} must be a finite number {bound}, got {value!r}")
+        raise SettingsError(f"{name} must be a finite number {bound}, got {shown(value)}")
 
 
 def _changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
@@ -77,7 +78,7 @@ def _changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) ->
         if not isinstance(change, tuple) or len(change) != 2 or not isinstance(change[0], int) or change[0] <= before:
             raise SettingsError(
                 f"{attribute.name} must be pairs of a token from which on it holds, from 1 and rising, and an "
-                f"acceptance, got {change!r}"
+                f"acceptance, got {shown(change)}"
             )
         before = change[0]
         _check_number(f"an acceptance in {attribute.name}", change[1], 0.0, 1.0, "in [0, 1]")
@@ -85,7 +86,7 @@ def _changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) ->
 
 def _seed(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, int) or not 0 <= value <= MAX_SEED:
-        raise SettingsError(f"{attribute.name} must be a whole number in [0, {MAX_SEED}], got {value!r}")
+        raise SettingsError(f"{attribute.name} must be a whole number in [0, {MAX_SEED}], got {shown(value)}")
 
 
 @attrs.frozen
@@ -445,7 +446,7 @@ def played_streams(
     Raises: SettingsError: a setting is out of its range.
     """
     if not 1 <= num_streams <= VOCAB_SIZE:
-        raise SettingsError(f"num_streams must be in [1, {VOCAB_SIZE}], got {num_streams!r}")
+        raise SettingsError(f"num_streams must be in [1, {VOCAB_SIZE}], got {shown(num_streams)}")
 
     async def main() -> PlayedStreams:
         done: list[Statistics] = []

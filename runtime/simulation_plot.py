@@ -65,21 +65,30 @@ def _draw_on(axes: Axes, comparison: Comparison) -> None:
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
 
-    labels: list[tuple[float, str, str]] = []
     # Where lines fall together, broken ones on top of the solid one show that they do.
     for contender in reversed(comparison.contenders):
         if contender.decoding != "sequential":
             colour = _COLOURS[contender.decoding]
             axes.axhline(contender.speed, color=colour, linestyle=_STYLES[contender.decoding], linewidth=1.8)
-            name = contender.decoding if contender.lookahead == 0 else f"{contender.decoding}, {contender.lookahead}"
-            labels.append((contender.speed, f"{name}: {contender.speed:.2f}×", colour))
     blue = _COLOURS["sequential"]
     axes.plot(places, [contender.speed for contender in sequential], marker="o", color=blue, zorder=3)
     summit = places[sequential.index(best)]
     axes.plot(summit, best.speed, marker="o", markersize=13, markerfacecolor="none", markeredgecolor=blue, zorder=4)
-    labels.append((sequential[-1].speed, f"sequential, best: {best.speed:.2f}×", blue))
-    for at, text, colour in _spread(labels, _APART * top):
+    # Leads from the summit to its label, since the line itself ends elsewhere.
+    axes.hlines(best.speed, summit, places[-1] + 0.4, color=blue, linestyle=":", linewidth=0.8)
+    for at, text, colour in _spread(labels(comparison), _APART * top):
         axes.text(1.02, at, text, color=colour, va="center", transform=axes.get_yaxis_transform())
+
+
+def labels(comparison: Comparison) -> list[tuple[float, str, str]]:
+    """What is written beside the plot: the speed at which it belongs, its text, and its colour."""
+    best = comparison.best_sequential
+    found = [(best.speed, f"sequential, best: {best.speed:.2f}×", _COLOURS["sequential"])]
+    for contender in comparison.contenders:
+        if contender.decoding != "sequential":
+            name = contender.decoding if contender.lookahead == 0 else f"{contender.decoding}, {contender.lookahead}"
+            found.append((contender.speed, f"{name}: {contender.speed:.2f}×", _COLOURS[contender.decoding]))
+    return found
 
 
 def _spread(labels: list[tuple[float, str, str]], apart: float) -> list[tuple[float, str, str]]:

@@ -20,6 +20,7 @@ from actors.mlx_model import MLXModel, load, tokenizer_wrapper
 from actors.mlx_options import CacheOptions, Rewind
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import NGRAM, Settings
 from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
 from runtime.trained_drafters import refusal, trained_drafter_at
@@ -47,10 +48,10 @@ def check_source(role: str, source: Any) -> Source:
     """
     if isinstance(source, tuple):
         if len(source) != 2 or not isinstance(source[0], Module):
-            raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {source!r}")
+            raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {shown(source)}")
         return source
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {source!r}")
+        raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {shown(source)}")
     if source == NGRAM:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
@@ -58,7 +59,8 @@ def check_source(role: str, source: Any) -> Source:
         exists, has_config = path.exists(), (path / "config.json").is_file()
     except OSError as error:
         raise ModelError(
-            f"{role} {str(source)!r} cannot be looked at: {error.strerror}; give a directory with a model, or a hub id"
+            f"{role} {shown(str(source))} cannot be looked at: {error.strerror}; "
+            "give a directory with a model, or a hub id"
         ) from error
     if exists:
         if not has_config:
@@ -84,10 +86,12 @@ def check_device(role: str, device: Device) -> mx.Device | None:
     if device is None:
         return None
     if not isinstance(device, mx.Device) and device not in ("cpu", "gpu"):
-        raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {device!r}')
+        raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {shown(device)}')
     named = device if isinstance(device, mx.Device) else mx.Device(mx.cpu if device == "cpu" else mx.gpu)
     if not mx.is_available(named):
-        raise SettingsError(f"{role}_device {device!r} is not there, by what this MLX says; use None for its default")
+        raise SettingsError(
+            f"{role}_device {shown(device)} is not there, by what this MLX says; use None for its default"
+        )
     return named
 
 
@@ -103,14 +107,14 @@ def check_cache_options(
     Raises: SettingsError: one is out of its range.
     """
     if rewind not in REWINDS:
-        raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {rewind!r}")
+        raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {shown(rewind)}")
     if max_kv_size is not None:
         # mlx-lm keeps the first four tokens for good, and at least one must be able to come and go.
         check_integer("max_kv_size", max_kv_size, 5)
     if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
-        raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {kv_bits!r}")
+        raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {shown(kv_bits)}")
     if kv_group_size not in (32, 64, 128):
-        raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {kv_group_size!r}")
+        raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {shown(kv_group_size)}")
     check_integer("quantized_kv_start", quantized_kv_start, 0)
     if kv_bits is not None and max_kv_size is not None:
         raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
@@ -139,14 +143,15 @@ def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
 def check_integer(name: str, value: Any, low: int) -> None:
     """Raises: SettingsError: not a whole number, or less than `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise SettingsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        raise SettingsError(f"{name} must be a whole number of at least {low}, got {shown(value)}")
 
 
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
-    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
+    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
     """
+    name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
     if isinstance(source, tuple):
         built, tokenizer = source
         # On the caller's thread, since a lazy array can only be evaluated where it was made.
@@ -155,11 +160,10 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     try:
         if not isinstance(source, tuple):
             built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
-        model = await worker.run(Job("load", partial(MLXModel, built, options)))
+        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}")))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
         if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
             raise ModelError(refusal(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__

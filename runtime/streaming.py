@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 import attrs
@@ -9,9 +10,14 @@ import trio
 
 from protocol.books import FinishReason
 from protocol.errors import StreamBusyError
+from protocol.reprs import excerpt
 from protocol.statistics import Statistics
-from runtime.reading import Arrivals, Reading, Token
+from runtime.reading import Arrivals, Progress, Reading, Token
+from runtime.session_file import SessionFile
 from runtime.thinking import Answer
+
+Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
+"""Saves a stream to a file, as far as its reader says that it has come."""
 
 
 @attrs.frozen
@@ -34,6 +40,11 @@ class Completion:
     stop_reason: str | int | None = None
     thinking: str = ""
 
+    def __repr__(self) -> str:
+        stop = self.stop_reason
+        at = "" if stop is None else f" at {excerpt(stop) if isinstance(stop, str) else stop}"
+        return f"<outrider Completion, {self.finish_reason}{at}: {len(self.tokens)} tokens, {excerpt(self.text, 60)}>"
+
 
 class TokenStream:
     """The tokens of one generation: an async iterator, and an async context manager.
@@ -45,13 +56,15 @@ class TokenStream:
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
-    def __init__(self, reading: Reading, arrivals: Arrivals) -> None:
+    def __init__(self, reading: Reading, arrivals: Arrivals, write: Write) -> None:
         """Made by `Runtime.stream`.
 
         Args:
-            reading: fresh, of this generation.
+            reading: of this generation.
             arrivals: of the same.
+            write: saves it to a file.
         """
+        self._write = write
         # `runtime.aio` takes the two apart: it has what arrives in trio's thread read in asyncio's.
         self._reading = reading
         self._arrivals = arrivals
@@ -88,6 +101,17 @@ class TokenStream:
         return self._reading.stop_reason
 
     @property
+    def tail(self) -> str:
+        """The text of the tokens given that was not given with them, because it may begin a stop string or ends in an
+        incomplete character.
+
+        The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
+        cancellation or a failure it is what else there is of the text; while the stream goes on, what comes next is
+        given with a later token, unless it turns out to be a stop string. Empty once the text is over.
+        """
+        return self._reading.tail
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
         return self._is_closed
@@ -122,6 +146,29 @@ class TokenStream:
             self._close()
         return token
 
+    async def save(self, path: SessionFile) -> int:
+        """Save the stream to a file, for `Runtime.load_stream`: to go on behind the last token that was given.
+
+        The stream goes on undisturbed; it may also be closed, cancelled, failed or over. In the file are the prompt,
+        the text so far with what the target has decided beyond the last token given, the settings, the seed (also where
+        none was asked for), and what the target and the draft model have cached of the text; of a stream that is
+        closed, what was kept with `reuse_prefix`. See `Conversation.save` for what else holds for such files.
+
+        Under the match rule the text that comes is the one that would have come. Under the rejection rule it is, too,
+        where the rounds are the same: where nothing is drafted, or with a lookahead that is a number and caches that
+        can be trimmed. Else it is another sample of the same distribution.
+
+        Args:
+            path: as for `Conversation.save`.
+
+        Returns: the file's size in bytes.
+
+        Raises: as `Conversation.save`, but for `ConversationBusyError`.
+
+        Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
+        """
+        return await self._write(path, lambda: self._reading.progress)
+
     async def aclose(self) -> None:
         """End the generation. Returns at once; closing twice is closing once.
 
@@ -140,6 +187,7 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._is_closed:
+            self._reading.end()
             self._arrivals.hang_up()
 
     def statistics(self) -> Statistics:
@@ -163,6 +211,11 @@ class TokenStream:
         self._reading.begin(commit)
 
     def _close(self) -> None:
+        self._reading.end()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Have nothing more come. What has come already may still be read, by `runtime.aio`."""
         if not self._is_closed:
             self._is_closed = True
             self._arrivals.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import trio
 
 from protocol.errors import OutriderError
 from protocol.trace import Event, Span
+from runtime.tables import UNBOUNDED, show_pairs, show_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,23 +142,33 @@ class Output:
 
 
 @contextmanager
-def printing(pipe_width: int | None = None) -> Iterator[Console]:
+def printing() -> Iterator[Console]:
     """A console; what is printed to it goes to stdout at the end of the block.
 
-    Args:
-        pipe_width: how wide it is where stdout is no terminal, and the environment does not say; None for 80.
+    Where stdout is no terminal, nothing is wrapped or split, unless the environment says how many COLUMNS there are.
 
     Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
         stdout has gone.)
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if pipe_width is not None and not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = pipe_width
-    with console.capture() as captured:
-        yield console
-    print_text(captured.get())
+    # Apart from stdout, which rich would write to, and fail, also where there is nothing to write.
+    printed = io.StringIO()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = _wide_enough(Console(file=printed, highlight=False, force_terminal=True if is_terminal else None))
+    yield console
+    text = printed.getvalue()
+    if not console.is_terminal:
+        # Tables fill their lines with blanks.
+        text = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    print_text(text)
+
+
+def _wide_enough(console: Console) -> Console:
+    """A console that has room for everything where it is no terminal, and the environment does not say otherwise."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNBOUNDED
+    return console
 
 
 def print_text(text: str) -> None:
@@ -184,7 +196,7 @@ def _console() -> Console:
     """Stderr; without colour where it is no terminal, whatever the environment asks for."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False)
+    return _wide_enough(Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False))
 
 
 def _is_terminal() -> bool:
@@ -274,8 +286,11 @@ class Display:
 
     def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
         from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
-        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        # Goes on in a second line where the terminal is narrow: what is cut off would be how long it takes.
+        wrapped = Column(overflow="fold")
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
         if moves:
             columns.insert(0, SpinnerColumn())
         if num_tokens is not None:
@@ -308,25 +323,19 @@ def warnings_at_the_end() -> Iterator[None]:
 
 def print_statistics(statistics: Statistics) -> None:
     """Print a table of statistics on stderr."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    for row in _rows(statistics):
-        table.add_row(*row)
     console = _console()
     if console.is_terminal:
         console.print()
-    console.print(table)
+    show_pairs(console, list(_rows(statistics)))
 
 
 def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     s = statistics
     cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
     yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
-    yield "speed", f"{s.generation_tps:.1f} tokens/s"
+    yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
-    if s.proposed:
+    if s.acceptance_rate is not None:
         yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
     else:
         yield "acceptance", "nothing was proposed"
@@ -334,6 +343,8 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
     yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
     yield "peak memory", _size(s.peak_memory)
+    for sentence in s.advice:
+        yield "advice", sentence
 
 
 def _duration(seconds: float) -> str:
@@ -351,16 +362,3 @@ def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
     """
     with printing() as console:
         show_sections(console, sections)
-
-
-def show_sections(console: Console, sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of names and findings on a console."""
-    from rich.table import Table
-
-    for i, (title, rows) in enumerate(sections):
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
-        for row in rows:
-            table.add_row(*row)
-        console.print("\n" * (i > 0) + title, style="bold", markup=False)
-        console.print(table)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import jinja2
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.books import Commit
 from protocol.errors import PromptError, VocabularyMismatchError
 from protocol.messages import Open
+from protocol.reprs import shown
 from protocol.stops import Stop, StopMatcher
 
 logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+# Of chat messages, for all chat templates; a template may know further ones.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int) -> tuple[int, ...]:
@@ -44,7 +47,7 @@ def _checked_id(token: Any, vocab_size: int) -> int:
     except TypeError:
         id = None
     if id is None:
-        raise PromptError(f"a prompt of token ids must hold whole numbers, got {token!r} among them")
+        raise PromptError(f"a prompt of token ids must hold whole numbers, got {shown(token)} among them")
     if not 0 <= id < vocab_size:
         raise PromptError(f"prompt token {id} is outside the target's vocabulary of {vocab_size} ids")
     return id
@@ -56,12 +59,7 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
             raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not text")
         # As mlx-lm does: a prompt that spells out its own begin-of-text token gets no second one.
         spelled_out = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
-        # Not verbose: transformers would warn of long prompts, which are refused in words of our own.
-        return tuple(tokenizer.encode(prompt, add_special_tokens=not spelled_out, verbose=False))
+        return _tokenized(prompt, tokenizer, add_special_tokens=not spelled_out)
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -72,12 +70,72 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         return items
     for item in items:
         if not isinstance(item, Mapping):
-            raise PromptError(f"chat messages are mappings with a role and a content, got {item!r} among them")
+            raise PromptError(f"chat messages are mappings with a role and a content, got {shown(item)} among them")
     if tokenizer is None:
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
-    return apply_chat_template(items, tokenizer)
+    return apply_chat_template([_checked_message(i, item, tokenizer) for i, item in enumerate(items)], tokenizer)
+
+
+def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """A chat message, whose content is one text where it is given in parts.
+
+    Raises: PromptError: no chat template could make anything of it.
+    """
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str):
+        what = f"has the role {shown(role)}" if "role" in message else "has no role"
+        raise PromptError(f"{where} {what}; give it one of {_named(ROLES)}")
+    if role not in ROLES and not _is_in_template(role, tokenizer):
+        raise PromptError(f"{where} has the role {shown(role)}, which is unknown; give it one of {_named(ROLES)}")
+    content = message.get("content")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return dict(message)
+    if content is None:
+        what = "has the content None" if "content" in message else "has no content"
+        raise PromptError(f'{where} {what}; give it a text, "" for an empty one')
+    if isinstance(content, (list, tuple)):
+        content = "".join(_checked_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise PromptError(f"{where}.content must be a text or a list of text parts, got {shown(content)}")
+    return {**message, "content": content}
+
+
+def _checked_part(where: str, part: Any) -> str:
+    """The text of a part of a message.
+
+    Raises: PromptError: it is none of text.
+    """
+    form = 'give parts of the form {"type": "text", "text": "…"}, or one text'
+    if not isinstance(part, Mapping):
+        raise PromptError(f"{where} must be a mapping, got {shown(part)}; {form}")
+    if part.get("type") != "text":
+        raise PromptError(f"{where} is of type {shown(part.get('type'))}, and only text can be read; {form}")
+    if not isinstance(part.get("text"), str):
+        raise PromptError(f"{where}.text must be a text, got {shown(part.get('text'))}; {form}")
+    return cast(str, part["text"])
+
+
+def _named(roles: Sequence[str]) -> str:
+    return ", ".join(map(repr, roles))
+
+
+def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
+    """Whether a chat template speaks of a role by name, as some do of roles that no other model has."""
+    template = tokenizer.chat_template
+    templates = template.values() if isinstance(template, Mapping) else [template]
+    return any(isinstance(each, str) and (f"'{role}'" in each or f'"{role}"' in each) for each in templates)
+
+
+def _tokenized(text: str, tokenizer: TokenizerWrapper, *, add_special_tokens: bool) -> tuple[int, ...]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
+    # Not verbose: transformers would warn of long prompts, which are refused in words of our own.
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def apply_chat_template(
@@ -92,10 +150,14 @@ def apply_chat_template(
 
     Raises: PromptError: the template does not take them.
     """
+    # Somebody else's code, which was written with certain messages in mind, and may raise anything for others.
     try:
-        return tuple(cast(Any, tokenizer).apply_chat_template(list(messages), add_generation_prompt=True, **switches))
-    except jinja2.TemplateError as error:
+        text: str = cast(Any, tokenizer).apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, **switches
+        )
+    except Exception as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
+    return _tokenized(text, tokenizer, add_special_tokens=False)
 
 
 class Detokenizer:
@@ -114,12 +176,17 @@ class Detokenizer:
         # The text of ids[_before:_read] is given already. What comes after it is decoded together with it, since
         # tokenizers decide by the neighbours where a space goes.
         self._before = self._read = 0
-        self._ahead = ""
+        self._unread = ""
+
+    @property
+    def unread(self) -> str:
+        """The decoded text of the last tokens, which is withheld because it ends in an incomplete character."""
+        return self._unread
 
     @property
     def ahead(self) -> str:
-        """What can be read already of the tokens whose text is still to come, for want of a whole character."""
-        return self._ahead
+        """The complete characters of `unread`."""
+        return self._unread.rstrip("\ufffd")
 
     def add(self, token: int) -> str:
         """The text that a token makes readable; maybe empty."""
@@ -141,9 +208,9 @@ class Detokenizer:
         whole: str = self._tokenizer.decode(self._ids[self._before :])
         fresh = whole[len(given) :]
         if not fresh or (fresh.endswith("\ufffd") and not is_last):
-            self._ahead = fresh.rstrip("\ufffd")
+            self._unread = fresh
             return ""
-        self._before, self._read, self._ahead = self._read, len(self._ids), ""
+        self._before, self._read, self._unread = self._read, len(self._ids), ""
         return fresh
 
 
@@ -167,6 +234,16 @@ class GrowingText:
         """The stop string that ended the text, or None so far."""
         return None if self._matcher is None else self._matcher.found
 
+    @property
+    def tail(self) -> str:
+        """The decoded text of the tokens so far that was not given: it may begin a stop string, or be half a character.
+
+        Empty once the text is over.
+        """
+        if self._matcher is None:
+            return self._detokenizer.unread
+        return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
+
     def alone(self, token: int) -> str:
         """The text of a token by itself, whatever comes before it."""
         return self._detokenizer.alone(token)
@@ -189,6 +266,12 @@ class StopFinder:
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
         """For one generation that has stop strings."""
         self._text: GrowingText | None = GrowingText(tokenizer, opened)
+
+    def resume(self, tokens: Iterable[int]) -> None:
+        """Go on behind tokens that were generated before, and in which no stop string is complete."""
+        if self._text is not None:
+            for token in tokens:
+                self._text.add(token, is_last=False)
 
     def __call__(self, commit: Commit) -> Stop | None:
         """Where a stop string ends the text, if it does in this round; to be called with each, in order."""

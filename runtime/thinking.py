@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import cast
 
@@ -9,7 +10,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 class Answer:
-    """A growing answer, told apart into what the model thinks and what it says."""
+    """A growing answer, told apart into what the model thinks and what it says.
+
+    Attributes:
+        num_tokens: that were given.
+        tail: the text of those tokens that was not given; see `TokenStream.tail`.
+        is_over: whether nothing more of it is given.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int]) -> None:
         """Nothing yet.
@@ -20,6 +27,8 @@ class Answer:
                 themselves, the answer begins there.
         """
         self.num_tokens = 0
+        self.tail = ""
+        self.is_over = False
         self._start: tuple[int, ...] = ()
         self._end: tuple[int, ...] = ()
         self._tags = ("", "")
@@ -68,21 +77,35 @@ class Answer:
         """All but thinking and tags."""
         return self._given(is_thinking=False)
 
+    def remembered(self) -> Answer:
+        """The answer as the next turn is to know it: once it is over, with its tail, whose tokens were given."""
+        if not self.is_over or not self.tail:
+            return self
+        whole = copy.copy(self)
+        # What may begin a stop string is among the pieces already.
+        num_withheld = self._num_readable - self._num_given
+        whole._whole = [*self._whole, self.tail]
+        whole._pieces = [*self._pieces, (self._num_readable, self.tail[num_withheld:], self._is_inside)]
+        whole._num_given += len(self.tail)
+        return whole
+
     def _given(self, *, is_thinking: bool) -> str:
         pieces = [(begin, text) for begin, text, side in self._pieces if side is is_thinking]
         return "".join(text[: max(0, self._num_given - begin)] for begin, text in pieces)
 
-    def add(self, token: int, readable: str, given: str) -> bool:
+    def add(self, token: int, readable: str, given: str, tail: str = "") -> bool:
         """Take the next token.
 
         Args:
             token: its id.
             readable: the text that it completes.
             given: the text that is given with it: what may be the beginning of a stop string comes later, or never.
+            tail: the text of the tokens so far that was not given.
 
         Returns: whether it belongs to thinking, tags included; of a tag of several tokens that opens, the last does.
         """
         self.num_tokens += 1
+        self.tail = tail
         self._whole.append(given)
         self._num_given += len(given)
         self._pieces.append((self._num_readable, readable, self._is_inside))

@@ -18,6 +18,7 @@ import attrs
 import trio
 
 from protocol.trace import Event, Instant, Span
+from runtime.drafter_states import spells_away
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -132,6 +133,9 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     """
     spans = sorted((e for e in events if isinstance(e, Span)), key=lambda span: (span.actor != "target", span.began))
     instants = sorted((e for e in events if isinstance(e, Instant)), key=lambda instant: instant.at)
+    busy = _busy_rounds(spans, instants)
+    # Where the drafter was idle, nothing was guessed, and so nothing missed.
+    instants = [i for i in instants if i.kind != "miss" or (i.session, i.round) in busy]
     starts = [span.began for span in spans] + [instant.at for instant in instants[:1]]
     zero = min(starts, default=0.0)
 
@@ -174,6 +178,12 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     }
 
 
+def _busy_rounds(spans: Sequence[Span], instants: Sequence[Instant]) -> set[tuple[int | None, int | None]]:
+    """Sessions and rounds in which the drafter drafted something, or proposed what it had looked up."""
+    drafted = {(span.session, span.round) for span in spans if span.kind == "draft"}
+    return drafted | {(i.session, i.round) for i in instants if i.kind == "proposal" and i.num_tokens}
+
+
 class _Under:
     """Which part of a span lies under others that do not overlap each other."""
 
@@ -209,12 +219,16 @@ def _session(
     opened = next(instant for instant in ours if instant.kind == "open")
     finish_reason = commits[-1][1].finish_reason if commits else None
     last = max([instant.at for instant in ours] + [span.ended for span in work if span.kind != "close"])
+    has_drafter = any(instant.actor == "draft" for instant in ours)
     return {
         "id": session,
         "prompt": texts.prompts.get(session, ""),
         "began": us(opened.at),
         "ended": us(last),
         "end": finish_reason or ("cancel" if "cancel" in kinds else None),
+        "away": [[us(began), us(ended), state] for began, ended, state in spells_away(ours, last)]
+        if has_drafter
+        else [[us(opened.at), us(last), "none"]],
         "rounds": _rounds(session, work, ours, texts, us),
         "summary": _summary(opened, work, ours, commits, under),
     }
@@ -242,6 +256,7 @@ def _rounds(
                 ],
                 accepted=commit.num_from_draft,
                 rejected=commit.num_rejected,
+                resting=commit.resting,
                 single=commit.single_step,
                 settles=commit.settles,
             )
@@ -267,6 +282,7 @@ def _summary(
     accepted = sum(commit.num_from_draft for _, commit in commits)
     rejected = sum(commit.num_rejected for _, commit in commits)
     tokens = sum(len(commit.tokens) for _, commit in commits)
+    num_untimed = len(commits[0][1].tokens) if commits else 0  # what comes in one round has taken no time
     first, last = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
     drafts = [span for span in work if span.kind == "draft" and span.began < last]
     drafting = sum(span.ended - span.began for span in drafts)
@@ -279,11 +295,12 @@ def _summary(
         "promptTokens": len(opened.tokens),
         "tokens": tokens,
         "rounds": len(commits),
+        "alone": sum(span.kind == "decode" for span in work),
         "proposed": accepted + rejected,
         "accepted": accepted,
         "hits": sum(instant.kind == "hit" for instant in ours),
         "misses": sum(instant.kind == "miss" for instant in ours),
-        "tokensPerSecond": _ratio(max(0, tokens - 1), last - first),
+        "tokensPerSecond": _ratio(tokens - num_untimed, last - first) or None,
         "firstToken": first - opened.at if commits else None,
         "targetBusy": busy("target"),
         "draftBusy": busy("draft"),

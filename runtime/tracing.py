@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 import trio
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 from protocol.trace import Actor, Event, Instant, Span
 from runtime.timeline import render, texts_of
 
@@ -52,7 +53,7 @@ def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
         return checked
     if isinstance(trace, (str, os.PathLike)) and isinstance(os.fspath(trace), str):
         return TimelineFile(trace) if Path(trace).suffix.lower() in (".html", ".htm") else ChromeFile(trace)
-    raise SettingsError(f"trace must be a function of one event or the path of a file to write, got {trace!r}")
+    raise SettingsError(f"trace must be a function of one event or the path of a file to write, got {shown(trace)}")
 
 
 class Recorder(ABC):

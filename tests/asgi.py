@@ -17,6 +17,7 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 
 from protocol.settings import Settings, settings_from
 from runtime.server.app import Service, application
+from runtime.server.grammar_checker import Cost, Outcome
 from runtime.server.timelines import Timelines
 
 T = TypeVar("T")
@@ -160,7 +161,13 @@ class Exchange:
 
 @asynccontextmanager
 async def exchange(
-    app: Any, path: str, *, method: str | None = None, headers: dict[str, str] | None = None, body: Any = None
+    app: Any,
+    path: str,
+    *,
+    method: str | None = None,
+    headers: dict[str, str] | None = None,
+    body: Any = None,
+    address: str = "127.0.0.1",
 ) -> AsyncIterator[Exchange]:
     """An exchange with an application, which is over when the block is left.
 
@@ -170,6 +177,7 @@ async def exchange(
         method: if None, POST where something is to be completed, else GET.
         headers: beside the host; those of a JSON body if None and there is one.
         body: what is made JSON of; bytes are sent as they are; None is left to be given, but for GET.
+        address: of the client.
     """
     method = method or ("POST" if path.endswith("completions") else "GET")
     given = {"host": "localhost:8000", **(JSON if headers is None and method == "POST" else headers or {})}
@@ -185,7 +193,7 @@ async def exchange(
         "query_string": query.encode(),
         "root_path": "",
         "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in given.items()],
-        "client": ("127.0.0.1", 50000),
+        "client": (address, 50000),
         "server": ("127.0.0.1", 8000),
         "extensions": {},
         "state": {},
@@ -249,10 +257,13 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.ALPHABET[token] for token in tokens)
 
-    def apply_chat_template(self, messages: Sequence[Any], *, add_generation_prompt: bool, **_: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, add_generation_prompt: bool, tokenize: bool = True, **_: Any
+    ) -> Any:
         self.seen.append([dict(message) for message in messages])
         said = "".join(f"{message['role']}:{message['content']}." for message in messages)
-        return self.encode(said + ("assistant:" + (self.template or "").removeprefix("chat")))
+        text = said + ("assistant:" + (self.template or "").removeprefix("chat"))
+        return self.encode(text) if tokenize else text
 
     def rfind_think_start(self, tokens: Sequence[int]) -> int:
         return self.decode(tokens).rfind(self.think_start)
@@ -274,6 +285,26 @@ class Aside:
             done = outcome.capture(do)
             await trio.sleep(self.seconds)
             return done.unwrap()
+
+
+class ScriptedCheck:
+    """What takes the place of the process that tries out grammars."""
+
+    def __init__(self, seconds: float = 0.0, outcome: Outcome = "done") -> None:
+        """Takes so long for each, and finds this."""
+        self.seconds = seconds
+        self.outcome = outcome
+        self.num_at_once = 0
+        self.asked: list[str] = []
+
+    async def __call__(self, grammar: str, /) -> Cost:
+        self.asked.append(grammar)
+        self.num_at_once += 1
+        try:
+            await trio.sleep(self.seconds)
+        finally:
+            self.num_at_once -= 1
+        return Cost(self.outcome, self.seconds)
 
 
 @attrs.define
@@ -318,6 +349,7 @@ async def served(
     price: Any = None,
     schedule: int = 0,
     small: str | None = None,
+    check: ScriptedCheck | None = None,
     **service: Any,
 ) -> AsyncIterator[Served]:
     """A server over scripted models; needs an autojumping clock.
@@ -330,13 +362,14 @@ async def served(
         tokenising_s: seconds that it takes to get a prompt ready.
         max_waiting, **service: see `Service`.
         small: what the drafter is called.
+        check: tries out grammars.
     """
     tokenizer, timelines = tokenizer or Letters(), Timelines()
     async with simulated(
         target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price, schedule=schedule
     ) as simulation:
         offered = Service(MODEL, small, max_streams=max_streams, max_waiting=max_waiting, **service)
-        app = application(simulation.runtime, offered, timelines, aside=Aside(tokenising_s))
+        app = application(simulation.runtime, offered, timelines, check or ScriptedCheck(), aside=Aside(tokenising_s))
         yield Served(app, simulation, tokenizer, timelines)
 
 

@@ -98,6 +98,7 @@ class Exchange:
         finish_reason: str | None = None,
         spans: Sequence[tuple[str, str, float, float]] = (),
         round_s: float = 0.03,
+        drafter: Sequence[tuple[float, str]] = (),
         **statistics: Any,
     ) -> dict[str, Any]:
         """What the next chunk would be.
@@ -107,6 +108,7 @@ class Exchange:
             finish_reason: of the text, where these are its last words.
             spans: actor, kind, begin and end; by default a verify and drafts beside it, of `round_s`.
             round_s: how long that round took, in seconds.
+            drafter: changes of its state: when, and to what.
             statistics: that are not what the words make of them.
         """
         tokens = [
@@ -135,9 +137,9 @@ class Exchange:
                 "statistics": {
                     **self._counts,
                     "proposed": proposed,
-                    "acceptance_rate": accepted / proposed if proposed else 0.0,
+                    "acceptance_rate": accepted / proposed if proposed else None,
                     "prompt_tokens": 7,
-                    "generation_tps": self._told / self._clock if self._clock else 0.0,
+                    "generation_tps": self._told / self._clock if self._clock else None,
                     "time_to_first_token": 0.125 if self._told else None,
                     "elapsed": self._clock,
                     **statistics,
@@ -146,6 +148,7 @@ class Exchange:
                     {"actor": actor, "kind": kind, "began": began, "ended": ended, "round": None}
                     for actor, kind, began, ended in spans
                 ],
+                "drafter": [{"at": at, "state": state} for at, state in drafter],
             },
         }
 

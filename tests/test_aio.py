@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import io
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -969,6 +970,22 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
+            # So is what was withheld, once it is known that nothing more comes.
+            expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
+            stream = conversation.stream("\nclass ", stop=expected.text + "☂")
+            async for token in stream:
+                if token.index == 2:
+                    break
+            assert conversation.messages[-1]["content"] == ""
+            await stream.aclose()
+            assert (
+                conversation.messages[-1]["content"]
+                == stream.tail
+                == "".join(token.text for token in expected.tokens[:3])
+                != ""
+            )
+            said = [message["content"] for message in conversation.messages]
+
             # A turn that is dropped, or cancelled before its first token, makes room at once.
             conversation.stream("never heard")
             third = await conversation.generate("\nimport os")
@@ -1011,6 +1028,35 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
             assert loaded.messages == []
             anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
             assert ids(anew) == ids(fresh)
+
+    run(main)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 24])
+def test_a_stream_is_saved_in_its_middle_and_goes_on(run: Run, tmp_path: Path, cut: int) -> None:
+    path, settings = tmp_path / "stream", {"max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+
+    async def main() -> None:
+        got = []
+        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+            stream = rt.stream("class Stack:\n", **settings)
+            if cut == 0:
+                assert await stream.save(path) == path.stat().st_size
+            async for token in stream:
+                got.append(token)
+                if len(got) == cut:
+                    file = io.BytesIO()
+                    assert await stream.save(file) == path.write_bytes(file.getvalue())
+            assert len(got) == 24
+        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+            resumed = await rt.load_stream(path)
+            assert resumed.is_closed == (cut == 24)
+            assert [(token.index, token.text) async for token in resumed] == [(t.index, t.text) for t in got[cut:]]
+            assert resumed.answer.text == "".join(token.text for token in got)
+            with pytest.raises(
+                runtime.SessionFileError, match=r"has a stream, not what was asked for; use load_stream"
+            ):
+                await rt.load(path)
 
     run(main)
 

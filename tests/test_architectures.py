@@ -33,6 +33,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import runtime
 from actors.mlx_model import MLXModel
 from actors.mlx_options import CacheOptions
+from actors.probe import probe
 from actors.simulated import SimulatedWorker
 from actors.worker import Job, ThreadWorker
 from protocol.errors import ModelError
@@ -115,6 +116,8 @@ async def with_a_fake(
     """A runtime of a real model on its thread, and one that knows a text."""
     async with ThreadWorker("target" if is_target else "draft") as worker:
         real = await worker.run(Job("load", partial(MLXModel, model, CacheOptions(rewind=rewind))))
+        # Of which nothing is left that shows in a text.
+        await worker.run(Job("load", partial(probe, real)))
         fake = Knowing(knows, real.vocab_size)
         fake_worker = SimulatedWorker("draft" if is_target else "target", price=lambda _: 0.0)
         models = ((real, worker), (fake, fake_worker))

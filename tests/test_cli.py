@@ -393,7 +393,7 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
 
 def statistics(**changes: Any) -> runtime.Statistics:
     numbers = dict.fromkeys(attrs.fields_dict(runtime.Statistics), 0)
-    return runtime.Statistics(**numbers | {"time_to_first_token": None} | changes)
+    return runtime.Statistics(**numbers | {"time_to_first_token": None, "advice": ()} | changes)
 
 
 @pytest.mark.parametrize(
@@ -404,11 +404,14 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({}, "first token", "none came"),
         ({"time_to_first_token": 0.0123}, "first token", "after 12 ms"),
         ({"time_to_first_token": 1.234}, "first token", "after 1.23 s"),
-        ({}, "acceptance", "nothing was proposed"),
+        ({"acceptance_rate": None}, "acceptance", "nothing was proposed"),
+        ({"generation_tps": None}, "speed", "not known after a single round"),
+        ({"acceptance_rate": 0.0, "proposed": 4}, "acceptance", "0.0% (0 of 4 proposed)"),
         ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
         ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
         ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
         ({"target_busy": 0.968, "draft_busy": 0.5}, "busy", "target 97%, draft 50%"),
+        ({"advice": ('use lookahead="auto"',)}, "advice", 'use lookahead="auto"'),
         ({"peak_memory": 61_340_000}, "peak memory", "61.3 MB"),
         ({"peak_memory": 12_345_000_000}, "peak memory", "12.35 GB"),
     ],
@@ -442,6 +445,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
         ("--lookahead", "Auto", "lookahead", "Auto"),
         ("--acceptance", "sometimes", "acceptance", "sometimes"),
         ("--prefill-step-size", "0", "prefill_step_size", 0),
+        ("--draft-temperature", "-1", "draft_temperature", -1),
         ("--top-p", "1.5", "top_p", 1.5),
         ("--min-p", "-0.1", "min_p", -0.1),
         ("--min-tokens-to-keep", "0", "min_tokens_to_keep", 0),
@@ -456,7 +460,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
         ("--repetition-penalty", "-1", "repetition_penalty", -1),
         ("--repetition-context-size", "0", "repetition_context_size", 0),
         ("--presence-penalty", "inf", "presence_penalty", float("inf")),
-        ("--presence-context-size", "none", "presence_context_size", None),
+        ("--presence-context-size", "all", "presence_context_size", "all"),
         ("--frequency-penalty", "much", "frequency_penalty", "much"),
         ("--frequency-context-size", "1.5", "frequency_context_size", 1.5),
         ("--logprobs", "129", "logprobs", 129),

@@ -195,6 +195,68 @@ async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(nu
         assert completion.statistics.cached_tokens > 0
 
 
+async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered() -> None:
+    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
+    processor = says(wrapped, "<think>Hm, os</think>import os, too")
+    async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
+        for stop, tail, before, after in (
+            ("m, os?", "m, os", {"reasoning_content": "H"}, assistant("", reasoning_content="Hm, os")),
+            ("</think>?", "</think>", {"reasoning_content": "Hm, os"}, assistant("", reasoning_content="Hm, os")),
+            ("ort os, however", "ort os", {"content": "imp"}, assistant("import os", reasoning_content="Hm, os")),
+        ):
+            conversation = rt.conversation(logits_processors=(processor,), lookahead=3, stop=stop)
+            async with conversation.stream("What now?") as stream:
+                async for _ in stream:
+                    if stream.tail == tail:
+                        break
+                # While more may come, it is not known yet what is withheld.
+                assert conversation.messages[-1].items() >= before.items()
+            assert stream.tail == tail
+            assert conversation.messages[-1] == after
+
+
+async def test_half_a_character_of_a_turn_that_is_broken_off_is_remembered() -> None:
+    processor = says(tokenizer(), "A 🙂")
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(logits_processors=(processor,), lookahead=3)
+        stream = conversation.stream("What now?")
+        given = ""
+        async for token in stream:
+            given += token.text
+            if stream.tail:
+                break
+        assert conversation.messages[-1] == assistant(given)
+        await stream.aclose()
+        assert conversation.messages[-1] == assistant(given + stream.tail) == assistant(given + "\ufffd")
+        # Likewise where the stream is dropped.
+        async for again in conversation.stream("And now?", logits_processors=(says(tokenizer(), "", "A 🙂"),)):
+            if again.index == token.index:
+                break
+        assert conversation.messages[-1] == assistant(given + "\ufffd")
+
+
+async def test_no_moment_shows_an_exchange_twice() -> None:
+    seen: list[int] = []
+
+    class Watched(runtime.Conversation):
+        """Another thread may look after every step."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if seen:
+                seen.append(len(self.messages))
+
+    async with runtime.open(*pair()) as rt:
+        conversation = rt.conversation(**SETTINGS)
+        await conversation.generate("import")
+        conversation.__class__ = Watched
+        seen.append(2)
+        await conversation.generate("os")
+        assert set(seen) == {2}
+        conversation.reset()
+        assert set(seen) == {2, 0}
+
+
 async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_as_it_was() -> None:
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS)

@@ -47,7 +47,7 @@ def resident_bytes() -> int:
 async def settled(rt: runtime.Runtime) -> None:
     """Wait until the models are free: a stream that begins now ends after all that were before it."""
     await rt.generate(PROMPT, max_tokens=2)
-    while rt.num_streams:  # a stream that is over is put away in the next turn of the event loop
+    while rt._sessions:  # a stream that is over is put away in the next turn of the event loop
         await trio.lowlevel.checkpoint()
     gc.collect()
     mx.clear_cache()

@@ -480,6 +480,46 @@ def nested(depth):
     return functools.reduce(lambda inner, _: {"items": inner}, range(depth), {})
 
 
+def by(number: float) -> dict[str, Any]:
+    return {"type": "number", "multipleOf": number}
+
+
+@pytest.mark.parametrize(
+    ("schema", "remainders"),
+    [
+        (by(99_999_989), "99999989"),
+        (by(109981.3), "1099813"),
+        (by(1234.5678), "6172839"),
+        ({"type": "array", "items": {"anyOf": [{"not": by(9973)}, by(9967)]}}, "99400891"),
+        ({"allOf": [by(7)] * 50_000 + [by(n) for n in range(100_003, 140_003, 2)]}, None),
+        ({"properties": {f"p{n}": by(n) for n in range(10_001, 10_041, 2)}}, None),
+        ({"$defs": {"a": by(-3), "b": by(100_003)}}, "100003"),
+        (by(10**400 + 1), None),
+    ],
+)
+def test_numbers_that_llguidance_would_divide_by_for_hours_are_refused(schema, remainders):
+    complaint = "added up over all values, must be at most 100000, got "
+    with pytest.raises(runtime.SettingsError, match=complaint + (remainders or "")):
+        check_json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        by(99_991),
+        by(0.01),
+        by(1e-8),
+        by(10_000_000),
+        by(65_536),
+        {"properties": {name: by(9973) for name in "abcdefghijklm"}},
+        {"properties": {"multipleOf": {"type": "integer"}, "anyOf": {"enum": [{"multipleOf": 99_999_989}]}}},
+        {"const": {"multipleOf": 99_999_989}},
+    ],
+)
+def test_round_numbers_may_be_divided_by_and_what_only_looks_like_that_is_let_be(schema):
+    check_json_schema(schema)
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [

@@ -308,7 +308,7 @@ async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay: float, 
 
 
 async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"feed": {4}})
+    target = ScriptedModel(truthful, fails={"feed": range(4, 1000)})
     async with simulated(target, max_streams=1) as simulation:
         streams = [simulation.runtime.stream([n], max_tokens=30) for n in range(3)]
         for stream in streams:

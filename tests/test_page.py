@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,51 @@ def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedSer
     assert drafted[1] != own[1]
     exchange.finish()
     tab.expect_state("done")
+
+
+def test_drafted_indentation_is_tinted_less_than_words(tab: Tab, server: ScriptedServer) -> None:
+    writing(
+        tab, server, "def f():", ("\n", "drafted"), ("    ", "drafted"), ("return", "drafted"), (" 1", "drafted"), " "
+    )
+    tab.expect_text("def f():\n    return 1 ")
+    assert tab.runs[1:] == [["drafted", "\n"], ["drafted blank", "    "], ["drafted", "return 1"], ["", " "]]
+    style = "span => [getComputedStyle(span).textDecorationLine, getComputedStyle(span).backgroundColor]"
+    blank, word = (tab.page.locator("#text span").nth(i).evaluate(style) for i in (2, 3))
+    assert (blank[0], word[0]) == ("none", "underline")
+    assert blank[1] != word[1]
+
+
+def test_a_text_that_takes_long_to_lay_out_is_shown_less_often(tab: Tab, server: ScriptedServer) -> None:
+    seen = tab.page.evaluate(
+        """async () => {
+            const { GrowingText } = await import("/page/text.js");
+            const element = document.createElement("div"), frames = [], timers = [], seen = [];
+            let now = 0, cost = 0;
+            performance.now = () => now;
+            window.requestAnimationFrame = (paint) => frames.push(paint);
+            window.setTimeout = (call, wait) => timers.push([call, wait]);
+            const frame = () => { frames.splice(0).forEach((paint) => paint()); seen.push(element.textContent); };
+            const text = new GrowingText(element, (paint) => { paint(); now += cost; });
+            const write = (word) => text.add([{ text: word, isDrafted: false, isThought: false }]);
+            text.clear();
+            write("quick ");
+            frame();
+            cost = 50;
+            write("slow ");
+            frame();
+            write("later ");
+            write("together");
+            frame();
+            const [[due, wait]] = timers;
+            due();
+            frame();
+            write(", and the end");
+            text.flush();
+            return [...seen, element.textContent, wait, timers.length];
+        }"""
+    )
+    together = "quick slow later together"
+    assert seen == ["quick ", "quick slow ", "quick slow ", together, f"{together}, and the end", 200, 2]
 
 
 def test_thoughts_stand_apart(tab: Tab, server: ScriptedServer) -> None:
@@ -187,6 +233,40 @@ def test_the_states_of_an_answer(tab: Tab, server: ScriptedServer) -> None:
     expect(tab["state-more"]).to_have_text("the limit on tokens is reached")
     expect(tab["stop"]).to_be_hidden()
     assert not server.was_asked
+
+
+def test_how_far_a_long_prompt_was_read_is_said(tab: Tab, server: ScriptedServer) -> None:
+    exchange = waiting(tab, server)
+    for read in (0, 500, 1000):
+        span = ("target", "prefill", read / 1000, read / 1000 + 0.5)
+        exchange.write(spans=[span], prompt_tokens=6000, cached_tokens=24, prefilled_tokens=read)
+        expect(tab["state-more"]).to_contain_text(f"{24 + read:,} of 6,000 tokens")
+    expect(tab["state-word"]).to_have_text("Reading the prompt")
+    exchange.write(" upon", prompt_tokens=6000, cached_tokens=24, prefilled_tokens=5975)
+    tab.expect_state("writing")
+    expect(tab["state-more"]).to_have_text("")
+
+
+def test_a_drafter_that_rests_is_said_to(tab: Tab, server: ScriptedServer) -> None:
+    exchange = waiting(tab, server)
+    exchange.write(" upon", spans=[("target", "decode", 0.0, 1.0)], proposed=0, accepted=0)
+    expect(tab["acceptance"]).to_have_text("–")
+    tab["all"].click()
+    assert coloured(tab, 1) == 0
+    exchange.write(" a", spans=[("target", "decode", 1.0, 2.0)], drafter=[(1.0, "resting")], proposed=0, accepted=0)
+    expect(tab["acceptance"]).to_have_text("resting")
+    assert 0 < coloured(tab, 1) < 0.5  # a dashed line and words, in the half in which it rests
+    exchange.write(
+        " time",
+        spans=[("target", "verify", 2.0, 4.0)],
+        drafter=[(2.0, "drafting"), (3.0, "overdue")],
+        proposed=3,
+        accepted=2,
+    )
+    expect(tab["acceptance"]).to_have_text("67 %2 of 3")
+    exchange.finish()
+    tab.expect_state("done")
+    expect(tab["strip"]).to_have_attribute("aria-label", re.compile("the drafter rested 25 % of the time"))
 
 
 def test_the_figures(tab: Tab, server: ScriptedServer) -> None:
@@ -361,16 +441,74 @@ def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, ser
 
 
 @moments
-def test_loading_the_page_again_keeps_only_the_prompt(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+def test_loading_the_page_again_keeps_the_prompt_and_what_was_written(
+    tab: Tab, server: ScriptedServer, under_way: Moment
+) -> None:
     exchange = under_way(tab, server)
     tab.page.reload()
     exchange.wait_gone()
+    if under_way is writing:
+        tab.expect_state("stopped")
+        tab.expect_text("Once upon")
+    else:
+        expect(tab["welcome"]).to_be_visible()
     expect(tab["prompt"]).to_have_value("Once")
     expect(tab["prompt"]).to_be_focused()
     expect(tab["models"]).to_be_visible()
     assert not server.was_asked
     tab.press("Enter")
     assert server.next().body["prompt"] == "Once"
+
+
+def test_an_answer_is_there_when_the_page_is_loaded_again(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server, "Once", ("hm", "thought"), (" upon", "drafted"), (" a", "drafted"), " time")
+    exchange.write(" there", drafter=[(0.03, "resting")], proposed=184, accepted=123, prompt_tokens=77)
+    exchange.finish("length")
+    tab.expect_state("done")
+
+    def seen() -> list[Any]:
+        names = ("acceptance", "speed", "tokens", "first", "read", "beside", "state-more")
+        words = [tab[name].inner_text() for name in names]
+        words += [tab["timeline"].get_attribute("href"), tab["strip"].get_attribute("aria-label")]
+        return [tab.runs, words, coloured(tab, 0), coloured(tab, 1)]
+
+    before = seen()
+    tab.page.reload()
+    tab.expect_state("done")
+    expect(tab["models"]).to_be_visible()
+    assert seen() == before
+    assert not server.was_asked
+    tab.ask("Twice")
+    exchange = server.next()
+    exchange.start()
+    exchange.write(" as much")
+    tab.expect_text("Twice as much")
+    expect(tab["acceptance"]).to_have_text("0 %0 of 3")
+
+
+def test_an_answer_that_failed_says_so_when_the_page_is_loaded_again(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).cut()
+    tab.expect_state("failed")
+    tab.page.reload()
+    tab.expect_state("failed")
+    expect(tab["state-more"]).to_have_text("The connection was lost in mid-answer. What was written by then is kept.")
+    expect(tab["problem"]).to_be_hidden()
+    tab.expect_text("Once upon")
+
+
+def test_an_answer_too_long_to_be_kept_is_not_and_nor_is_the_one_before(tab: Tab, server: ScriptedServer) -> None:
+    writing(tab, server).finish()
+    tab.expect_state("done")
+    kept = "sessionStorage.getItem('outrider.answer')"
+    assert tab.page.evaluate(kept)
+    exchange = writing(tab, server, "Twice", *["long " * 50_000] * 9)
+    exchange.finish()
+    tab.expect_state("done")
+    assert tab.page.evaluate(kept) is None
+    for unreadable in ("{", "7", "null", '{"version": 0}'):
+        tab.page.evaluate("text => sessionStorage.setItem('outrider.answer', text)", unreadable)
+        tab.load()
+        expect(tab["welcome"]).to_be_visible()
 
 
 def test_two_tabs_do_not_know_of_each_other(tab: Tab, opened: Open, server: ScriptedServer) -> None:
@@ -402,13 +540,95 @@ def test_a_full_house_says_when_to_try_again(tab: Tab, server: ScriptedServer) -
     expect(tab["problem-when"]).to_have_text("Try again in 10 s.")
     tab.page.clock.fast_forward(20_000)
     expect(tab["problem-when"]).to_have_text("Try again now.")
+    expect(tab["prompt"]).to_have_value("Once")
     tab["retry"].click()
+    expect(tab["prompt"]).to_have_value("")
     exchange = server.next()
     assert exchange.body["prompt"] == "Once"
     expect(tab["problem"]).to_be_hidden()
     exchange.start()
     exchange.write(" upon")
     tab.expect_text("Once upon")
+
+
+def test_when_to_try_again_is_said_once(tab: Tab, server: ScriptedServer) -> None:
+    tab.page.clock.install()
+    tab.ask("Once")
+    server.next().refuse(429, "2 answers are under way; try again in 3 s", Retry_After="3", Connection="close")
+    tab.expect_failed("2 answers are under way.")
+    expect(tab["problem-when"]).to_have_text("Try again in 3 s.")
+    tab.page.clock.fast_forward(4_000)
+    expect(tab["problem-when"]).to_have_text("Try again now.")
+
+
+def test_retry_is_offered_where_it_can_help(tab: Tab, server: ScriptedServer) -> None:
+    for status, helps in {400: False, 413: False, 404: True, 429: True, 500: True, 503: True}.items():
+        tab.ask("Once")
+        server.next().refuse(status, f"refused with {status}", Connection="close")
+        tab.expect_failed(f"refused with {status}.")
+        assert tab["retry"].is_visible() is helps
+    for kind, helps in {"invalid_request_error": False, "server_error": True}.items():
+        exchange = writing(tab, server)
+        exchange.event({"error": {"message": kind, "type": kind}})
+        tab.expect_failed(f"{kind}.")
+        assert tab["retry"].is_visible() is helps
+
+
+def test_a_refused_prompt_stays_in_the_box_and_its_refusal_until_it_is_changed(
+    tab: Tab, server: ScriptedServer
+) -> None:
+    tab.ask("Once")
+    server.next().refuse(400, "the prompt is too long", Connection="close")
+    tab.expect_failed("the prompt is too long.")
+    expect(tab["prompt"]).to_have_value("Once")
+    tab["prompt"].focus()
+    tab.press("End", "Backspace")
+    expect(tab["problem"]).to_be_hidden()
+    tab.press("Enter")
+    server.next().refuse(400, "max_tokens is too high", Connection="close")
+    tab.expect_failed("max_tokens is too high.")
+    tab["settings-button"].click()
+    tab.page.get_by_label("Most tokens").fill("64")
+    expect(tab["problem"]).to_be_hidden()
+
+
+def test_retry_asks_what_is_in_the_box_where_the_refused_prompt_was_changed(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    server.next().refuse(503, "the models are not there", Connection="close")
+    tab.expect_failed("the models are not there.")
+    tab["prompt"].focus()
+    tab.press("End")
+    tab.type(" more")
+    tab["retry"].click()
+    assert server.next().body["prompt"] == "Once more"
+
+
+def test_a_prompt_that_is_being_written_is_not_replaced_by_a_refused_one(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("Once")
+    exchange = server.next()
+    tab.type("Twice")
+    exchange.refuse(429, "full", Connection="close")
+    tab.expect_failed("full.")
+    expect(tab["prompt"]).to_have_value("Twice")
+    tab["retry"].click()
+    assert server.next().body["prompt"] == "Once"
+    expect(tab["prompt"]).to_have_value("Twice")
+
+
+def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(tab: Tab, server: ScriptedServer) -> None:
+    tab.page.clock.install()
+    for path in ("**/v1/models", "**/v1/completions"):
+        tab.page.route(path, lambda route: route.abort("connectionrefused"))
+    tab.ask("Once")
+    tab.expect_failed("The server cannot be reached. Is it still running?")
+    expect(tab["retry"]).to_be_visible()
+    with tab.page.expect_request("**/v1/models"):
+        tab.page.clock.fast_forward(5_000)
+    expect(tab["problem"]).to_be_visible()
+    tab.page.unroute("**/v1/models")
+    tab.page.clock.fast_forward(5_000)
+    expect(tab["problem"]).to_be_hidden()
+    expect(tab["prompt"]).to_have_value("Once")
 
 
 def test_when_to_try_again_may_be_a_date(tab: Tab, server: ScriptedServer) -> None:
@@ -544,6 +764,7 @@ def test_silence_is_said_to_be(tab: Tab, server: ScriptedServer, under_way: Mome
 
 def test_a_server_that_was_not_there_can_be_met_later(opened: Open, server: ScriptedServer) -> None:
     tab = opened(loaded=False)
+    tab.page.add_init_script("setInterval = () => 0")  # or the page would look for it by itself, and maybe be first
     tab.page.route("**/v1/models", lambda route: route.abort())
     tab.page.goto(server.url)
     expect(tab["problem-text"]).to_have_text("The server cannot be reached. Is it still running?")
@@ -804,6 +1025,24 @@ def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int
     tab["settings-button"].click()
     assert tab.sideways == 0
     expect(tab["send"]).to_be_in_viewport(ratio=1)
+
+
+@pytest.mark.parametrize("width", [320, 400])
+def test_a_phone_shows_who_drafts(opened: Open, server: ScriptedServer, width: int) -> None:
+    server.model |= {"id": "mlx-community/Qwen3-8B-4bit", "draft": "mlx-community/Qwen3-0.6B-4bit"}
+    tab = opened(viewport={"width": width, "height": 700})
+    expect(tab["models"]).to_have_text("mlx-community/Qwen3-8B-4bit drafted by mlx-community/Qwen3-0.6B-4bit")
+    for name in ("Qwen3-8B-4bit", "Qwen3-0.6B-4bit"):
+        words = tab.page.locator("#models b", has_text=name)
+        expect(words).to_be_in_viewport(ratio=1)
+        assert words.evaluate(
+            """words => {
+                const { right, top } = words.getBoundingClientRect();
+                return words.contains(document.elementFromPoint(right - 2, top + 5));
+            }"""
+        )
+    assert tab["models"].evaluate("models => models.scrollWidth <= models.clientWidth")
+    assert tab.sideways == 0
 
 
 CONTRAST = """() => {

@@ -31,6 +31,7 @@ from scripted import (
 
 from actors.kept_lines import MOST_LINES, KeptLines
 from protocol.errors import RewindError
+from runtime.engine import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 LOOKAHEADS = [0, 1, 3, "auto"]
@@ -101,6 +102,23 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
             await turn(simulation, longer, 8, lookahead=3)
             assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
             assert len(simulation.draft.lines) == len(simulation.target.lines) == 1
+
+
+@pytest.mark.parametrize("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
+async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_tokens: int, autojump_clock: Any) -> None:
+    price = priced(draft=17.0, verify=1.0)  # the drafter is in mid-draft when the target has ended
+    async with simulated(*pair(CACHES["can be trimmed"], agreement=0.0), price=price) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=1, reuse_prefix=True)
+        while not simulation.instants("verdict") or simulation.instants("verdict")[-1].commit.finish_reason is None:
+            if num_tokens > BUFFERED_ROUNDS + 1 and len(simulation.instants("verdict")) == BUFFERED_ROUNDS + 1:
+                break  # the last round waits for the reader
+            await trio.sleep(0.5)
+        await trio.sleep(0.5)  # the target has put away its sequence
+        assert await collect(stream) == continuation(PROMPT, num_tokens)
+        longer = [*PROMPT, *continuation(PROMPT, num_tokens), 1, 2]
+        await turn(simulation, longer, 3, lookahead=1)
+        assert num_read(simulation, "target", 1) == 2
+        assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
 
 
 async def test_the_same_prompt_again_leaves_its_last_token_to_be_read(autojump_clock: Any) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import mlx.core as mx
 import pytest
 import trio
 from scipy.stats import chi2
@@ -30,7 +31,7 @@ from scripted import (
     within,
 )
 
-from runtime import Token
+from runtime import Token, stateless
 
 # Rows: after which token. The target never puts 2 after 0, where the drafter likes it best; and what the target
 # likes best after 3, the drafter never says.
@@ -267,6 +268,65 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
     counts = Counter((token.id - last) % 4 for last, token in judged(tokens))
     assert counts.total() > 800
     assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
+
+
+# --- a drafter that chooses otherwise -------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "match"])
+@pytest.mark.parametrize("draft_temperature", [0.0, 0.4, 3.0])
+def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(
+    acceptance: str, draft_temperature: float
+) -> None:
+    settings: dict[str, Any] = {"acceptance": acceptance, "draft_temperature": draft_temperature, "temperature": 0.7}
+    tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), max_tokens=5, lookahead=2, **settings))
+    texts = [ids(text) for text in tokens]
+    table = at_temperature(TARGET, 0.7)
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
+    after: dict[int, Counter[int]] = {}
+    for text in texts:
+        for last, token in itertools.pairwise([*PROMPT, *text]):
+            after.setdefault(last, Counter())[token] += 1
+    assert pooled_p_value([(counts, dict(enumerate(table[last]))) for last, counts in after.items()]) > SIGNIFICANCE
+    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+    assert share > 0.1
+
+
+@pytest.mark.slow
+def test_with_its_temperature_a_greedy_drafter_proposes_what_it_holds_likeliest() -> None:
+    (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=1000, lookahead=1, draft_temperature=0.0))
+    pairs = judged(tokens)
+    likeliest = {last: max(range(4), key=row.__getitem__) for last, row in enumerate(DRAFT)}
+    drafted = [(last, token.id) for last, token in pairs if token.from_draft]
+    assert drafted
+    assert all(token == likeliest[last] for last, token in drafted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: Any, is_marked: bool) -> None:
+    mx.random.seed(7)
+
+    def drawn(logprobs: mx.array) -> mx.array:
+        return mx.random.categorical(logprobs)
+
+    async def sampled() -> list[tuple[Token, ...]]:
+        async with simulated(
+            target(), drafter(), price=random_price(1), draft_price=random_price(2, 0.1)
+        ) as simulation:
+            sampler = stateless(drawn) if is_marked else drawn
+            asked: dict[str, Any] = {"max_tokens": 5, "lookahead": lookahead, "sampler": sampler}
+            return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
+
+    tokens = run(sampled)
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+    # Two independent draws are the same in one case of four or so.
+    assert (share > 0.05) == (is_marked and lookahead == 2) or lookahead == "auto"
 
 
 # --- filters --------------------------------------------------------------------------------------

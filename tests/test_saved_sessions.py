@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import math
 import os
@@ -238,6 +239,21 @@ async def test_a_model_on_disk_is_known_again(tmp_path: Path) -> None:
                 found = await (await rt.load(path)).generate(" and a dog")
     assert found.text == expected.text
     assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+
+
+async def test_a_conversation_goes_to_and_from_bytes() -> None:
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        file = io.BytesIO()
+        assert await conversation.save(file) == len(file.getvalue())
+        expected = await conversation.generate(SAID[1])
+        loaded = await rt.load(io.BytesIO(file.getvalue()))
+        assert ids(await loaded.generate(SAID[1])) == ids(expected)
+        with pytest.raises(runtime.SettingsError, match="give the path of a file, or io"):
+            await conversation.save(io.StringIO())  # type: ignore[arg-type]
+        with pytest.raises(runtime.SessionFileError, match="session file <BytesIO> is damaged"):
+            await rt.load(io.BytesIO(file.getvalue()[:-1]))
 
 
 # --- settings -------------------------------------------------------------------------------------

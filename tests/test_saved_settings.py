@@ -93,6 +93,17 @@ def test_functions_must_be_given_again() -> None:
     assert settings_of(session, "x", {"logits_processors": [function]})["logits_processors"] == [function]
 
 
+def test_a_sampler_must_be_given_again() -> None:
+    def sampler(logprobs: Any) -> Any:
+        return logprobs
+
+    session = a_session(settings=settings_for_json(Settings(sampler=sampler, max_tokens=9)))
+    with pytest.raises(SettingsError, match=r"had a sampler.*give sampler=\.\.\. again, or None"):
+        settings_of(session, "x", {})
+    assert settings_from(settings_of(session, "x", {"sampler": None})) == Settings(max_tokens=9)
+    assert settings_from(settings_of(session, "x", {"sampler": sampler})) == Settings(max_tokens=9, sampler=sampler)
+
+
 def test_settings_that_are_given_wrong_are_the_callers_mistake() -> None:
     for given_, message in (({"temperature": -1}, "temperature"), ({"temprature": 1}, "did you mean 'temperature'")):
         with pytest.raises(SettingsError, match=message):

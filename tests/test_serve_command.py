@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,9 +68,9 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iterator[Server]:
     """`outrider serve …` at a port that is free, killed in the end if it still is there."""
-    command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
+    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
         assert p.stderr is not None
         said: list[str] = []
@@ -319,6 +319,7 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: s
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
         assert expected.endswith(text)
         assert server.ends() == 0
+    assert '"POST /v1/completions" 200 tokens=' in server.said[-1]
 
 
 def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -327,12 +328,13 @@ def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) ->
 
 
 def test_answers_that_take_too_long_are_cut_off() -> None:
-    with serving("--grace-seconds", "0") as server:
+    with serving("--grace-seconds", "0", "--no-access-log") as server:
         with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
             server.process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.TransportError):
                 drain(lines)
         assert server.ends() == 0
+    assert "POST" not in "".join(server.said)
 
 
 def test_a_second_signal_waits_for_nothing() -> None:
@@ -349,6 +351,31 @@ def test_a_second_signal_waits_for_nothing() -> None:
             with pytest.raises(httpx.TransportError):
                 drain(lines, insist)
         assert server.ends() == 128 + signal.SIGINT
+
+
+def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
+    failing = """
+import sys
+from actors.mlx_line import MLXLine
+from runtime import cli
+feed, num_passes = MLXLine.feed_lazy, 0
+def fail(line, *arguments, **keywords):
+    global num_passes
+    num_passes += 1
+    if num_passes > 40:
+        raise RuntimeError("the device is gone")
+    return feed(line, *arguments, **keywords)
+MLXLine.feed_lazy = fail
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    with (
+        serving("--draft", "none", "--grace-seconds", str(HANGS_S), program=("-c", failing)) as server,
+        streaming(server, max_tokens=1000, **ENDLESS) as lines,
+    ):
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert json.loads(events[-1])["error"]["code"] == "models_unavailable"
+        assert server.ends() == 1
+    assert "outrider: error: the target model has failed, and the server has ended; start it again\n" in server.said
 
 
 # --- before it begins -----------------------------------------------------------------------------

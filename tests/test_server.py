@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from asgi import (
     HELLO,
     Exchange,
     Letters,
+    ScriptedCheck,
     Served,
     ask,
     direct,
@@ -36,6 +37,7 @@ from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, t
 
 import runtime
 from protocol.statistics import Statistics
+from protocol.trace import Instant
 from runtime.server import timelines, writers
 from runtime.server.answering import Limits
 from runtime.server.answers import ChatChunk, ChatCompletion, Completion
@@ -315,6 +317,21 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     assert house.num_within == 0
 
 
+def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
+    now = 0.0
+    house = House(2, 1, lambda: now)
+    with house.room(), house.room():
+        now += 20
+        assert house.retry_after_s == 10
+        with suppress(Refusal), house.room():
+            raise Refusal(400, "no")
+        assert house.retry_after_s == 10
+        with house.room(), pytest.raises(Refusal, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full:
+            house.check_room()
+        assert full.value.headers == {"Retry-After": "7"}
+    assert house.retry_after_s == 7
+
+
 # --- clients that leave ---------------------------------------------------------------------------
 
 # When a client leaves: its prompt is tokenised from 0 to 4 s, and read from 4 to 16 s, in three passes; then comes a
@@ -492,8 +509,9 @@ def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, 
             assert (later.status, later.fault["code"]) == (503, "models_unavailable")
         health = await server.ask("/health")
         assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
+        assert health.json["status"] == "broken"
         found = await figures(server.app)
-        assert found["outrider_healthy", ""] == 0
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (0, 0)
         assert found["outrider_refusals_total", "503"] == 2
         assert await server.outcomes() == {"failed": 1, "refused": 2}
 
@@ -508,6 +526,37 @@ def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
         assert await server.outcomes() == {"failed": 1}
 
     simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error() -> None:
+    async def test(server: Served) -> None:
+        rt, broken = server.simulation.runtime, []
+
+        async def wait() -> None:
+            await rt.wait_broken()
+            broken.append(rt.num_streams)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 2, "lookahead": 0})).status == 200
+            assert broken == []
+            await server.ask(COMPLETIONS, {**DEF, "lookahead": 0})
+        assert broken == [0]
+        await rt.wait_broken()
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None:
+    async def test(server: Served) -> None:
+        assert (await server.ask("/health")).json["status"] == "ok"
+        monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
+        health = await server.ask("/health")
+        assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
+        found = await figures(server.app)
+        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (1, 1)
+
+    simulated_server(test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -535,7 +584,7 @@ def test_a_drafter_that_fails_changes_no_text() -> None:
         state = server.simulation.runtime.health()
         health = await server.ask("/health")
         assert (health.json["ok"], health.json["target"], health.json["draft"]) == (state.ok, state.target, state.draft)
-        assert health.status == (200 if state.ok else 503)
+        assert (health.status, health.json["status"]) == (200, "ok")
 
     for fails in ({}, {"feed": {6}}):
         simulated_server(test, ScriptedModel(looping), ScriptedModel(looping, fails=fails))
@@ -595,6 +644,60 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
         Completion.model_validate(answer.events[0], strict=True)
 
     simulated_server(test)
+
+
+def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
+    prompt = "a long prompt " * 150
+
+    async def test(server: Served) -> None:
+        asked = {**WATCHED, "prompt": prompt}
+        answer = await server.ask(COMPLETIONS, asked)
+        told = [event["speculation"]["statistics"] for event in answer.events]
+        read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
+        assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
+        assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
+        again = await server.ask(COMPLETIONS, asked)
+        assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
+        unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
+        assert b"prefilled" not in unwatched.body
+
+    limits = Limits(prefill_step_size=512)
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0), limits=limits)
+
+
+def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
+        changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
+        states = [change["state"] for change in changes]
+        assert {"drafting", "resting"} == set(states)
+        assert all(before != after for before, after in itertools.pairwise(states))
+        rested = [i.at for i in server.simulation.instants("rest")]
+        assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
+        Completion.model_validate(answer.events[0], strict=True)
+
+    wrong = hashed("wrong", 4.0)
+    simulated_server(
+        test, ScriptedModel(looping), ScriptedModel(wrong), price=priced(draft=1.0, verify=1.25, decode=1.0)
+    )
+
+
+def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
+    kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
+    record = timelines.Record([], began=10.0)
+    for at, kind in enumerate(kinds.split(), start=10):
+        record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
+    assert [(change["at"], change["state"]) for change in record.news()["drafter"]] == [
+        (1.0, "drafting"),
+        (3.0, "overdue"),
+        (5.0, "drafting"),
+        (7.0, "resting"),
+        (8.0, "drafting"),
+        (9.0, "overdue"),
+        (10.0, "drafting"),
+        (11.0, "left"),
+    ]
+    assert record.news() == {"spans": [], "drafter": []}
 
 
 def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:
@@ -692,7 +795,7 @@ async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtim
     """An application over tiny real models, and their runtime."""
     remembered = timelines.Timelines()
     async with runtime.open(*pair(), trace=remembered) as rt:
-        yield application(rt, Service("tiny", **service), remembered), rt
+        yield application(rt, Service("tiny", **service), remembered, ScriptedCheck()), rt
 
 
 SCHEMA = {
@@ -736,7 +839,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     remembered = timelines.Timelines()
     async with runtime.open((target(), of), trace=remembered) as rt:
-        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered)
+        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered, ScriptedCheck())
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from asgi import ScriptedCheck
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
 from scripted import (
     VOCAB_SIZE,
@@ -159,6 +160,7 @@ async def served(
             simulation.runtime,
             Service("scripted", "too", max_waiting=MANY, limits=limits or Limits()),
             Timelines(),
+            ScriptedCheck(),
         )
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=MANY)
         port = listeners[0].socket.getsockname()[1]

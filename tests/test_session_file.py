@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import stat
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +239,57 @@ def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+# --- open files -----------------------------------------------------------------------------------
+
+
+class Dripping(io.RawIOBase):
+    """A file that takes and gives a few bytes at a time, as one without a buffer may."""
+
+    def __init__(self) -> None:
+        self.held = io.BytesIO()
+
+    def write(self, data: Any) -> int:
+        return self.held.write(bytes(data[:7]))
+
+    def read(self, most: int = -1) -> bytes:
+        return self.held.read(min(most, 5))
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        return self.held.seek(place, whence)
+
+    def tell(self) -> int:
+        return self.held.tell()
+
+
+@pytest.mark.parametrize("make", [io.BytesIO, Dripping, tempfile.SpooledTemporaryFile])
+def test_an_open_file_is_written_and_read_from_its_position_on(make: Callable[[], Any], written: Path) -> None:
+    with make() as file:
+        file.write(b"before")
+        assert write(file, Contents(CONTENT, some_tensors())) == written.stat().st_size
+        assert file.tell() == 6 + written.stat().st_size
+        file.seek(6)
+        contents = read(file)
+        assert contents.content == CONTENT
+        for name, tensor in some_tensors().items():
+            assert bytes(contents.tensors[name].data) == bytes(tensor.data)
+        file.seek(0)
+        with pytest.raises(SessionFileError, match=f"session file <{make.__name__}> is no saved session"):
+            read(file)
+
+
+def test_an_open_file_that_cannot_be_used_is_told_as_such(written: Path) -> None:
+    closed = io.BytesIO(written.read_bytes())
+    closed.close()
+    with pytest.raises(SessionFileError, match="cannot read session file <"):
+        read(closed)
+    ends = os.pipe()
+    with os.fdopen(ends[0], "rb") as pipe, pytest.raises(SessionFileError, match="cannot read session file <"):
+        read(pipe)
+    os.close(ends[1])
+    with open(written, "rb") as file, pytest.raises(SessionFileError, match="cannot write session file <"):
+        write(file, Contents({}, {}))
+
+
 # --- other files ----------------------------------------------------------------------------------
 
 
@@ -355,6 +408,56 @@ def test_a_file_that_is_mostly_a_hole_takes_no_memory(path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
+
+
+def changed_once(change: Callable[[], None], call: int) -> Callable[[], None]:
+    """A `check_cancelled` that changes something at its so many-th call."""
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            change()
+
+    return check
+
+
+# The checksum's first and last piece, the tensor's, and those of what is in memory by then.
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_file_altered_while_it_is_read_is_refused_or_was_read_already(path: Path, call: int) -> None:
+    write(path, big())
+    size = path.stat().st_size
+
+    def alter() -> None:
+        with open(path, "r+b") as file:
+            file.seek(size - 33 - (call % 2) * (8 << 20))
+            file.write(b"\x01")
+
+    try:
+        contents = read(path, changed_once(alter, call))
+    except SessionFileError:
+        return
+    assert not any(contents.tensors["big"].data)
+
+
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_file_with_another_moved_in_its_place_is_read_to_its_end(path: Path, call: int) -> None:
+    write(path, big())
+
+    def replace() -> None:
+        write(path, Contents({"another": 1}, {"big": Tensor("U8", (9 << 20,), memoryview(b"\x01" * (9 << 20)))}))
+
+    contents = read(path, changed_once(replace, call))
+    assert contents.content == {}
+    assert not any(contents.tensors["big"].data)
+
+
+def test_a_file_cut_while_it_is_read_is_refused(path: Path) -> None:
+    for call in range(1, 7):
+        write(path, big())
+        with pytest.raises(SessionFileError, match="damaged"):
+            read(path, changed_once(lambda: os.truncate(path, 1 << 20), call))
 
 
 json_values = st.recursive(

@@ -21,6 +21,7 @@ def test_the_defaults_are_those_that_are_documented():
     assert attrs.asdict(Settings()) == {
         "max_tokens": 256,
         "temperature": 0.0,
+        "draft_temperature": None,
         "top_p": 0.0,
         "min_p": 0.0,
         "min_tokens_to_keep": 1,
@@ -40,8 +41,9 @@ def test_the_defaults_are_those_that_are_documented():
         "frequency_penalty": None,
         "frequency_context_size": 20,
         "logits_processors": (),
+        "sampler": None,
         "logprobs": 0,
-        "prefill_step_size": 2048,
+        "prefill_step_size": "auto",
         "acceptance": "auto",
         "lookahead": "auto",
         "reuse_prefix": False,
@@ -96,7 +98,17 @@ def test_nothing_but_an_int_is_a_whole_number(name, value):
         settings_from({name: value})
 
 
-@pytest.mark.parametrize(("name", "meaning"), [("max_tokens", "no limit"), ("seed", "a fresh seed")])
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("max_tokens", "no limit"),
+        ("seed", "a fresh seed"),
+        ("repetition_context_size", "the whole text"),
+        ("presence_context_size", "the whole text"),
+        ("frequency_context_size", "the whole text"),
+        ("draft_temperature", "the temperature"),
+    ],
+)
 def test_none_is_taken_where_it_means_something_and_the_error_says_what(name, meaning):
     assert getattr(settings_from({name: None}), name) is None
     with pytest.raises(SettingsError, match=f"or None for {meaning}"):
@@ -109,9 +121,10 @@ def test_none_is_refused_elsewhere(name):
         settings_from({name: None})
 
 
-def test_only_lookahead_may_be_auto_among_the_numbers():
+def test_only_lookahead_and_the_prefill_step_may_be_auto_among_the_numbers():
     assert Settings(lookahead="auto").lookahead == "auto"
-    for name in ("max_tokens", "seed", "prefill_step_size", "temperature"):
+    assert Settings(prefill_step_size="auto").prefill_step_size == "auto"
+    for name in ("max_tokens", "seed", "temperature"):
         with pytest.raises(SettingsError, match=rf"^{name} must be .*got 'auto'"):
             settings_from({name: "auto"})
     with pytest.raises(SettingsError, match="or \"auto\", got 'Auto'"):
@@ -137,6 +150,48 @@ def test_any_other_temperature_is_refused(value):
 def test_a_temperature_too_large_for_a_float_is_refused():
     with pytest.raises(SettingsError, match=r"^temperature must be a finite number"):
         Settings(temperature=10**400)
+
+
+def test_the_drafter_has_the_temperature_unless_it_has_its_own_or_both_models_are_greedy():
+    assert Settings(temperature=0.7).drafting_temperature == 0.7
+    assert Settings(temperature=0.7, draft_temperature=0).drafting_temperature == 0
+    assert Settings(temperature=0.7, draft_temperature=1.5).drafting_temperature == 1.5
+    assert Settings(draft_temperature=1.5).drafting_temperature == 0
+
+
+# --- a sampler ------------------------------------------------------------------------------------
+
+
+def greedy(logprobs):
+    return logprobs
+
+
+def test_a_sampler_goes_by_the_match_rule():
+    assert Settings(sampler=greedy).rule == "match"
+    assert Settings(sampler=greedy, acceptance="match").rule == "match"
+
+
+@pytest.mark.parametrize("value", [3, "greedy", (), 0.5])
+def test_a_sampler_that_cannot_be_called_is_refused(value):
+    with pytest.raises(
+        SettingsError, match=r"^sampler must be a function f\(logprobs\), or None for the temperature, got"
+    ):
+        Settings(sampler=value)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"temperature": 0.5}, {"draft_temperature": 0}, {"top_p": 0.9}, {"min_p": 0.1, "top_k": 2}, {"seed": 0}],
+    ids=repr,
+)
+def test_what_a_sampler_takes_the_place_of_is_refused_beside_it(beside):
+    with pytest.raises(SettingsError, match=f"a sampler chooses by itself, so {', '.join(beside)} would"):
+        Settings(sampler=greedy, **beside)
+
+
+def test_by_a_sampler_nothing_can_be_rejected():
+    with pytest.raises(SettingsError, match='acceptance="rejection" cannot judge'):
+        Settings(sampler=greedy, acceptance="rejection")
 
 
 # --- stop tokens, flags, rules --------------------------------------------------------------------

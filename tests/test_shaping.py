@@ -21,7 +21,8 @@ from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of
 from scipy.stats import chi2
 
 import runtime
-from actors.shaping import MOST_STATES, NOTHING, Shaping
+from actors.shaping import NOTHING, Shaping
+from actors.user_code import MOST_STATES
 from protocol.messages import Open
 from protocol.settings import Settings
 
@@ -95,6 +96,19 @@ async def test_penalties_reach_back_into_the_prompt_on_every_kind_of_cache(build
     assert reference != plain(model)
     async with runtime.open((model, None), (near(model, noise=0.05), None)) as rt:
         completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **penalties)
+    assert ids(completion.tokens)[: len(reference)] == reference
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_penalties_may_look_back_to_the_beginning(lookahead: Any) -> None:
+    def penalties(size: int | None) -> dict[str, Any]:
+        strengths = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+        return strengths | {f"{name.removesuffix('_penalty')}_context_size": size for name in strengths}
+
+    reference = plain(TARGET, **penalties(10**6))
+    assert reference[:NUM_TOKENS] != plain(TARGET, **penalties(20))[: len(reference)]
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **penalties(None))
     assert ids(completion.tokens)[: len(reference)] == reference
 
 

@@ -22,7 +22,7 @@ from actors.draft import policy_by_settings
 from protocol.lookahead import Chain
 from protocol.prices import Prices
 from protocol.settings import Settings
-from runtime import cli, simulate_command
+from runtime import cli, simulate_command, simulation_plot
 from runtime.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
 from runtime.simulation import Scenario, played
 
@@ -269,6 +269,14 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
     for name in ("first", "second"):
         drawn(capfd, tmp_path / f"{name}.{suffix}")
     assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"second.{suffix}").read_bytes()
+
+
+def test_every_label_stands_at_the_speed_that_it_names_also_where_the_best_lookahead_is_not_the_last():
+    comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
+    assert comparison.best_sequential.lookahead == 4
+    for speed, text, _ in simulation_plot.labels(comparison):
+        assert text.endswith(f": {speed:.2f}×")
+    assert comparison.best_sequential.speed in {speed for speed, _, _ in simulation_plot.labels(comparison)}
 
 
 def test_labels_do_not_cover_each_other(capfd, tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import ScriptedModel, agreeing, collect, simulated, truthful
 
 from protocol.books import Commit
 from protocol.prices import Estimates
@@ -36,7 +40,13 @@ ESTIMATES = Estimates(
 
 
 def snapshot(counts: Counts, **changes) -> Statistics:
-    times = {"elapsed": 4.0, "generation_seconds": 2.0, "time_to_first_token": 0.5, "peak_memory": 1000}
+    times = {
+        "elapsed": 4.0,
+        "generation_seconds": 2.0,
+        "num_untimed": 1,
+        "time_to_first_token": 0.5,
+        "peak_memory": 1000,
+    }
     return counts.snapshot(**times | {"estimates": ESTIMATES} | changes)
 
 
@@ -182,11 +192,11 @@ def test_a_worker_is_never_busier_than_the_clock():
 
 @pytest.mark.parametrize("elapsed", [0.0, 4.0])
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_rates_are_zero_before_there_is_anything_to_divide(elapsed, num_tokens):
+def test_no_rate_is_made_up_before_there_is_anything_to_divide(elapsed, num_tokens):
     counts = given_all(*[commit(4)] * num_tokens)
     taken = snapshot(counts, elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None)
-    assert taken.generation_tps == 0
-    assert (taken.proposed, taken.acceptance_rate, taken.prompt_tps) == (0, 0.0, 0.0)
+    assert taken.generation_tps is None
+    assert (taken.proposed, taken.acceptance_rate, taken.prompt_tps) == (0, None, 0.0)
     assert taken.tokens_per_round == num_tokens
     assert (taken.target_busy, taken.draft_busy) == (0.0, 0.0)
     assert taken.time_to_first_token is None
@@ -196,3 +206,62 @@ def test_every_figure_is_in_the_docstring():
     documented = (Statistics.__doc__ or "").split("Attributes:")[1]
     names = {name.strip() for line in documented.splitlines() if ": " in line for name in line.split(":")[0].split(",")}
     assert {field.name for field in attrs.fields(Statistics)} <= names
+
+
+# --- of streams, in simulated time ----------------------------------------------------------------
+
+
+def simulated_pair() -> Any:
+    return simulated(ScriptedModel(truthful), ScriptedModel(truthful))
+
+
+async def test_tokens_that_come_in_one_round_have_no_speed(autojump_clock: Any) -> None:
+    async with simulated_pair() as simulation:
+        at_once = (await simulation.runtime.generate([1, 2], max_tokens=2, lookahead=4)).statistics
+        assert (at_once.generated_tokens, at_once.rounds, at_once.generation_tps) == (2, 1, None)
+
+
+async def test_the_first_rounds_tokens_are_no_part_of_the_speed(autojump_clock: Any) -> None:
+    async with simulated_pair() as simulation, simulation.runtime.stream([1], max_tokens=30, lookahead=4) as stream:
+        began = size = None
+        async for token in stream:
+            taken = stream.statistics()
+            if taken.rounds == 1:
+                began, size = trio.current_time(), token.index + 1
+                assert taken.generation_tps is None
+            elif began is not None and trio.current_time() > began:
+                seconds = trio.current_time() - began
+                assert taken.generation_tps == pytest.approx((token.index + 1 - size) / seconds)
+        assert taken.rounds > 3
+
+
+@pytest.mark.parametrize(("draft", "rate"), [(None, None), (agreeing(0.0), 0.0), (truthful, 1.0)])
+async def test_what_was_never_proposed_is_told_from_what_never_stood(
+    draft: Any, rate: float | None, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful), None if draft is None else ScriptedModel(draft)) as simulation:
+        completion = await simulation.runtime.generate([1, 2], max_tokens=20, lookahead=2)
+        assert completion.statistics.acceptance_rate == simulation.runtime.statistics().acceptance_rate == rate
+
+
+async def test_a_stream_that_is_over_is_not_counted_any_more_from_that_moment_on(autojump_clock: Any) -> None:
+    async with simulated_pair() as simulation:
+        rt = simulation.runtime
+        stream = rt.stream([1], max_tokens=5)
+        assert rt.num_streams == 1
+        await collect(stream)
+        assert rt.num_streams == 0
+        stream = rt.stream([1], max_tokens=50)
+        await anext(stream)
+        assert rt.num_streams == 1
+        await stream.aclose()
+        assert rt.num_streams == 0
+
+
+async def test_a_stream_that_gives_up_waiting_waits_no_more_from_that_moment_on(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), max_streams=1) as simulation:
+        rt = simulation.runtime
+        streams = [rt.stream([1]), rt.stream([2])]
+        assert (rt.num_streams, rt.num_waiting) == (1, 1)
+        del streams[1]
+        assert (rt.num_streams, rt.num_waiting) == (1, 0)

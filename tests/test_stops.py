@@ -320,6 +320,66 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
         assert ends_in_half > 0, "no stop string was ever followed by half a character"
 
 
+# --- the tail of a text that is broken off --------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int], stops: list[str]) -> None:
+    text, given_text = GrowingText(byte_level(), opened(stops)), ""
+    assert text.tail == ""
+    for n, token in enumerate(tokens, start=1):
+        given_text += text.add(token, is_last=n == len(tokens))
+        if text.stop is not None:
+            assert text.tail == ""
+            return
+        assert given_text + text.tail == byte_level().decode(tokens[:n])
+    assert text.tail == ""
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "failure"])
+async def test_a_stream_that_is_broken_off_has_the_rest_of_its_text_in_its_tail(way: str) -> None:
+    tails = set()
+    async with runtime.open(*tiny_pair()) as rt:
+        whole = await rt.generate(PROMPT, max_tokens=24)
+        stops = [whole.text[i : i + 3] + "☂" for i in range(len(whole.text))]
+        for num_given in range(1, 13):
+
+            @runtime.stateless
+            def fails(tokens: mx.array, logits: mx.array, length: int = len(PROMPT) + num_given + 1) -> mx.array:
+                if way == "failure" and len(tokens) >= length:
+                    raise ValueError("no more")
+                return logits
+
+            got = []
+            lookahead = 0 if way == "failure" else 3
+            stream = rt.stream(PROMPT, max_tokens=24, lookahead=lookahead, stop=stops, logits_processors=[fails])
+            try:
+                with trio.CancelScope() as scope:
+                    async for token in stream:
+                        got.append(token)
+                        if len(got) == num_given:
+                            if way == "aclose":
+                                await stream.aclose()
+                            elif way == "cancel":
+                                scope.cancel()
+                            if way in ("break", "aclose"):
+                                break
+            except runtime.ProcessorError:
+                assert way == "failure"
+            assert len(got) == num_given
+            assert "".join(token.text for token in got) + stream.tail == byte_level().decode(ids(got))
+            tails.add(stream.tail)
+            await stream.aclose()
+            assert stream.tail in tails
+        assert any("\ufffd" in tail for tail in tails)
+        assert any(tail and "\ufffd" not in tail for tail in tails)
+        async with rt.stream(PROMPT, max_tokens=24, stop=stops) as stream:
+            async for _ in stream:
+                pass
+        assert stream.tail == ""
+
+
 @pytest.mark.parametrize("lookahead", [0, 3, "auto"])
 async def test_stop_strings_that_never_come_change_nothing(lookahead: Any) -> None:
     async with runtime.open(*tiny_pair()) as rt:

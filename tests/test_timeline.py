@@ -230,6 +230,71 @@ def test_a_draft_says_how_much_of_it_cost_nothing():
     assert [span[7] for span in data["spans"] if span[0] == 1] == [0, 1, 1, 0.5, 0]
 
 
+def test_a_round_in_which_the_drafter_was_idle_is_no_miss():
+    events: list[Event] = [Instant("target", "open", 0, 0.0), Instant("draft", "open", 0, 0.0)]
+    for round, (proposed, drafts) in enumerate([((5,), True), ((), True), ((), False), ((5,), False), ((), False)]):
+        events.append(Instant("draft", "proposal", 0, round + 0.1, round, len(proposed), proposed))
+        if drafts:
+            events.append(Span("draft", "draft", 0, round + 0.2, round + 0.3, 1, round))
+        events.append(Span("target", "verify", 0, round + 0.2, round + 0.5, 1, round))
+        events.append(Instant("target", "verdict", 0, round + 0.5, round, commit=Commit(0, round, round, (7,), 0)))
+        events.append(Instant("draft", "hit" if round == 4 else "miss", 0, round + 0.6, round))
+    data = data_for(events)
+    (session,) = data["sessions"]
+    assert [round.get("hit") for round in session["rounds"]] == [False, False, None, False, True]
+    assert (session["summary"]["hits"], session["summary"]["misses"]) == (1, 3)
+    assert [instant[4] for instant in data["instants"] if instant[1] == "miss"] == [0, 1, 3]
+
+
+def eventful() -> list[Event]:
+    """A prompt in two chunks, a rest, a drafter that is late and comes back, and an instant of an unknown kind."""
+
+    def round_over(at: float, round: int, *, resting: bool = False, finish_reason: Any = None) -> Instant:
+        commit = Commit(0, round, 10 + round, (7,), 0, resting=resting, finish_reason=finish_reason)
+        return Instant("target", "verdict", 0, at, round, commit=commit)
+
+    return [
+        Instant("target", "open", 0, 0.0, tokens=tuple(range(10))),
+        Instant("draft", "open", 0, 0.0, tokens=tuple(range(10))),
+        Span("target", "prefill", 0, 0.0, 1.0, 4),
+        Span("target", "prefill", 0, 1.0, 2.0, 3),
+        Span("draft", "draft", 0, 1.5, 2.0, 1, 0),
+        Instant("draft", "proposal", 0, 2.0, 0, 1, (9,)),
+        Span("target", "verify", 0, 2.0, 3.0, 2, 0),
+        round_over(3.0, 0),
+        Instant("draft", "rest", 0, 3.0, 1),
+        Span("target", "decode", 0, 3.0, 4.0, 1, 1),
+        round_over(4.0, 1, resting=True),
+        Instant("draft", "proposal", 0, 4.0, 2, 1, (9,)),
+        Span("target", "verify", 0, 4.0, 5.0, 2, 2),
+        round_over(5.0, 2),
+        Instant("target", "overdue", 0, 5.5, 3),
+        Span("target", "decode", 0, 5.5, 6.5, 1, 3),
+        round_over(6.5, 3),
+        Instant("target", "rejoin", 0, 6.5, 4),
+        Instant("target", "constructor", 0, 6.75, 4),  # type: ignore[arg-type]
+        Span("target", "verify", 0, 7.0, 8.0, 1, 4),
+        round_over(8.0, 4, finish_reason="length"),
+        Instant("target", "finish", 0, 8.0, 5),
+    ]
+
+
+def test_the_times_in_which_the_drafter_was_away_are_told_with_why():
+    (session,) = data_for(eventful())["sessions"]
+    assert session["away"] == [[3_000_000, 4_000_000, "resting"], [5_500_000, 6_500_000, "overdue"]]
+    assert [round["resting"] for round in session["rounds"]] == [False, True, False, False, False]
+    assert session["summary"]["alone"] == 2
+    left = [*eventful()[:9], Instant("draft", "withdraw", 0, 3.5, 1)]
+    (session,) = data_for(left)["sessions"]
+    assert session["away"] == [[3_000_000, 3_500_000, "resting"], [3_500_000, 3_500_000, "left"]]
+
+
+def test_a_stream_that_nobody_drafts_for_says_so(several):
+    drafted, _, plain = data_for(several)["sessions"]
+    assert drafted["away"] == []
+    assert plain["away"] == [[plain["began"], plain["ended"], "none"]]
+
+
 def test_a_cancelled_stream_says_so_and_keeps_its_tokens(several):
     cancelled = data_for(several)["sessions"][1]
     assert cancelled["end"] == "cancel"
@@ -360,12 +425,20 @@ def test_colours_contrast_as_much_as_reading_takes(scheme):
     colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", light))
     if scheme == "dark":
         colours |= dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", dark))
-    texts = [("ink", under) for under in ("page", "panel", "draft-tint", "target-tint", "chosen", "faint")]
+    texts = [
+        ("ink", under) for under in ("page", "panel", "draft-tint", "target-tint", "decode-tint", "chosen", "faint")
+    ]
     texts += [("muted", under) for under in ("page", "panel", "faint")]
-    texts += [(name, "panel") for name in ("target", "draft", "hit", "miss", "rewind", "other")]
+    texts += [(name, "panel") for name in ("target", "draft", "decode", "hit", "miss", "rewind", "other")]
     too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in texts}
     assert {pair: ratio for pair, ratio in too_little.items() if ratio < 4.5} == {}
-    graphics = [("target", "target-tint"), ("draft", "draft-tint"), ("focus", "panel"), ("on-strong", "hit")]
+    graphics = [
+        ("target", "target-tint"),
+        ("decode", "decode-tint"),
+        ("draft", "draft-tint"),
+        ("focus", "panel"),
+        ("on-strong", "hit"),
+    ]
     too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in graphics}
     assert {pair: ratio for pair, ratio in too_little.items() if ratio < 3} == {}
 
@@ -533,6 +606,69 @@ def test_a_browser_needs_no_pointer(several, tmp_path):
     assert "round" in said["active"]["label"]
     assert int(said["next_round"]) == int(said["active"]["round"]) + 1
     assert said["last"] == "t59"
+
+
+@in_a_browser
+def test_a_browser_says_why_the_drafter_is_away_and_how_far_the_prompt_was_read(tmp_path):
+    said = visit(
+        page_for(eventful(), Words()),
+        """const out = { legend: $("legend").textContent };
+        const tip = (s, y) => {
+            pointer("pointermove", place(s * 1e6), y);
+            return $("tip").hidden ? null : $("tip").textContent;
+        };
+        out.prefill = [tip(.5, 70), tip(1.5, 70)];
+        out.away = [tip(3.5, 180), tip(6, 180), tip(4.5, 180)];
+        out.marks = [tip(3, 224), tip(5.5, 36), tip(6.5, 36), tip(6.75, 36)];
+        const details = (s) => { pointer("pointermove", place(s * 1e6), 70); return $("details").textContent; };
+        out.rounds = [details(3.5), details(6)];
+        $("table").open = true;
+        send($("table"), new Event("toggle"));
+        out.table = [...document.querySelectorAll("tbody tr")].map((row) => row.children[5].textContent);
+        return out;""",
+        tmp_path,
+    )
+    # Two of ten tokens were cached, and the last is read by the first round.
+    assert "then 6 of the prompt's 10 tokens were read" in said["prefill"][0]
+    assert "then 9 of the prompt's 10 tokens were read" in said["prefill"][1]
+    assert said["away"][0].startswith("Draft: resting, 1.00 splain decoding is faster here")
+    assert said["away"][1].startswith("Draft: late, 1.00 sthe target goes on without it")
+    assert said["away"][2] is None
+    assert [mark.split("at ")[0] for mark in said["marks"]] == [
+        "Draft: restthe drafter rests, since plain decoding is faster herefor 1.00 s",
+        "Target: overduethe drafter took too long, and the target goes on without itfor 1.00 s",
+        "Target: rejointhe drafter is back",
+        "Target: constructor",
+    ]
+    assert "The drafter rested" in said["rounds"][0]
+    assert "nobody drafted" in said["rounds"][1]
+    assert said["table"] == ["", "resting", "", "alone", ""]
+    for words in ("verify: judges", "decode: the target alone", "drafter is late", "drafter is back", "constructor"):
+        assert words in said["legend"]
+
+
+@in_a_browser
+def test_a_browser_tells_verify_and_decode_apart_by_more_than_their_colour(tmp_path):
+    said = visit(
+        page_for(eventful(), Words()),
+        """// How many colours there are in a part of a pass without words, and which is the most frequent.
+        const inside = (from, to) => {
+            const ratio = devicePixelRatio, left = place(from * 1e6) + 8, right = place(to * 1e6) - 8;
+            const box = [left * ratio, 76 * ratio, (right - left) * ratio, 8 * ratio].map(Math.round);
+            const pixels = lanes.getContext("2d").getImageData(...box).data, counts = new Map();
+            for (let i = 0; i < pixels.length; i += 4) {
+                const colour = pixels.slice(i, i + 3).join();
+                counts.set(colour, (counts.get(colour) ?? 0) + 1);
+            }
+            const sorted = [...counts].sort((a, b) => b[1] - a[1]);
+            return [sorted.length, sorted[0][0]];
+        };
+        return { verify: inside(7.4, 8), decode: inside(5.9, 6.5) };""",
+        tmp_path,
+    )
+    assert said["verify"][0] == 1
+    assert said["decode"][0] > 1
+    assert said["verify"][1] != said["decode"][1]
 
 
 @in_a_browser

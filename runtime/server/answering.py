@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import trio
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import OutriderError, SettingsError
-from runtime.server.client import ClientGone, read_body, while_there
+from protocol.errors import OutriderError
+from runtime.server.access_log import TOKENS
+from runtime.server.aside import Aside
+from runtime.server.client import ClientGone, client_address, read_body, while_there
 from runtime.server.house import House
 from runtime.server.metrics import Meters
 from runtime.server.refusals import Refusal, refusal_of, short
 from runtime.server.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
+from runtime.server.schemas import Schemas
 from runtime.server.sending import send_as_it_comes, send_whole
 from runtime.server.timelines import Timelines
 from runtime.server.writers import writer_for
@@ -24,10 +25,7 @@ from runtime.text import apply_chat_template
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
-    from runtime.grammar import Grammar
     from runtime.streaming import TokenStream
-
-T = TypeVar("T")
 
 
 @attrs.frozen
@@ -41,7 +39,7 @@ class Limits:
         max_tokens_limit: most that may be asked for; None for what the context holds.
         prefill_step_size: see `Settings`; for so long others wait, and a client's leaving goes unheeded by the models.
         body_s: seconds within which a body must have come.
-        schema_s: seconds within which a JSON schema must be ready to be kept to.
+        schema_s: seconds that a JSON schema may wait to be compiled, and as many that it may then take.
         stalled_s: seconds that a client may leave what it is sent unread.
     """
 
@@ -55,18 +53,6 @@ class Limits:
     stalled_s: float = 60.0
 
 
-class Aside(Protocol):
-    """What does something while trio goes on with the rest."""
-
-    async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-        """What `do` returns; see `trio.to_thread.run_sync`."""
-
-
-async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-    """`trio.to_thread.run_sync`; in simulated time, which does not wait for threads, another takes its place."""
-    return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
-
-
 @attrs.define
 class Desk:
     """Where requests are answered; what all of them share.
@@ -78,9 +64,9 @@ class Desk:
         house: for all of them.
         timelines: of those that are watched.
         meters: of what is done here.
-        aside: tokenises and reads schemas, which may take a while.
+        aside: tokenises, which may take a while.
+        schemas: makes grammars of JSON schemas.
         tokenising: one prompt at a time.
-        reading_schemas: two at a time.
     """
 
     runtime: Runtime
@@ -90,8 +76,8 @@ class Desk:
     timelines: Timelines
     meters: Meters
     aside: Aside
+    schemas: Schemas
     tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
-    reading_schemas: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
 
 
 @attrs.define
@@ -131,7 +117,9 @@ class Endpoint:
             request = read(self._kind, body)
             _check_model(request, desk.model)
             with desk.house.room():
-                await while_there(receive, send, desk.limits.stalled_s, partial(self._answer, request, attempt))
+                await while_there(
+                    receive, send, desk.limits.stalled_s, partial(self._answer, request, client_address(scope), attempt)
+                )
         except Refusal as refusal:
             attempt.status = refusal.status
             raise
@@ -142,15 +130,18 @@ class Endpoint:
             raise
         finally:
             desk.meters.count(attempt.stream, attempt.failure, attempt.status)
+            if attempt.stream is not None:
+                statistics = attempt.stream.statistics()
+                scope[TOKENS] = statistics.prompt_tokens, statistics.generated_tokens
 
-    async def _answer(self, request: Request, attempt: _Attempt, send: Send) -> None:
+    async def _answer(self, request: Request, client: str, attempt: _Attempt, send: Send) -> None:
         """Answer a request to a client that is there.
 
         Raises: Refusal: it is not answered; nothing was sent.
         """
         desk = self._desk
         try:
-            prompt, settings = await self._prepared(request)
+            prompt, settings = await self._prepared(request, client)
             stream = desk.runtime.stream(prompt, **settings)
         except OutriderError as error:
             raise refusal_of(error, request.prompt_field) from error
@@ -170,8 +161,8 @@ class Endpoint:
             if attempt.failure is not None:
                 raise refusal_of(attempt.failure) from attempt.failure
 
-    async def _prepared(self, request: Request) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """The prompt and the settings of a request.
+    async def _prepared(self, request: Request, client: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The prompt and the settings of a request, which is from this client.
 
         Raises:
             OutriderError: a setting or the prompt is wrong.
@@ -186,7 +177,7 @@ class Endpoint:
         }
 
         if (schema := _schema(request)) is not None:
-            settings["logits_processors"] = [await self._grammar(schema)]
+            settings["logits_processors"] = [await desk.schemas.grammar(schema, client)]
         # Abandoned where the client leaves: no model is involved, and the result is of use to nobody.
         prompt = await desk.aside(
             partial(_encoded, request, desk.runtime), abandon_on_cancel=True, limiter=desk.tokenising
@@ -200,40 +191,6 @@ class Endpoint:
                 code="context_length_exceeded",
             )
         return prompt, settings
-
-    async def _grammar(self, schema: dict[str, Any] | bool) -> Grammar:
-        """The logits processor that a JSON schema stands for.
-
-        Raises: Refusal: it cannot be kept to, or takes too long to get ready.
-        """
-        desk, has_begun = self._desk, False
-        from runtime.grammar import Grammar
-
-        def make() -> Grammar:
-            nonlocal has_begun
-            has_begun = True
-            return Grammar.from_json_schema(schema, desk.runtime.tokenizer)
-
-        seconds = desk.limits.schema_s
-        # There are small schemas that take minutes. They are abandoned, and keep busy what only other schemas need.
-        with trio.move_on_after(seconds):
-            try:
-                return await desk.aside(make, abandon_on_cancel=True, limiter=desk.reading_schemas)
-            except SettingsError as error:
-                raise Refusal(400, str(error), param="response_format") from error
-        if has_begun:
-            raise Refusal(
-                400,
-                f"the JSON schema was not ready to be kept to within {seconds:g} s; simplify it",
-                param="response_format",
-            )
-        raise Refusal(
-            429,
-            "schemas of other requests are being read; try again in a while",
-            type="rate_limit_error",
-            code="schemas_waiting",
-            headers={"Retry-After": str(math.ceil(seconds))},
-        )
 
 
 # --- from a request to the runtime ----------------------------------------------------------------

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from runtime.drafter_states import DrafterState
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -48,11 +50,13 @@ class SoFar(BaseModel):
     """The statistics that a page shows: see `runtime.Statistics`."""
 
     prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
     generated_tokens: int
     proposed: int
     accepted: int
-    acceptance_rate: float
-    generation_tps: float
+    acceptance_rate: float | None
+    generation_tps: float | None
     time_to_first_token: float | None
     elapsed: float
 
@@ -67,12 +71,24 @@ class WorkSpan(BaseModel):
     round: int | None
 
 
+class DrafterChange(BaseModel):
+    """What the drafter does from a moment on, in seconds since the generation began.
+
+    "resting": it leaves rounds to the target, where plain decoding is faster; "overdue": it took too long, and the
+    target goes on without it; "left": it takes no part in this generation any more.
+    """
+
+    at: float
+    state: DrafterState
+
+
 class Speculation(BaseModel):
     """What has happened since the last chunk, and the statistics so far."""
 
     tokens: list[DraftedToken]
     statistics: SoFar
     spans: list[WorkSpan]
+    drafter: list[DrafterChange]
 
 
 class CompletionLogprobs(BaseModel):

@@ -20,13 +20,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from runtime.server.answering import Aside, Desk, Endpoint, Limits, in_thread
+from runtime.server.answering import Desk, Endpoint, Limits
+from runtime.server.aside import Aside, in_thread
 from runtime.server.entry import AlwaysHeaders, Key, Names
+from runtime.server.grammar_checker import Check
 from runtime.server.house import House
-from runtime.server.metrics import Meters
+from runtime.server.metrics import Meters, service_status
 from runtime.server.openapi import description
 from runtime.server.refusals import Refusal
 from runtime.server.requests import ChatRequest, CompletionRequest
+from runtime.server.schemas import Schemas
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -71,20 +74,25 @@ class Service:
     origins: Sequence[str] = ()
 
 
-def application(runtime: Runtime, service: Service, timelines: Timelines, *, aside: Aside = in_thread) -> ASGIApp:
+def application(
+    runtime: Runtime, service: Service, timelines: Timelines, check: Check, *, aside: Aside = in_thread
+) -> ASGIApp:
     """An ASGI application, for a server on trio.
 
     Args:
         runtime: whose models answer; its target has a tokenizer.
         service: what is offered.
         timelines: that the runtime was opened with, as its trace.
+        check: tries out grammars, as `grammar_checker` does.
         aside: see `Aside`.
     """
     meters = Meters(runtime)
     house = House(service.max_streams, service.max_waiting, trio.current_time)
-    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside)
+    schemas = Schemas(runtime.tokenizer, check, aside, service.limits.schema_s)
+    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
+    docs = resources.files("runtime").joinpath("server", "docs")
     described = description(service.model, has_key=service.api_key is not None)
 
     async def index(request: Request) -> Response:
@@ -92,6 +100,9 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
             page.joinpath("index.html").read_text(encoding="utf-8"),
             headers=_PAGE_HEADERS,
         )
+
+    async def docs_index(request: Request) -> Response:
+        return HTMLResponse(docs.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(runtime, service, started)]})
@@ -111,13 +122,14 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
         state = runtime.health()
         return JSONResponse(
             {
+                "status": service_status(state),
                 "ok": state.ok,
                 "target": state.target,
                 "draft": state.draft,
                 "streams": runtime.num_streams,
                 "waiting": runtime.num_waiting,
             },
-            status_code=200 if state.ok else 503,
+            status_code=200 if state.target else 503,
         )
 
     async def metrics(request: Request) -> Response:
@@ -130,6 +142,8 @@ def application(runtime: Runtime, service: Service, timelines: Timelines, *, asi
         routes=[
             Route("/", index),
             Mount("/page", _PageFiles(packages=[("runtime", "server/page")])),
+            Route("/docs", docs_index),
+            Mount("/docs", _PageFiles(packages=[("runtime", "server/docs")])),
             Route("/timelines/{id}", timeline),
             Route("/health", health),
             Route("/metrics", metrics),

@@ -17,6 +17,12 @@ class ClientGone(Exception):
     """The client has left; there is nobody to answer."""
 
 
+def client_address(scope: Scope) -> str:
+    """The address of a client, without its port: behind a proxy, the proxy's."""
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
+
+
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float) -> bytes:
     """The body of a request.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,10 +12,18 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from runtime.engine import Runtime
+    from runtime.health import Health
     from runtime.streaming import TokenStream
 
 # Seconds, as far apart as a person can tell.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+def service_status(health: Health) -> Literal["ok", "degraded", "broken"]:
+    """Whether texts come: as they should, undrafted though there is a drafter, or not at all."""
+    if not health.target:
+        return "broken"
+    return "degraded" if health.draft is False else "ok"
 
 
 class Meters:
@@ -82,6 +91,7 @@ class _OfRuntime(Collector):
 
     def collect(self) -> Iterator[Metric]:
         runtime, statistics = self._runtime, self._runtime.statistics()
+        status = service_status(runtime.health())
         for name, text, count in (
             ("prompt_tokens", "Tokens of prompts", statistics.prompt_tokens),
             ("cached_prompt_tokens", "Tokens of prompts that were not read again", statistics.cached_tokens),
@@ -99,11 +109,13 @@ class _OfRuntime(Collector):
         for model, seconds in zip(("target", "draft"), runtime.busy_seconds, strict=True):
             busy.add_metric([model], seconds)
         yield busy
+        acceptance_rate = math.nan if statistics.acceptance_rate is None else statistics.acceptance_rate
         for name, text, value in (
             ("streams", "Answers under way", runtime.num_streams),
             ("waiting", "Answers that wait for the models", runtime.num_waiting),
-            ("acceptance_rate", "Drafted tokens that stood, of those judged", statistics.acceptance_rate),
+            ("acceptance_rate", "Drafted tokens that stood, of those judged; NaN before any was", acceptance_rate),
             ("peak_memory_bytes", "Most memory that MLX has held at once", statistics.peak_memory),
-            ("healthy", "1 while both models are at work", float(runtime.health().ok)),
+            ("healthy", "1 while the target is at work, and texts come", float(status != "broken")),
+            ("degraded", "1 while texts come, but undrafted, since the drafter has ended", float(status == "degraded")),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", text, value=value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -34,6 +34,7 @@ class ModelList(BaseModel):
 class HealthReport(BaseModel):
     """Whether the actors are alive, and what they have to do."""
 
+    status: Literal["ok", "degraded", "broken"]
     ok: bool
     target: bool
     draft: bool | None
@@ -43,6 +44,9 @@ class HealthReport(BaseModel):
 
 _GIVEN = (ChatChunk, ChatCompletion, Completion, ErrorBody, ModelDescription, ModelList, HealthReport)
 _TAKEN = (ChatRequest, CompletionRequest)
+
+
+_EXAMPLE = {"max_tokens": 32, "stream": True}
 
 
 def description(model: str, *, has_key: bool) -> dict[str, Any]:
@@ -62,13 +66,16 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
     if has_key:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
-    def generation(name: str, taken: str, given: str, chunk: str) -> dict[str, Any]:
+    def generation(name: str, taken: str, given: str, chunk: str, example: dict[str, Any]) -> dict[str, Any]:
         return {
             "post": {
                 "operationId": name,
                 "summary": "Generate a text; whoever hangs up cancels it",
                 "security": asked,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(taken)}}},
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _ref(taken), "example": {**example, **_EXAMPLE}}},
+                },
                 "responses": {
                     "200": {
                         "description": "The text; with `stream`, server-sent events with a chunk each, and [DONE]",
@@ -106,8 +113,16 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
             "description": f"Speculative decoding of {model}, by OpenAI's interface.",
         },
         "paths": {
-            "/v1/completions": generation("complete", "CompletionRequest", "Completion", "Completion"),
-            "/v1/chat/completions": generation("chat", "ChatRequest", "ChatCompletion", "ChatChunk"),
+            "/v1/completions": generation(
+                "complete", "CompletionRequest", "Completion", "Completion", {"prompt": "def quicksort(items):"}
+            ),
+            "/v1/chat/completions": generation(
+                "chat",
+                "ChatRequest",
+                "ChatCompletion",
+                "ChatChunk",
+                {"messages": [{"role": "user", "content": "def quicksort(items):"}]},
+            ),
             "/v1/models": reading(
                 "models", "The models that are served", "application/json", _ref("ModelList"), *refused, security=asked
             ),
@@ -124,10 +139,10 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
             "/health": {
                 "get": {
                     "operationId": "health",
-                    "summary": "Whether the models are at work",
+                    "summary": "Whether texts come; degraded where they come undrafted, since the drafter has ended",
                     "responses": {
                         status: {"description": said, "content": {"application/json": {"schema": _ref("HealthReport")}}}
-                        for status, said in (("200", "They are"), ("503", "One is not"))
+                        for status, said in (("200", "They do"), ("503", "They do not: the target has failed"))
                     },
                 }
             },

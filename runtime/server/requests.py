@@ -28,6 +28,10 @@ _Ids = Annotated[list[_Id], Field(fail_fast=True)]
 _OneText = Annotated[list[str], Field(max_length=1, fail_fast=True)]
 _OneOfIds = Annotated[list[_Ids], Field(max_length=1, fail_fast=True)]
 _Nothing = Annotated[list[Any], Field(max_length=0)]
+_ContextSize = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="tokens that the penalty looks back, prompt included; null for the whole text"),
+]
 
 
 _MOST_BIASES = 10_000
@@ -56,7 +60,8 @@ class StreamOptions(Body):
     Attributes:
         include_usage: a last chunk with the usage.
         include_obfuscation: of OpenAI's; nothing is padded here.
-        include_speculation: in each chunk, its tokens and who they are from, the statistics, and what the models did.
+        include_speculation: in each chunk, its tokens and who they are from, the statistics, and what the models did;
+            several times a second, also while the prompt is read.
     """
 
     include_usage: bool | None = None
@@ -96,7 +101,8 @@ class Request(Body):
     """What both kinds of request have.
 
     Names, types and meaning are OpenAI's; those that OpenAI does not have are the runtime's settings. Where a field is
-    left out or null, the runtime's default holds: a temperature of 0, among others.
+    left out or null, the runtime's default holds: a temperature of 0, among others. A context size of null is the whole
+    text, as it is for the runtime.
 
     Attributes:
         prompt_field: the one with the prompt.
@@ -133,9 +139,9 @@ class Request(Body):
     xtc_probability: _Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    repetition_context_size: Annotated[int, Field(ge=1)] | None = None
-    presence_context_size: Annotated[int, Field(ge=1)] | None = None
-    frequency_context_size: Annotated[int, Field(ge=1)] | None = None
+    repetition_context_size: _ContextSize = 20
+    presence_context_size: _ContextSize = 20
+    frequency_context_size: _ContextSize = 20
     stop_tokens: _Ids | None = None
     ignore_eos: bool | None = None
     lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = None
@@ -171,6 +177,8 @@ class Request(Body):
     def settings(self) -> dict[str, Any]:
         """For `Runtime.stream`: what was said; a response format is left to be made a grammar of."""
         said = {name: value for name in _AS_THEY_ARE if (value := getattr(self, name)) is not None}
+        # Of these None is a value, and not what was left out.
+        said |= {name: getattr(self, name) for name in _CONTEXT_SIZES if name in self.model_fields_set}
         # They change nothing, and cost something all the same.
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
             if said.get(name) == neutral:
@@ -200,14 +208,12 @@ _AS_THEY_ARE = (
     "xtc_probability",
     "xtc_threshold",
     "repetition_penalty",
-    "repetition_context_size",
-    "presence_context_size",
-    "frequency_context_size",
     "stop_tokens",
     "ignore_eos",
     "lookahead",
     "acceptance",
 )
+_CONTEXT_SIZES = ("repetition_context_size", "presence_context_size", "frequency_context_size")
 
 
 class CompletionRequest(Request):

@@ -112,7 +112,7 @@ def _with_news(
     statistics = stream.statistics()
     so_far = {name: getattr(statistics, name) for name in SoFar.model_fields}
     drafted = [{name: getattr(token, name) for name in DraftedToken.model_fields} for token in tokens]
-    return {**chunk, "speculation": {"tokens": drafted, "statistics": so_far, "spans": record.news()}}
+    return {**chunk, "speculation": {"tokens": drafted, "statistics": so_far, **record.news()}}
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.trace import Event, Instant, Span
+from runtime.drafter_states import DrafterState, drafter_state
 from runtime.timeline import render, texts_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Record:
         self.num_lost = 0
         self._began = began
         self._num_told = 0
+        self._drafter: DrafterState | None = None
 
     def add(self, event: Event) -> None:
         """Take note of an event; beyond so many, only of that."""
@@ -40,20 +42,28 @@ class Record:
             return
         self.events.append(event)
 
-    def news(self) -> list[dict[str, Any]]:
-        """The spans since the last call, in seconds since the stream began."""
+    def news(self) -> dict[str, list[dict[str, Any]]]:
+        """The spans and the changes of the drafter's state since the last call, in seconds since the stream began.
+
+        See `Speculation` in `runtime.server.answers`.
+        """
         fresh, self._num_told = self.events[self._num_told :], len(self.events)
-        return [
-            {
-                "actor": event.actor,
-                "kind": event.kind,
-                "began": round(event.began - self._began, 6),
-                "ended": round(event.ended - self._began, 6),
-                "round": event.round,
-            }
-            for event in fresh
-            if isinstance(event, Span)
-        ]
+        spans, changes = [], []
+        for event in fresh:
+            if isinstance(event, Span):
+                spans.append(
+                    {
+                        "actor": event.actor,
+                        "kind": event.kind,
+                        "began": round(event.began - self._began, 6),
+                        "ended": round(event.ended - self._began, 6),
+                        "round": event.round,
+                    }
+                )
+            elif (state := drafter_state(self._drafter, event)) != self._drafter:
+                self._drafter = state
+                changes.append({"at": round(event.at - self._began, 6), "state": state})
+        return {"spans": spans, "drafter": changes}
 
 
 class Timelines:

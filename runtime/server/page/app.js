@@ -3,32 +3,22 @@
 import { Figures } from "./figures.js";
 import { Following } from "./following.js";
 import { Failure, Generation, model } from "./generation.js";
+import { forgetAnswer, keepAnswer, recallAnswer } from "./kept.js";
 import { recallKey } from "./key.js";
 import { tab } from "./memory.js";
+import { namesOf } from "./models.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
 import { GrowingText } from "./text.js";
 import { Trouble } from "./trouble.js";
+import { STATES, told, tokens } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const tokens = (n) => `${n.toLocaleString("en")} ${n === 1 ? "token" : "tokens"}`;
-
-const WORDS = {
-  connecting: "Connecting",
-  waiting: "Waiting",
-  reading: "Reading the prompt",
-  writing: "Writing",
-  done: "Done",
-  stopped: "Stopped",
-  failed: "Failed",
-};
-const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached" };
-
-/** After so long without a word from the server, the page says so. It sends one several times a second. */
-const SILENCE_MS = 5000;
 /** What lasts shorter than this is not worth reading out. */
 const WORTH_SAYING_MS = 800;
 const TICK_MS = 500;
+/** So often a server that was not there is looked for. */
+const LOOK_MS = 5000;
 /** Of a long prompt, so much is shown beside its answer. */
 const SHOWN_OF_PROMPT = 700;
 
@@ -42,7 +32,10 @@ const figures = new Figures($("figures"));
 const following = new Following($("follow"));
 const strip = new Strip($("strip"));
 const text = new GrowingText($("text"), (paint) => following.while(paint));
-const settings = new Settings($("settings"), () => showSettings());
+const settings = new Settings($("settings"), () => {
+  showSettings();
+  outdate();
+});
 const trouble = new Trouble($, () => retry());
 
 /** What the server says of its model, once it was asked. */
@@ -53,6 +46,11 @@ let asked = null;
 let begunAt = 0;
 let ticking = 0;
 let saying = 0;
+/** Whether the prompt that got no answer was put back into the box. */
+let isPutBack = false;
+/** Whether the answer was there when the page was loaded. */
+let isKept = false;
+let looking = 0;
 
 // --- an answer ------------------------------------------------------------------------------------
 
@@ -73,14 +71,20 @@ async function ask(question) {
     counted: (statistics) => {
       figures.count(statistics);
       strip.reach(statistics.elapsed ?? 0);
+      if (generation?.state === "reading") tick();
     },
     worked: (spans) => strip.add(spans),
+    drafterChanged: (changes) => {
+      strip.change(changes);
+      figures.count({ drafter: changes.at(-1).state });
+    },
   });
   const mine = generation;
-  begin();
+  isKept = false;
+  begin(known?.has_chat_template === true);
   const met = await modelFor(mine);
   if (met === null || mine.isOver) return;
-  showQuestion();
+  showQuestion(met.has_chat_template);
   await mine.run(question, met, settings.request, recallKey());
 }
 
@@ -104,10 +108,40 @@ async function modelFor(mine) {
 
 /** Try again what failed: an answer, or else to meet the server. */
 function retry() {
-  trouble.hide();
+  hideTrouble();
   prompt.focus();
-  if (generation?.failure) ask(asked);
-  else greet();
+  if (generation === null || !generation.failure || isKept) greet();
+  else if (isPutBack && prompt.value.trim() !== "") send();
+  else ask(asked);
+}
+
+function showTrouble(failure) {
+  trouble.show(failure);
+  clearInterval(looking);
+  if (failure.isUnreachable) looking = setInterval(look, LOOK_MS);
+}
+
+function hideTrouble() {
+  clearInterval(looking);
+  trouble.hide();
+}
+
+/** Look for a server that was not there; what was said of it is no longer true once it is. */
+async function look() {
+  if (document.hidden) return;
+  try {
+    await meet();
+  } catch (problem) {
+    if (!(problem instanceof Failure)) throw problem;
+    if (trouble.failure?.isUnreachable && !problem.isUnreachable) showTrouble(problem);
+    return;
+  }
+  if (trouble.failure?.isUnreachable) hideTrouble();
+}
+
+/** What was wrong with the request may no longer be, now that another is being made. */
+function outdate() {
+  if (trouble.failure && !trouble.failure.canRetry && !trouble.failure.wantsKey && isPutBack) hideTrouble();
 }
 
 function stop() {
@@ -116,7 +150,8 @@ function stop() {
   return true;
 }
 
-function begin() {
+/** @param {boolean} isChat */
+function begin(isChat) {
   text.clear();
   figures.clear();
   strip.clear();
@@ -124,8 +159,9 @@ function begin() {
   $("welcome").hidden = true;
   $("instruments").hidden = $("answer").hidden = false;
   $("timeline").hidden = $("copy").hidden = true;
-  showQuestion();
-  trouble.hide();
+  showQuestion(isChat);
+  hideTrouble();
+  isPutBack = false;
   clearInterval(ticking);
   ticking = setInterval(tick, TICK_MS);
   following.resume();
@@ -142,25 +178,63 @@ function show() {
     clearInterval(ticking);
   }
   $("state").dataset.state = state;
-  $("state-word").textContent = WORDS[state];
+  $("state-word").textContent = STATES[state];
   $("text").setAttribute("aria-busy", String(!isOver));
   $("text").classList.toggle("growing", state === "writing");
   following.isGrowing = !isOver;
   showStop(!isOver);
   tick();
   if (isOver) following.while(showEnd);
-  say();
+  if (!isKept) say();
 }
 
 function showEnd() {
   const { id, failure } = generation;
-  if (failure) known = null; // it may be another server by the next time
   showAll(true);
   $("strip").setAttribute("aria-label", strip.summary);
   $("timeline").hidden = id === null;
   if (id !== null) $("timeline").href = `/timelines/${encodeURIComponent(id)}`;
   $("copy").hidden = text.text === "" || !navigator.clipboard;
-  if (failure) trouble.show(failure);
+  if (isKept) return;
+  if (failure) {
+    known = null; // it may be another server by the next time
+    showTrouble(failure);
+    if (text.pieces.length === 0) putBack();
+  }
+  keep();
+}
+
+/** Give the prompt back that got no answer, where no other is being written. */
+function putBack() {
+  isPutBack = prompt.value === "" || prompt.value === asked;
+  if (!isPutBack) return;
+  prompt.value = asked;
+  keepPrompt();
+}
+
+function keep() {
+  if (text.pieces.length === 0) return forgetAnswer();
+  const { id, state, finishReason, failure } = generation;
+  const { spans, changes } = strip;
+  const isChat = !$("question").hidden;
+  const message = failure?.message ?? null;
+  keepAnswer({ asked, isChat, id, state, finishReason, message, pieces: text.pieces, counts: figures.counts, spans, changes });
+}
+
+/** Show the answer that was there before the page was loaded again, if there was one. */
+function showKept() {
+  const kept = recallAnswer();
+  if (kept === null) return;
+  isKept = true;
+  asked = kept.asked;
+  generation = Generation.over(kept);
+  begin(kept.isChat);
+  text.add(kept.pieces);
+  figures.count(kept.counts);
+  strip.add(kept.spans);
+  strip.change(kept.changes);
+  strip.reach(kept.counts.elapsed ?? 0);
+  show();
 }
 
 function tick() {
@@ -172,23 +246,8 @@ function tick() {
 }
 
 function more() {
-  const { state, finishReason, heardAt } = generation;
-  const now = performance.now();
-  const since = Math.floor((now - begunAt) / 1000);
-  const silent = now - heardAt >= SILENCE_MS ? [`nothing heard for ${Math.floor((now - heardAt) / 1000)} s`] : [];
-  const told = {
-    connecting: () => (since ? [`${since} s`] : []),
-    waiting: () => ["for its turn", ...(silent.length || !since ? silent : [`${since} s`])],
-    reading: () => [
-      ...(figures.promptTokens === null ? [] : [tokens(figures.promptTokens)]),
-      ...(silent.length || !since ? silent : [`${since} s`]),
-    ],
-    writing: () => silent,
-    done: () => [ENDS[finishReason] ?? finishReason],
-    stopped: () => (text.text === "" ? ["before the first word"] : []),
-    failed: () => [],
-  };
-  return told[state]().join(" · ");
+  const { read } = figures;
+  return told(generation, { sinceMs: performance.now() - begunAt, read, hasText: text.text !== "", isKept });
 }
 
 /** Read the state out, if it lasts; a waiting one may be over in a moment. */
@@ -197,15 +256,14 @@ function say() {
   const { state, isOver, failure } = generation;
   const words = () => {
     const counted = isOver && figures.tokens ? tokens(figures.tokens) : "";
-    $("said").textContent = [WORDS[state], failure?.message ?? more(), counted].filter(Boolean).join(", ");
+    $("said").textContent = [STATES[state], failure?.message ?? more(), counted].filter(Boolean).join(", ");
   };
   if (isOver) words();
   else saying = setTimeout(words, WORTH_SAYING_MS);
 }
 
 /** The prompt, before its answer: a question above it, or the beginning of the text that goes on. */
-function showQuestion() {
-  const isChat = known?.has_chat_template === true;
+function showQuestion(isChat) {
   const isLong = asked.length > SHOWN_OF_PROMPT;
   document.body.classList.toggle("chat", isChat);
   $("question").hidden = !isChat;
@@ -223,15 +281,10 @@ function showQuestion() {
 /** @throws {Failure} */
 async function meet() {
   known = await model(recallKey());
-  const name = (path) => {
-    const words = document.createElement("b");
-    words.textContent = path.split("/").filter(Boolean).slice(-2).join("/");
-    words.title = path;
-    return words;
-  };
-  $("models").replaceChildren(name(known.id), ...(known.draft ? [" drafted by ", name(known.draft)] : [" without a drafter"]));
+  $("models").replaceChildren(...namesOf(known));
   $("models").hidden = false;
   document.body.classList.toggle("undrafted", !known.draft);
+  strip.hasDrafter = known.draft !== null;
   showExamples();
   return known;
 }
@@ -241,7 +294,7 @@ async function greet() {
     await meet();
   } catch (problem) {
     if (!(problem instanceof Failure)) throw problem;
-    trouble.show(problem);
+    showTrouble(problem);
   }
 }
 
@@ -286,7 +339,10 @@ function send() {
     prompt.focus();
     return;
   }
-  if (!settings.wrong) prompt.value = "";
+  if (!settings.wrong) {
+    prompt.value = "";
+    isPutBack = false;
+  }
   ask(question);
 }
 
@@ -304,7 +360,10 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-prompt.addEventListener("input", keepPrompt);
+prompt.addEventListener("input", () => {
+  keepPrompt();
+  outdate();
+});
 prompt.addEventListener("keydown", (event) => {
   if (event.isComposing || event.keyCode === 229) return; // an input method has the key
   if (event.key === "Enter" && !event.shiftKey) {
@@ -358,5 +417,6 @@ $("all").addEventListener("click", () => showAll(true));
 addEventListener("pagehide", stop);
 
 showSettings();
+showKept();
 fill(tab.recall("prompt") ?? "");
 greet();

@@ -11,7 +11,8 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** Each as one would say it, and what it is made of; null where there is nothing to say. */
 const TOLD = {
-  acceptance: ({ proposed, accepted }) => (proposed > 0 ? [percent(accepted / proposed), `${count(accepted)} of ${count(proposed)}`] : null),
+  acceptance: ({ proposed, accepted, drafter }) =>
+    proposed > 0 ? [percent(accepted / proposed), `${count(accepted)} of ${count(proposed)}`] : drafter === "resting" ? ["resting"] : null,
   speed: ({ generation_tps }) => (generation_tps > 0 ? [rate(generation_tps)] : null),
   tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),
   first: ({ time_to_first_token }) => (isNumber(time_to_first_token) ? [duration(time_to_first_token)] : null),
@@ -28,8 +29,16 @@ export class Figures {
     this.#places = Object.fromEntries(Object.keys(TOLD).map((name) => [name, list.querySelector(`#${name}`)]));
   }
 
-  get promptTokens() {
-    return this.#counts.prompt_tokens ?? null;
+  /** How far the prompt was read: [tokens, of how many], or only how many; empty where neither is known. */
+  get read() {
+    const { prompt_tokens, cached_tokens, prefilled_tokens } = this.#counts;
+    if (!isNumber(prompt_tokens)) return [];
+    return isNumber(prefilled_tokens) ? [Math.min(prompt_tokens, (cached_tokens ?? 0) + prefilled_tokens), prompt_tokens] : [prompt_tokens];
+  }
+
+  /** All that is known. */
+  get counts() {
+    return this.#counts;
   }
 
   get tokens() {

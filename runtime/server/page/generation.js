@@ -6,12 +6,18 @@ import { Broken, eventData } from "./sse.js";
 export class Failure extends Error {
   /**
    * @param {string} message
-   * @param {{retryAfter?: number | null, wantsKey?: boolean}} more `retryAfter` in seconds, where the server says so.
+   * @param {object} more
+   * @param {number | null} [more.retryAfter] seconds, where the server says so.
+   * @param {boolean} [more.wantsKey] whether the server wants an API key.
+   * @param {boolean} [more.canRetry] whether the same request may be answered another time.
+   * @param {boolean} [more.isUnreachable] whether there was no server to be heard.
    */
-  constructor(message, { retryAfter = null, wantsKey = false } = {}) {
+  constructor(message, { retryAfter = null, wantsKey = false, canRetry = true, isUnreachable = false } = {}) {
     super(message);
     this.retryAfter = retryAfter;
     this.wantsKey = wantsKey;
+    this.canRetry = canRetry;
+    this.isUnreachable = isUnreachable;
   }
 }
 
@@ -19,6 +25,11 @@ const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const CUT = "The connection was lost in mid-answer. What was written by then is kept.";
 const CUT_EARLY = "The connection was lost before the first word.";
 const UNREADABLE = "The server sent something that cannot be read as an answer.";
+
+/** Statuses below 500 that are about the moment and not about the request; 404 is another model, which is asked for anew. */
+const PASSING = [404, 408, 429];
+/** The advice at the end of a refusal, which says how long to wait. */
+const ADVICE = /[;,.]?\s*(please )?try again in [^;,]*$/i;
 
 const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
@@ -42,16 +53,21 @@ async function asked(path, request) {
     return await fetch(path, request);
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    throw new Failure(UNREACHABLE);
+    throw new Failure(UNREACHABLE, { isUnreachable: true });
   }
 }
 
 async function refusal(response) {
   const said = await response.json().catch(() => null);
   const message = typeof said?.error?.message === "string" && said.error.message !== "" ? said.error.message : null;
-  return new Failure(message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".", {
-    retryAfter: response.status === 429 || response.status === 503 ? seconds(response.headers.get("Retry-After")) : null,
-    wantsKey: response.status === 401,
+  const { status, statusText } = response;
+  const retryAfter = status === 429 || status === 503 ? seconds(response.headers.get("Retry-After")) : null;
+  // The page counts the seconds down, and a text that stays as it is would soon say something else.
+  const told = retryAfter === null ? message : message?.replace(ADVICE, "");
+  return new Failure(told || `The server answered ${status} ${statusText}`.trim() + ".", {
+    retryAfter,
+    wantsKey: status === 401,
+    canRetry: status >= 500 || PASSING.includes(status),
   });
 }
 
@@ -89,10 +105,22 @@ export class Generation {
    *   wrote(pieces: {text: string, isDrafted: boolean, isThought: boolean}[]): void,
    *   counted(statistics: object): void,
    *   worked(spans: {actor: string, kind: string, began: number, ended: number}[]): void,
+   *   drafterChanged(changes: {at: number, state: string}[]): void,
    * }} listener
    */
   constructor(listener) {
     this.#listener = listener;
+  }
+
+  /**
+   * One that was over when the page was loaded.
+   *
+   * @param {{id: string | null, state: string, finishReason: string | null, message: string | null}} kept
+   */
+  static over({ id, state, finishReason, message }) {
+    const generation = new Generation({});
+    if (state === "failed") generation.failure = new Failure(message);
+    return Object.assign(generation, { id, state, finishReason });
   }
 
   get isOver() {
@@ -159,13 +187,15 @@ export class Generation {
   }
 
   #take(chunk) {
-    if (chunk.error) throw new Failure(String(chunk.error.message ?? UNREADABLE));
+    if (chunk.error)
+      throw new Failure(String(chunk.error.message ?? UNREADABLE), { canRetry: chunk.error.type !== "invalid_request_error" });
     this.id ??= typeof chunk.id === "string" ? chunk.id : null;
     const { speculation } = chunk;
     if (speculation?.spans?.length) {
       if (this.state === "waiting") this.#become("reading");
       this.#listener.worked(speculation.spans);
     }
+    if (speculation?.drafter?.length) this.#listener.drafterChanged(speculation.drafter);
     const pieces = piecesOf(chunk);
     if (pieces.length) {
       this.#become("writing");

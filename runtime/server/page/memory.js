@@ -28,8 +28,14 @@ class Memory {
     try {
       this.#storage?.setItem(`outrider.${name}`, text);
     } catch {
-      // It is full; this page still knows.
+      // It is full; this page still knows, and what was there before is not so any more.
+      this.#storage?.removeItem(`outrider.${name}`);
     }
+  }
+
+  forget(name) {
+    this.#kept.delete(name);
+    this.#storage?.removeItem(`outrider.${name}`);
   }
 }
 

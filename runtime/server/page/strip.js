@@ -1,5 +1,7 @@
 /** Who worked when, in this answer: two lanes in a canvas, the target's above, the drafter's below. */
 
+import { Lane } from "./lane.js";
+
 const GUTTER = 56;
 const LANE = 18;
 const GAP = 5;
@@ -14,49 +16,15 @@ const WINDOWS = [0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 60];
 const DENSE = 0.3;
 const COLUMN = 3;
 
+/** What there is to say where the drafter does not draft, by its state: in full, and where there is little room. */
+const IDLE = {
+  resting: ["resting: plain decoding is faster here", "resting"],
+  overdue: ["late: the target goes on without it", "late"],
+  left: ["gone: the target decodes alone", "gone"],
+  none: ["none: the target decodes alone", "none"],
+};
+
 const TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600];
-
-/** Spans of one actor, which never overlap: their beginnings and their ends are sorted. */
-class Lane {
-  spans = [];
-  busy = 0;
-
-  add(span) {
-    let i = this.spans.length;
-    while (i > 0 && this.spans[i - 1].began > span.began) i -= 1;
-    this.spans.splice(i, 0, span);
-    this.busy += span.ended - span.began;
-  }
-
-  get ended() {
-    return this.spans.at(-1)?.ended ?? 0;
-  }
-
-  /** The index of the first that ends after a moment. */
-  after(moment) {
-    let low = 0;
-    let high = this.spans.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.spans[middle].ended > moment) high = middle;
-      else low = middle + 1;
-    }
-    return low;
-  }
-
-  /** The parts of a time in which this actor worked. */
-  *within(began, ended) {
-    for (let i = this.after(began); i < this.spans.length && this.spans[i].began < ended; i += 1)
-      yield [Math.max(began, this.spans[i].began), Math.min(ended, this.spans[i].ended)];
-  }
-
-  /** How much of a time that is, in seconds. */
-  seconds(began, ended) {
-    let sum = 0;
-    for (const [from, to] of this.within(began, ended)) sum += to - from;
-    return sum;
-  }
-}
 
 export class Strip {
   #canvas;
@@ -68,6 +36,8 @@ export class Strip {
   #beside;
   #frame = 0;
   #colours = {};
+  #changes;
+  #hasDrafter = true;
   /** Whether the whole answer is shown, and not the latest of it. */
   showsAll = false;
 
@@ -92,6 +62,27 @@ export class Strip {
     this.#draft = new Lane();
     this.#elapsed = this.#drafting = this.#beside = 0;
     this.#judged = 0;
+    this.#changes = [];
+    this.#soon();
+  }
+
+  /** Of both lanes, as they were added. */
+  get spans() {
+    return [...this.#target.spans, ...this.#draft.spans];
+  }
+
+  get changes() {
+    return this.#changes;
+  }
+
+  /** @param {{at: number, state: string}[]} changes of what the drafter does, in seconds of this answer. */
+  change(changes) {
+    this.#changes.push(...changes);
+    this.#soon();
+  }
+
+  set hasDrafter(has) {
+    this.#hasDrafter = has;
     this.#soon();
   }
 
@@ -124,7 +115,17 @@ export class Strip {
     const percent = (share) => `${Math.round(100 * share)} %`;
     const busy = (lane) => percent(Math.min(1, lane.busy / this.#end));
     const beside = this.beside === null ? "" : `; ${percent(this.beside)} of drafting went on while the target worked`;
-    return `Timeline of this answer, ${this.#end.toFixed(1)} s: target busy ${busy(this.#target)}, drafter busy ${busy(this.#draft)}${beside}`;
+    const rested = this.#idle.reduce((sum, { state, from, to }) => sum + (state === "resting" ? to - from : 0), 0);
+    const rest = rested > 0 ? `; the drafter rested ${percent(Math.min(1, rested / this.#end))} of the time, where plain decoding was faster` : "";
+    return `Timeline of this answer, ${this.#end.toFixed(1)} s: target busy ${busy(this.#target)}, drafter busy ${busy(this.#draft)}${beside}${rest}`;
+  }
+
+  /** The times in which the drafter did not draft, and why. */
+  get #idle() {
+    if (!this.#hasDrafter) return [{ state: "none", from: 0, to: this.#end }];
+    return this.#changes
+      .map(({ at, state }, i) => ({ state, from: at, to: this.#changes[i + 1]?.at ?? this.#end }))
+      .filter(({ state }) => Object.hasOwn(IDLE, state));
   }
 
   get #end() {
@@ -178,6 +179,7 @@ export class Strip {
     c.clip();
     this.#drawLane(c, this.#target, TOP, from, to, x, plot);
     this.#drawLane(c, this.#draft, TOP + LANE + GAP, from, to, x, plot);
+    for (const idle of this.#idle) if (idle.to > from && idle.from < to) this.#drawIdle(c, idle, x, width);
     c.restore();
   }
 
@@ -232,6 +234,26 @@ export class Strip {
       if (width > 3) c.strokeRect(left + 0.5, y + 0.5, width - 1, LANE - 1);
       if (width > c.measureText(kind).width + 10) c.fillText(kind, Math.max(left, GUTTER) + 5, y + LANE / 2 + 0.5);
     }
+  }
+
+  /** In the drafter's lane, a time without drafts: a dashed line, and if there is room, why. */
+  #drawIdle(c, { state, from, to }, x, width) {
+    const left = Math.max(x(from), GUTTER);
+    const right = Math.min(x(to), width);
+    const middle = TOP + LANE + GAP + LANE / 2 + 0.5;
+    c.strokeStyle = this.#colours.muted;
+    c.setLineDash([2, 3]);
+    c.beginPath();
+    c.moveTo(left, middle);
+    c.lineTo(right, middle);
+    c.stroke();
+    c.setLineDash([]);
+    const words = IDLE[state].find((said) => c.measureText(said).width + 14 <= right - left);
+    if (words === undefined) return;
+    c.fillStyle = this.#colours.faint;
+    c.fillRect(left + 3, middle - 7, c.measureText(words).width + 8, 14);
+    c.fillStyle = this.#colours.muted;
+    c.fillText(words, left + 7, middle);
   }
 
   /** From far off: how busy, as the height of a column; what the drafter did while the target waited, pale on top. */

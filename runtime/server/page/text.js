@@ -3,11 +3,22 @@
 /** After so many characters, the next line begins a block of its own: what is laid out anew is the last block. */
 const BLOCK = 2000;
 
+/**
+ * What is laid out anew is more where a text has no lines, and may take longer than a frame: so long, times this, the next
+ * pieces wait.
+ */
+const REST = 4;
+
+/** White that would be a block of colour, if it were tinted as words are. */
+const INDENT = /([ \t]{2,})/;
+
 export class GrowingText {
   #element;
   #painted;
   #pending = [];
   #frame = 0;
+  #timer = 0;
+  #restsUntil = 0;
   #block = null;
   #blockLength = 0;
   #run = null;
@@ -26,7 +37,12 @@ export class GrowingText {
 
   /** What was written, without thoughts, and without what it began with. */
   get text() {
-    return this.#pieces.join("");
+    return this.#pieces.map(({ text, isThought }) => (isThought ? "" : text)).join("");
+  }
+
+  /** What was written, in as few pieces as tell it; to be given to `add` again. */
+  get pieces() {
+    return this.#pieces;
   }
 
   get hasThoughts() {
@@ -35,8 +51,8 @@ export class GrowingText {
 
   /** Begin anew. */
   clear() {
-    cancelAnimationFrame(this.#frame);
-    this.#frame = 0;
+    this.#cancel();
+    this.#restsUntil = 0;
     this.#pending = [];
     this.#pieces = [];
     this.#isThought = this.#hasThoughts = false;
@@ -49,26 +65,45 @@ export class GrowingText {
     this.#block.append(node);
   }
 
-  /** @param {{text: string, isDrafted: boolean, isThought: boolean}[]} pieces shown with the next frame. */
+  /** @param {{text: string, isDrafted: boolean, isThought: boolean}[]} pieces shown with the next frame, or soon. */
   add(pieces) {
     for (const piece of pieces) this.#pending.push(piece);
-    this.#frame ||= requestAnimationFrame(() => this.flush());
+    if (this.#frame || this.#timer) return;
+    const wait = this.#restsUntil - performance.now();
+    const paint = () => (this.#frame = requestAnimationFrame(() => this.flush()));
+    if (wait > 0) this.#timer = setTimeout(paint, wait);
+    else paint();
   }
 
   /** Show now what is still to be shown; a tab that is hidden has no frames. */
   flush() {
-    cancelAnimationFrame(this.#frame);
-    this.#frame = 0;
+    this.#cancel();
     if (this.#pending.length === 0) return;
     const pieces = this.#pending;
+    const began = performance.now();
     this.#pending = [];
     this.#painted(() => pieces.forEach((piece) => this.#append(piece)));
+    this.#element.getBoundingClientRect(); // lays out, which is what takes long
+    const now = performance.now();
+    this.#restsUntil = now + REST * (now - began);
+  }
+
+  #cancel() {
+    cancelAnimationFrame(this.#frame);
+    clearTimeout(this.#timer);
+    this.#frame = this.#timer = 0;
   }
 
   #append({ text, isDrafted, isThought }) {
-    if (!isThought) this.#pieces.push(text);
+    const before = this.#pieces.at(-1);
+    if (before?.isDrafted === isDrafted && before.isThought === isThought) before.text += text;
+    else this.#pieces.push({ text, isDrafted, isThought });
     if (isThought !== this.#isThought) this.#turn(isThought);
-    const kind = isDrafted ? "drafted" : "";
+    if (isDrafted) text.split(INDENT).forEach((part, i) => this.#write(part, i % 2 ? "drafted blank" : "drafted"));
+    else this.#write(text, "");
+  }
+
+  #write(text, kind) {
     while (this.#blockLength + text.length > BLOCK) {
       const end = text.indexOf("\n", Math.max(0, BLOCK - this.#blockLength));
       if (end < 0) break;

@@ -7,6 +7,8 @@ const TICK_MS = 500;
 export class Trouble {
   #place;
   #counting = 0;
+  /** @type {import("./generation.js").Failure | null} what is shown. */
+  failure = null;
 
   /**
    * @param {(id: string) => HTMLElement} place finds an element.
@@ -24,17 +26,19 @@ export class Trouble {
   }
 
   hide() {
+    this.failure = null;
     clearInterval(this.#counting);
     this.#place("problem").hidden = this.#place("key-form").hidden = true;
   }
 
   /** @param {import("./generation.js").Failure} failure */
   show(failure) {
+    this.failure = failure;
     if (failure.wantsKey) this.#askForKey();
     else this.#tell(failure);
   }
 
-  #tell({ message, retryAfter }) {
+  #tell({ message, retryAfter, canRetry }) {
     const at = performance.now() + 1000 * (retryAfter ?? 0);
     const count = () => {
       const left = Math.ceil((at - performance.now()) / 1000);
@@ -43,6 +47,7 @@ export class Trouble {
       if (left <= 0) clearInterval(this.#counting);
     };
     this.#place("problem").hidden = false;
+    this.#place("retry").hidden = !canRetry;
     this.#place("problem-text").textContent = /[.!?]$/.test(message) ? message : `${message}.`;
     clearInterval(this.#counting);
     this.#counting = setInterval(count, TICK_MS);

@@ -1,0 +1,41 @@
+/** The newest answer, kept by this tab for when the page is loaded again. */
+
+import { tab } from "./memory.js";
+
+/** Most characters of JSON; a browser has room for some five million. */
+const MOST = 2_000_000;
+/** Of what is kept; what another version of this page has kept is not understood. */
+const VERSION = 1;
+
+/**
+ * @typedef {{
+ *   asked: string, isChat: boolean, id: string | null, state: string, finishReason: string | null, message: string | null,
+ *   pieces: {text: string, isDrafted: boolean, isThought: boolean}[],
+ *   counts: object,
+ *   spans: {actor: string, kind: string, began: number, ended: number}[],
+ *   changes: {at: number, state: string}[],
+ * }} Kept
+ */
+
+/** @param {Kept} answer in place of the one before; without its spans where it is too long, or not at all. */
+export function keepAnswer(answer) {
+  for (const one of [answer, { ...answer, spans: [], changes: [] }]) {
+    const json = JSON.stringify({ version: VERSION, ...one });
+    if (json.length <= MOST) return tab.keep("answer", json);
+  }
+  forgetAnswer();
+}
+
+export function forgetAnswer() {
+  tab.forget("answer");
+}
+
+/** @returns {Kept | null} */
+export function recallAnswer() {
+  try {
+    const kept = JSON.parse(tab.recall("answer"));
+    return kept?.version === VERSION ? kept : null;
+  } catch {
+    return null;
+  }
+}

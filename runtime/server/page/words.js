@@ -1,0 +1,46 @@
+/** The state of an answer in words. */
+
+export const STATES = {
+  connecting: "Connecting",
+  waiting: "Waiting",
+  reading: "Reading the prompt",
+  writing: "Writing",
+  done: "Done",
+  stopped: "Stopped",
+  failed: "Failed",
+};
+const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached" };
+
+/** After so long without a word from the server, the page says so. It sends one several times a second. */
+const SILENCE_MS = 5000;
+
+const count = (n) => n.toLocaleString("en");
+export const tokens = (n) => `${count(n)} ${n === 1 ? "token" : "tokens"}`;
+
+/**
+ * What there is to say beside the state.
+ *
+ * @param {import("./generation.js").Generation} generation
+ * @param {object} more
+ * @param {number} more.sinceMs since it was asked for.
+ * @param {number[]} more.read how far the prompt was read; see `Figures`.
+ * @param {boolean} more.hasText whether anything was written.
+ * @param {boolean} more.isKept whether it was over when the page was loaded.
+ */
+export function told({ state, finishReason, failure, heardAt }, { sinceMs, read, hasText, isKept }) {
+  const since = Math.floor(sinceMs / 1000);
+  const silentMs = performance.now() - heardAt;
+  const silent = silentMs >= SILENCE_MS ? [`nothing heard for ${Math.floor(silentMs / 1000)} s`] : [];
+  const lasting = silent.length || !since ? silent : [`${since} s`];
+  const last = read.at(-1);
+  const parts = {
+    connecting: () => (since ? [`${since} s`] : []),
+    waiting: () => ["for its turn", ...lasting],
+    reading: () => [...(read.length ? [[...read.slice(0, -1).map(count), tokens(last)].join(" of ")] : []), ...lasting],
+    writing: () => silent,
+    done: () => [ENDS[finishReason] ?? finishReason],
+    stopped: () => (hasText ? [] : ["before the first word"]),
+    failed: () => (isKept ? [failure.message] : []),
+  };
+  return parts[state]().join(" · ");
+}

@@ -1,0 +1,143 @@
+"""Chat messages are looked at before any model work: what is wrong, in which of them, and what would be right."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import transformers.tokenization_utils_base
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from scripted import VOCAB_SIZE, ScriptedModel, simulated, truthful
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from runtime.conversation import Conversation
+from runtime.text import ROLES, encode_prompt
+
+WORDS = ["<unk>", *ROLES, "hello", "world", ":", "called"]
+CHAT = """\
+{% for m in messages %}{{ m.role }} : {% if m.content is string %}{{ m.content }}\
+{% else %}called{% endif %} {% endfor %}assistant :"""
+
+
+def tokenizer(template: str = CHAT, **options: Any) -> TokenizerWrapper:
+    """A token a word."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=WORDS[0], chat_template=template, **options)
+    return TokenizerWrapper(fast)
+
+
+words = functools.cache(tokenizer)
+
+
+def said(messages: Any, template: str = CHAT) -> str:
+    return " ".join(WORDS[token] for token in encode_prompt(messages, words(template), len(WORDS)))
+
+
+USER = {"role": "user", "content": "hello"}
+
+BAD = [
+    ([{}], "messages[0] has no role; give it one of 'system', 'developer', 'user', 'assistant', 'tool'"),
+    ([USER, {"content": "x"}], "messages[1] has no role"),
+    ([{"role": None, "content": "x"}], "messages[0] has the role None"),
+    ([{"role": 5, "content": "x"}], "messages[0] has the role 5"),
+    (
+        [{"role": "users", "content": "x"}],
+        "messages[0] has the role 'users', which is unknown; give it one of 'system'",
+    ),
+    ([USER, {"role": "user"}], 'messages[1] has no content; give it a text, "" for an empty one'),
+    ([{"role": "user", "content": None}], "messages[0] has the content None"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0] has the content None"),
+    ([{"role": "user", "content": 5}], "messages[0].content must be a text or a list of text parts, got 5"),
+    ([{"role": "user", "content": {"type": "text", "text": "x"}}], "messages[0].content must be a text or a list"),
+    ([{"role": "user", "content": ["x"]}], "messages[0].content[0] must be a mapping, got 'x'; give parts of the form"),
+    (
+        [USER, {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
+        "messages[1].content[1] is of type 'image_url', and only text can be read; give parts of the form",
+    ),
+    ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0] is of type None"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a text, got None"),
+    ([{"role": "user", "content": "\ud800"}], "not valid text"),
+    ([{"role": "x" * 9999, "content": "x"}], "which is unknown"),
+]
+
+
+@pytest.mark.parametrize(("messages", "says"), BAD)
+def test_a_message_that_cannot_be_is_refused_by_its_place_with_what_would_be_right(messages, says):
+    with pytest.raises(runtime.PromptError, match=re.escape(says)) as caught:
+        encode_prompt(messages, words(), len(WORDS))
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": role, "content": "hello"} for role in ROLES], " ".join(f"{role} : hello" for role in ROLES)),
+        ([{"role": "user", "content": ""}], "user :"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}],
+            "user : hello",
+        ),
+        ([{"role": "user", "content": []}], "user :"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}], "assistant : called"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "assistant : called"),
+        ([USER | {"name": "me", "extra": 5}], "user : hello"),
+    ],
+)
+def test_messages_that_can_be_reach_the_template(messages, text):
+    before = repr(messages)
+    assert said(messages) == f"{text} assistant :"
+    assert repr(messages) == before
+
+
+def test_a_role_that_a_template_speaks_of_is_known_to_it():
+    template = CHAT.replace("{% for", "{% if messages[0].role == 'tool_list' %}called {% endif %}{% for")
+    assert said([{"role": "tool_list", "content": "hello"}], template).startswith("called")
+
+
+@pytest.mark.parametrize("error", ["messages[5].content.strip()", "1 / 0", "messages[0].content + 5"])
+def test_whatever_a_template_raises_is_about_the_prompt(error):
+    with pytest.raises(runtime.PromptError, match="the chat template does not take these messages: "):
+        encode_prompt([USER], words("{{ " + error + " }}"), len(WORDS))
+
+
+async def test_no_model_hears_of_messages_that_cannot_be(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), tokenizer=words()) as simulation:
+        for messages in ([{}], [USER, {"role": "user", "content": 5}]):
+            with pytest.raises(runtime.PromptError, match=r"messages\["):
+                simulation.runtime.stream(messages)
+        assert (simulation.events, simulation.runtime.num_streams) == ([], 0)
+
+
+# --- long prompts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "messages", "conversation"])
+def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
+    def warn(message: str, *_: Any, **__: Any) -> None:
+        raise AssertionError(message)
+
+    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", warn)
+    short = tokenizer(model_max_length=4)
+    text = "hello world " * 10
+    if kind == "text":
+        assert len(encode_prompt(text, short, VOCAB_SIZE)) == 20
+    elif kind == "messages":
+        assert len(encode_prompt([{"role": "user", "content": text}], short, VOCAB_SIZE)) == 24
+    else:
+        begun: list[Any] = []
+        conversation = Conversation(
+            lambda prompt, **_: begun.append(prompt),
+            None,
+            short,
+            system=None,
+            thinking=None,
+            settings={},  # type: ignore[arg-type, return-value, func-returns-value]
+        )
+        with pytest.raises(AttributeError):  # there is no stream
+            conversation.stream(text)
+        assert len(begun[0]) == 24

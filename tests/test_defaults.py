@@ -1,0 +1,140 @@
+"""Settings that hold for every stream of a runtime unless others are given."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from models import VOCAB_SIZE, llama
+
+import runtime
+
+PROMPT = [1, 2, 3]
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+def texts(completions: list[runtime.Completion]) -> list[list[int]]:
+    return [[token.id for token in completion.tokens] for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"max_tokens": 5, "stop_tokens": [1]}, runtime.Settings(max_tokens=5, stop_tokens=(1,))],
+    ids=["mapping", "settings"],
+)
+async def test_what_is_not_given_is_the_default_and_what_is_given_goes_before(defaults: Any) -> None:
+    async with runtime.open((target(), None)) as rt:
+        whole = await rt.generate(PROMPT, max_tokens=9)
+    async with runtime.open((target(), None), defaults=defaults) as rt:
+        assert [len(c.tokens) for c in await rt.generate_many([PROMPT, (PROMPT, {"max_tokens": 3})])] == [5, 3]
+        assert len((await rt.generate(PROMPT)).tokens) == 5
+        assert len((await rt.generate(PROMPT, max_tokens=9)).tokens) == 9
+        stopped = await rt.generate(PROMPT, max_tokens=9, stop_tokens=[whole.tokens[1].id])
+        assert stopped.finish_reason == "stop"
+
+
+async def test_a_conversation_has_them_too_and_still_reuses_what_it_has_read() -> None:
+    defaults = runtime.Settings(max_tokens=4, ignore_eos=True)
+    async with runtime.open(runtime.DEMO_DRAFT, defaults=defaults) as rt:
+        conversation = rt.conversation()
+        assert len((await conversation.generate("def f(")).tokens) == 4
+        assert (await conversation.generate("def g(")).statistics.cached_tokens > 0
+        assert len((await rt.conversation(max_tokens=3).generate("def f(")).tokens) == 3
+        with pytest.raises(runtime.SettingsError, match="always reuses what it has read"):
+            rt.conversation(reuse_prefix=False)
+
+
+async def test_a_loaded_conversation_goes_on_as_it_was_saved_whatever_the_defaults(tmp_path: Any) -> None:
+    async with runtime.open(runtime.DEMO_DRAFT) as rt:
+        conversation = rt.conversation(max_tokens=4, ignore_eos=True)
+        await conversation.generate("def f(")
+        await conversation.save(tmp_path / "session")
+        expected = await conversation.generate("def g(")
+    defaults = {"max_tokens": 9, "logit_bias": {5: 100.0}, "logits_processors": [runtime.stateless(lambda _, x: -x)]}
+    async with runtime.open(runtime.DEMO_DRAFT, defaults=defaults) as rt:
+        loaded = await rt.load(tmp_path / "session")
+        assert texts([await loaded.generate("def g(")]) == texts([expected])
+
+
+def test_scripts_have_them_as_well() -> None:
+    completion = runtime.generate_sync(PROMPT, target=(llama(), None), defaults={"max_tokens": 4})
+    assert len(completion.tokens) == 4
+
+
+def test_asyncio_has_them_as_well_and_settings_of_a_prompts_own_too() -> None:
+    async def main() -> list[int]:
+        async with runtime.aio.open((llama(), None), defaults={"max_tokens": 4}) as rt:
+            single = await rt.generate(PROMPT)
+            many = await rt.generate_many([PROMPT, (PROMPT, {"max_tokens": 3})])
+            with pytest.raises(runtime.SettingsError, match=re.escape("prompts[0]: max_tokens must be")):
+                await rt.generate_many([(PROMPT, {"max_tokens": 0})])
+            return [len(completion.tokens) for completion in (single, *many)]
+
+    assert asyncio.run(main()) == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ("warm", "defaults must be runtime.Settings or a mapping of settings, got 'warm'"),
+        ([("max_tokens", 5)], "defaults must be runtime.Settings or a mapping"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"temp": 1}, "there is no setting 'temp'; did you mean 'temperature'?"),
+        ({"stop_tokens": [VOCAB_SIZE]}, f"outside the target's vocabulary of {VOCAB_SIZE} ids"),
+        ({"stop": "end"}, "and the target was opened without a tokenizer"),
+    ],
+)
+async def test_defaults_that_cannot_be_keep_the_block_from_being_entered(defaults: Any, says: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=re.escape(says)):
+        async with runtime.open((target(), None), defaults=defaults):
+            raise AssertionError("should not be reached")
+
+
+# --- settings of a prompt's own -------------------------------------------------------------------
+
+
+async def test_each_prompt_may_have_settings_of_its_own() -> None:
+    async with runtime.open((target(), None)) as rt:
+        alone = [
+            await rt.generate(PROMPT, max_tokens=6, temperature=1.0, seed=1),
+            await rt.generate(PROMPT, max_tokens=6, temperature=1.0, seed=2),
+            await rt.generate([4], max_tokens=2, temperature=1.0, seed=1),
+        ]
+        asked = [PROMPT, (PROMPT, {"seed": 2}), ([4], {"max_tokens": 2})]
+        together = await rt.generate_many(asked, max_tokens=6, temperature=1.0, seed=1)
+        assert texts(together) == texts(alone)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "says"),
+    [
+        ([[1], ([2], {"max_tokens": 0})], runtime.SettingsError, "prompts[1]: max_tokens must be a whole number"),
+        ([([2], {"xyzzy": 0})], runtime.SettingsError, "prompts[0]: there is no setting 'xyzzy'"),
+        ([[1], ([], {"max_tokens": 5})], runtime.PromptError, "prompts[1]: the prompt is empty"),
+        ([([1], 5)], runtime.PromptError, "prompts[0]: a prompt of token ids must hold whole numbers, got [1]"),
+    ],
+)
+async def test_settings_of_its_own_that_cannot_be_are_refused_by_the_prompts_place(
+    asked: Any, kind: Any, says: str
+) -> None:
+    async with runtime.open((target(), None)) as rt:
+        with pytest.raises(kind, match=re.escape(says)):
+            rt.generate_many(asked)
+        assert rt.num_streams == 0
+
+
+async def test_two_chat_messages_in_a_tuple_are_one_prompt() -> None:
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    async with runtime.open(runtime.DEMO_DRAFT) as rt:
+        with pytest.raises(
+            runtime.PromptError, match=re.escape("prompts[0]: the target's tokenizer has no chat template")
+        ):
+            rt.generate_many([messages])

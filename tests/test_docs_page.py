@@ -1,0 +1,72 @@
+"""The interactive description of the API at `/docs`, in a real browser, with the real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+from test_serve_command import KEY, Server, serving
+from visitors import Tab, chromium, visitor
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--api-key", KEY) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def tab(server: Server) -> Iterator[Tab]:
+    """A narrow one, with the key typed in; nothing may go wrong in it, and nothing be fetched from elsewhere."""
+    with chromium() as browser, visitor(browser, server.url, viewport={"width": 320, "height": 800}) as context:
+        one = Tab(context, server.url)
+        one.page.goto(f"{server.url}docs")
+        expect(one["complete"]).to_be_visible()
+        yield one
+        one.check()
+
+
+def tried(page: Page, id: str) -> Page:
+    """Open an operation and send its request as it stands."""
+    page.locator(f"#{id} summary").click()
+    page.locator(f"#{id} button").click()
+    return page
+
+
+def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge(tab: Tab) -> None:
+    page = tab.page
+    ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
+    assert ids == ["complete", "chat", "models", "model", "health", "metrics", "timeline"]
+    page.locator("#chat summary").click()
+    row = page.locator("#chat tr", has=page.locator("td code", has_text=re.compile("^top_p$")))
+    expect(row).to_have_text(re.compile("number"))
+    assert page.evaluate("document.documentElement.scrollWidth") == 320
+
+
+def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab: Tab) -> None:
+    page = tried(tab.page, "complete")
+    output = page.locator("#complete pre")
+    expect(output).to_have_text(re.compile("^401 application/json.*API key", re.DOTALL))
+    page.get_by_label("API key").fill(KEY)
+    page.locator("#complete button").click()
+    expect(output).to_have_text(re.compile(r"^200 text/event-stream.*data: \[DONE\]\s*$", re.DOTALL))
+
+
+def test_stop_ends_the_generation(tab: Tab, server: Server) -> None:
+    page = tab.page
+    page.get_by_label("API key").fill(KEY)
+    page.locator("#chat textarea").fill(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 900, "ignore_eos": True}
+        )
+    )
+    page.locator("#chat button").click()
+    expect(page.locator("#chat pre")).to_have_text(re.compile("data: "))
+    page.locator("#chat button").click()
+    expect(page.locator("#chat pre")).to_have_text(re.compile(r"\(stopped\)$"))
+    server.until_idle()

@@ -1,0 +1,151 @@
+"""Models that are none are refused when they are opened, and whether one is still of use can be asked at any time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import phi3small
+from models import VOCAB_SIZE, Wrapped, llama, mamba, prompt_of
+from scripted import ScriptedFailure, ScriptedModel, truthful
+
+import runtime
+from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
+from actors.probe import probe
+from protocol.errors import ModelError
+
+TARGET = llama()
+
+
+class Otherwise(Wrapped):
+    """A model of which something else comes than logits."""
+
+    def __init__(self, change: Callable[[mx.array], Any]) -> None:
+        super().__init__(llama())
+        self._change = change
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> Any:
+        return self._change(super().__call__(inputs, cache))
+
+
+MALFORMED: dict[str, tuple[Callable[[mx.array], Any], str]] = {
+    "last row only": (lambda logits: logits[:, -1:], rf"shape \(1, 1, {VOCAB_SIZE}\)"),
+    "no rows": (lambda logits: logits[:, :0], rf"shape \(1, 0, {VOCAB_SIZE}\)"),
+    "last row without its axis": (lambda logits: logits[:, -1], rf"shape \(1, {VOCAB_SIZE}\)"),
+    "no batch": (lambda logits: logits[0], rf"shape \(2, {VOCAB_SIZE}\)"),
+    "an axis more": (lambda logits: logits[None], rf"shape \(1, 1, 2, {VOCAB_SIZE}\)"),
+    "a batch of two": (lambda logits: mx.concatenate([logits, logits]), rf"shape \(2, 2, {VOCAB_SIZE}\)"),
+    "no vocabulary": (lambda logits: logits[..., :0], r"shape \(1, 2, 0\)"),
+    "a tuple": (lambda logits: (logits, None), "a tuple"),
+    "an object": (lambda logits: object(), "an? object"),
+    "nothing": (lambda logits: None, "a NoneType"),
+    "whole numbers": (lambda logits: logits.astype(mx.int32), "int32"),
+    "complex numbers": (lambda logits: logits.astype(mx.complex64), "complex64"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_what_gives_no_logits_is_refused_when_it_is_opened(kind: str, role: str) -> None:
+    change, got = MALFORMED[kind]
+    pair = {"target": (TARGET, None), "draft": (TARGET, None), role: (Otherwise(change), None)}
+    expected = rf"^{role} 'Otherwise' gave .*{got}.* for 2 tokens; .* of shape \(1, 2, V\)"
+    with pytest.raises(ModelError, match=expected):
+        async with runtime.open(**pair):
+            raise AssertionError("should not be reached")
+
+
+async def test_what_leaves_its_cache_as_it_is_is_refused_when_it_is_opened() -> None:
+    class Forgetful(Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return super().__call__(inputs)
+
+    with pytest.raises(ModelError, match="target 'Forgetful' leaves 0 tokens in its cache after 2"):
+        async with runtime.open((Forgetful(llama()), None)):
+            raise AssertionError("should not be reached")
+
+
+async def test_logits_that_are_no_numbers_are_a_streams_matter() -> None:
+    async with runtime.open((Otherwise(lambda logits: logits * float("nan")), None)) as rt:
+        with pytest.raises(runtime.NotANumberError):
+            await rt.generate(prompt_of(5), max_tokens=4)
+
+
+# --- at any time ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [llama, mamba])
+def test_a_model_that_works_passes_a_probe_however_often(build: Any) -> None:
+    model = MLXModel(build(), CacheOptions())
+    for _ in range(3):
+        probe(model)
+
+
+def test_a_probe_closes_its_line_whatever_comes() -> None:
+    model = ScriptedModel(truthful, fails={"feed": [2], "check": [2]})
+    probe(model)
+    with pytest.raises(ModelError, match="cannot process 2 tokens: ScriptedFailure: feed 2 failed") as raised:
+        probe(model)
+    assert isinstance(raised.value.__cause__, ScriptedFailure)
+    with pytest.raises(ModelError, match="RewindError: check 2 failed"):
+        probe(model)
+    probe(model)
+    assert [line.is_closed for line in model.lines] == [True] * 4
+    assert model.misuses == []
+
+
+def test_a_probe_sees_a_model_that_has_become_another() -> None:
+    wrapped = Otherwise(lambda logits: logits)
+    model = MLXModel(wrapped, CacheOptions())
+    probe(model)
+    wrapped._change = lambda logits: logits[..., 1:]
+    with pytest.raises(ModelError, match=rf"the model gave an array of shape \(2, {VOCAB_SIZE - 1}\)"):
+        probe(model)
+    wrapped._change = lambda logits: logits[:, -1:]
+    with pytest.raises(ModelError, match=rf"the model gave an array of shape \(1, {VOCAB_SIZE}\)"):
+        probe(model)
+
+
+# --- phi3small, which writes beyond a small vocabulary --------------------------------------------
+
+PHI3SMALL: dict[str, Any] = {
+    "model_type": "phi3small",
+    "hidden_size": 32,
+    "dense_attention_every_n_layers": 2,
+    "ff_intermediate_size": 48,
+    "gegelu_limit": 20.0,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_norm_epsilon": 1e-5,
+}
+TOO_SMALL = "phi3small with a vocab_size of 1000.* at least 100352"
+
+
+async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    # There are no weights here, so nothing can have been loaded.
+    (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": 1000}))
+    with pytest.raises(ModelError, match=TOO_SMALL):
+        async with runtime.open(tmp_path):
+            raise AssertionError("should not be reached")
+    (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": 100_352}))
+    with pytest.raises(ModelError, match="No safetensors"):
+        async with runtime.open(tmp_path):
+            raise AssertionError("should not be reached")
+
+
+async def test_a_phi3small_that_would_crash_the_process_is_refused_where_it_is_built_already() -> None:
+    class Own(phi3small.Model):
+        pass
+
+    for kind in (phi3small.Model, Own):
+        model = kind(phi3small.ModelArgs(**PHI3SMALL, vocab_size=1000))
+        for opened in (model, Wrapped(model)):
+            with pytest.raises(ModelError, match=f"draft '{type(opened).__name__}' is a {TOO_SMALL}"):
+                async with runtime.open((TARGET, None), (opened, None)):
+                    raise AssertionError("should not be reached")

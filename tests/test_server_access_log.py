@@ -1,0 +1,92 @@
+"""The access log: what it says of a request, and what it never says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import trio
+from asgi import COMPLETIONS, DEF, MODEL, Served, ask, exchange, looping, simulated_server
+from scripted import ScriptedModel
+
+from runtime.server.access_log import AccessLog
+
+WHEN = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+
+
+def test_each_request_is_one_line_when_it_is_over() -> None:
+    async def test(server: Served) -> None:
+        lines: list[str] = []
+        app = AccessLog(server.app, lines.append)
+        answer = await ask(app, COMPLETIONS, {**DEF, "max_tokens": 3})
+        assert answer.status == 200
+        assert re.fullmatch(
+            rf'{WHEN} 127\.0\.0\.1:50000 "POST /v1/completions" 200 tokens=5\+3 seconds=\d+\.\d{{3}}', lines.pop()
+        )
+        await ask(app, COMPLETIONS, {**DEF, "max_tokens": 3, "stream": True})
+        assert re.search(r" 200 tokens=5\+3 seconds=\S+$", lines.pop())
+        await ask(app, COMPLETIONS, {**DEF, "temperature": -1}, address="::1")
+        assert re.search(rf'{WHEN} \[::1\]:50000 "POST /v1/completions" 400 seconds=\S+$', lines.pop())
+        await ask(app, "/nothing")
+        assert re.search(r'"GET /nothing" 404 seconds=0\.000$', lines.pop())
+        assert lines == []
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_has_a_line_that_says_so(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        lines: list[str] = []
+        async with exchange(
+            AccessLog(server.app, lines.append), COMPLETIONS, body={**DEF, "max_tokens": 500, "stream": stream}
+        ) as one:
+            await trio.sleep(20)  # in the midst of it
+            one.leave()
+        (line,) = lines
+        assert re.search(rf" {200 if stream else 499} tokens=5\+\d+ seconds=\S+ unfinished$", line)
+
+    simulated_server(test)
+
+
+def test_probes_have_a_line_only_where_something_is_wrong() -> None:
+    async def test(server: Served) -> None:
+        lines: list[str] = []
+        app = AccessLog(server.app, lines.append)
+        for path in ("/health", "/metrics"):
+            assert (await ask(app, path)).status == 200
+        assert lines == []
+        await ask(app, COMPLETIONS, {**DEF, "lookahead": 0})
+        await ask(app, "/health")
+        assert '"GET /health" 503' in lines[-1]
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": {8}}))
+
+
+def test_neither_prompts_nor_keys_nor_commands_for_a_terminal_are_in_a_line() -> None:
+    async def test(server: Served) -> None:
+        lines: list[str] = []
+        app = AccessLog(server.app, lines.append)
+        headers = {"content-type": "application/json", "authorization": "Bearer s3cret"}
+        asked = {"prompt": "topsecret", "model": MODEL, "max_tokens": 1}
+        answer = await ask(app, f"{COMPLETIONS}?key=s3cret", asked, headers=headers, method="POST")
+        assert answer.status == 200
+        await ask(app, '/\x1b[31m\n\xff"' + "x" * 1000)
+        assert len(lines) == 2
+        assert not re.search(r"s3cret|topsecret|[\x00-\x1f]", "".join(lines))
+        assert '"GET /%1B[31m%0A%C3%BF%22xxx' in lines[1]
+        assert max(map(len, lines)) < 300
+
+    simulated_server(test, api_key="s3cret", max_streams=1)
+
+
+def test_a_log_that_nobody_reads_any_more_hurts_no_request() -> None:
+    def fail(line: str) -> None:
+        raise BrokenPipeError
+
+    async def test(server: Served) -> None:
+        answer: Any = await ask(AccessLog(server.app, fail), COMPLETIONS, {**DEF, "max_tokens": 3})
+        assert (answer.status, answer.error) == (200, None)
+
+    simulated_server(test)

@@ -1,0 +1,377 @@
+"""JSON schemas at the server: what one may take, how clients share that, and the process that tries grammars out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from asgi import Aside, ScriptedCheck
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from scripted import run
+from test_cli import HANGS_S, ROOT, environment
+from transformers import AutoTokenizer
+
+import runtime
+from protocol.errors import SettingsError
+from runtime.grammar import grammar_of_schema, tokenizer_json
+from runtime.server import grammar_checker as checker_module
+from runtime.server import schemas as schemas_module
+from runtime.server.client_slots import ClientSlots
+from runtime.server.grammar_checker import CheckerGoneError, GrammarChecker, grammar_checker
+from runtime.server.refusals import Refusal
+from runtime.server.schemas import ANY_OBJECT, Schemas
+
+PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
+# What no look at it finds to be expensive: 99,400,891 remainders.
+EXPENSIVE: dict[str, Any] = {
+    "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+    "$defs": {"a": {"type": "integer", "multipleOf": 9973}, "b": {"type": "integer", "multipleOf": 9967}},
+}
+
+
+@functools.cache
+def tokenizer() -> TokenizerWrapper:
+    return TokenizerWrapper(AutoTokenizer.from_pretrained(runtime.DEMO_TARGET))
+
+
+def read_vocabulary() -> tuple[str, list[int]]:
+    return tokenizer_json(tokenizer())
+
+
+# --- clients take turns ---------------------------------------------------------------------------
+
+
+class Queue:
+    """Pieces of work that each take a second, and the times at which they were done."""
+
+    def __init__(self, slots: ClientSlots) -> None:
+        self.slots = slots
+        self.done: list[tuple[str, float]] = []
+
+    async def work(self, client: str) -> None:
+        async with self.slots.slot(client):
+            await trio.sleep(1)
+        self.done.append((client, trio.current_time()))
+
+
+def at_work(clients: str, slots: ClientSlots) -> list[tuple[str, float]]:
+    """When the work of each client, in the order of asking, is done."""
+
+    async def main() -> list[tuple[str, float]]:
+        queue, began = Queue(slots), trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for client in clients:
+                nursery.start_soon(queue.work, client)
+                await trio.testing.wait_all_tasks_blocked()
+        assert slots.num_waiting == 0
+        return sorted((client, round(at - began, 3)) for client, at in queue.done)
+
+    result: list[tuple[str, float]] = run(main)
+    return result
+
+
+def test_one_client_has_only_some_of_the_slots_and_another_need_not_wait_for_it() -> None:
+    assert at_work("aaaaab", ClientSlots(4, 2)) == [("a", 1), ("a", 1), ("a", 2), ("a", 2), ("a", 3), ("b", 1)]
+
+
+def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
+    assert at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
+
+
+def test_who_stops_waiting_leaves_the_slot_to_others() -> None:
+    async def main() -> None:
+        slots = ClientSlots(1, 1)
+        queue = Queue(slots)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(queue.work, "a")
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(0.5):
+                await queue.work("b")
+            assert slots.num_waiting == 0
+            nursery.start_soon(queue.work, "c")
+        assert [client for client, _ in queue.done] == ["a", "c"]
+
+    run(main)
+
+
+# --- schemas in simulated time --------------------------------------------------------------------
+
+
+def schemas(check: ScriptedCheck, aside_s: float = 0.0) -> Schemas:
+    return Schemas(tokenizer(), check, Aside(aside_s), 10.0)
+
+
+def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was() -> None:
+    async def main() -> None:
+        for outcome, complaint in (
+            ("done", None),
+            ("time", "takes too long to compile; simplify it"),
+            ("memory", "takes too much memory to compile; simplify it"),
+            ("crash", "llguidance fails on it"),
+        ):
+            check = ScriptedCheck(1.0, outcome)
+            made = schemas(check)
+            for _ in range(2):
+                if complaint is None:
+                    assert repr(await made.grammar(PLAIN, "a")).startswith("<Grammar: the JSON schema {'type'")
+                else:
+                    with pytest.raises(Refusal, match=complaint) as refused:
+                        await made.grammar(PLAIN, "a")
+                    assert (refused.value.status, refused.value.detail.param) == (400, "response_format")
+            assert len(check.asked) == 1
+
+    run(main)
+
+
+def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(monkeypatch: Any) -> None:
+    monkeypatch.setattr(schemas_module, "_REMEMBERED", 2)
+
+    async def main() -> None:
+        check = ScriptedCheck()
+        made = schemas(check)
+        for minimum in (1, 2, 1, 3, 1, 2):
+            await made.grammar({"type": "integer", "minimum": minimum}, "a")
+        assert len(check.asked) == 4  # 1, 2, 3, and 2 again
+
+    run(main)
+
+
+def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered() -> None:
+    async def main() -> None:
+        check = ScriptedCheck(11.0)
+        made = schemas(check)
+        with pytest.raises(Refusal, match="was not compiled within 10 s"):
+            await made.grammar(PLAIN, "a")
+        assert check.num_at_once == 0
+        check.seconds = 1.0
+        await made.grammar(PLAIN, "a")
+
+    run(main)
+
+
+def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_json_object() -> None:
+    async def main() -> None:
+        check = ScriptedCheck(9.0)
+        made = schemas(check)
+
+        async def flood(minimum: int) -> None:
+            with suppress(Refusal):
+                await made.grammar({"type": "number", "minimum": minimum}, "attacker")
+
+        async with trio.open_nursery() as nursery:
+            for minimum in range(6):
+                nursery.start_soon(flood, minimum)
+            await trio.testing.wait_all_tasks_blocked()
+            assert check.num_at_once == 2
+            began = trio.current_time()
+            await made.grammar(ANY_OBJECT, "attacker")
+            assert trio.current_time() == began
+            check.seconds = 0.5
+            await made.grammar(PLAIN, "another")
+            assert trio.current_time() == began + 0.5
+
+    run(main)
+
+
+def test_a_client_that_leaves_stops_what_is_tried_out_for_it() -> None:
+    async def main() -> None:
+        check = ScriptedCheck(9.0)
+        made = schemas(check)
+        with trio.move_on_after(1) as scope:
+            await made.grammar(PLAIN, "a")
+        assert scope.cancelled_caught
+        assert check.num_at_once == 0
+        check.seconds = 0.0
+        await made.grammar(PLAIN, "a")
+
+    run(main)
+
+
+def test_a_check_that_cannot_be_made_is_not_the_client_s_fault() -> None:
+    async def fail(grammar: str, /) -> Any:
+        raise CheckerGoneError("the process has ended; try again")
+
+    async def main() -> None:
+        with pytest.raises(Refusal, match="try again") as refused:
+            await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(PLAIN, "a")
+        assert (refused.value.status, refused.value.detail.code) == (503, "schemas_unavailable")
+
+    run(main)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def children(pid: int | str = "self") -> list[int]:
+    """The processes that try out grammars among those that a process has started, on Linux."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                # Not others, of which some imports have need.
+                if checker_module._PROGRAM.name in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(int(child))
+    return found
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@asynccontextmanager
+async def checking(**bounds: Any) -> AsyncIterator[GrammarChecker]:
+    with trio.fail_after(HANGS_S):
+        async with grammar_checker(read_vocabulary, **bounds) as check:
+            yield check
+
+
+async def the_child(of: int) -> int:
+    """The one process that a process has, as soon as it has it."""
+    while not (found := children(of)):
+        await trio.lowlevel.checkpoint()
+    (child,) = found
+    return child
+
+
+async def until_gone(pid: int) -> None:
+    while Path(f"/proc/{pid}").exists():
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_process_finds_out_what_grammars_take_and_kills_what_takes_too_much() -> None:
+    async with checking() as check:
+        costs = {}
+
+        async def find_out(name: str, schema: dict[str, Any]) -> None:
+            costs[name] = await check(grammar_of_schema(schema))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(find_out, "plain", PLAIN)
+            nursery.start_soon(find_out, "expensive", EXPENSIVE)
+            # What is wrong with a grammar is for its compilation to say.
+            nursery.start_soon(find_out, "wrong", {"type": "integer", "minimum": 5, "maximum": 4})
+        assert {name: cost.outcome for name, cost in costs.items()} == {
+            "plain": "done",
+            "expensive": "time",
+            "wrong": "done",
+        }
+        assert costs["plain"].cpu_s < costs["expensive"].cpu_s
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_killed() -> None:
+    async with checking(cpu_s=60, memory_bytes=2**23) as check:
+        assert (await check(grammar_of_schema(EXPENSIVE))).outcome == "memory"
+        assert (await check(grammar_of_schema(PLAIN))).outcome == "done"
+
+
+@linux
+async def test_who_leaves_has_the_child_killed_and_the_end_of_the_block_the_process() -> None:
+    async with checking(cpu_s=600) as check:
+        await check(grammar_of_schema(PLAIN))
+        process = await the_child(os.getpid())
+        assert children(process) == []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(check, grammar_of_schema(EXPENSIVE))
+            child = await the_child(process)
+            nursery.cancel_scope.cancel()
+        await until_gone(child)
+        assert (await check(grammar_of_schema(PLAIN))).outcome == "done"
+    assert children() == []
+
+
+@linux
+async def test_a_process_that_dies_fails_what_is_asked_of_it_and_another_takes_its_place() -> None:
+    async with checking(cpu_s=600) as check:
+        await check(grammar_of_schema(PLAIN))
+        process = await the_child(os.getpid())
+        async with trio.open_nursery() as nursery:
+
+            async def fail() -> None:
+                with pytest.raises(CheckerGoneError, match="try again"):
+                    await check(grammar_of_schema(EXPENSIVE))
+
+            nursery.start_soon(fail)
+            child = await the_child(process)
+            os.kill(process, signal.SIGKILL)
+        await until_gone(child)  # though nobody is there to kill it
+        assert (await check(grammar_of_schema(PLAIN))).outcome == "done"
+
+
+async def test_a_process_that_cannot_be_started_fails_what_was_asked_of_it_and_nothing_else(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    async with checking() as check:
+        with pytest.raises(CheckerGoneError, match=r"cannot be started: .*No such file"):
+            await check(grammar_of_schema(PLAIN))
+        monkeypatch.undo()
+        assert (await check(grammar_of_schema(PLAIN))).outcome == "done"
+
+
+async def test_what_fails_beside_the_checker_is_raised_as_it_is() -> None:
+    async def fail() -> None:
+        async with checking() as check:
+            await check(grammar_of_schema(PLAIN))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+
+
+async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_with() -> None:
+    def fail() -> tuple[str, list[int]]:
+        raise SettingsError("no vocabulary")
+
+    async with grammar_checker(fail) as check:
+        for _ in range(2):
+            with pytest.raises(SettingsError, match="no vocabulary"):
+                await check("")
+
+
+@linux
+def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
+    program = """
+import json, sys, trio
+from runtime.server.grammar_checker import grammar_checker
+vocabulary, grammar = json.load(open(sys.argv[1]))
+async def main():
+    async with grammar_checker(lambda: tuple(vocabulary), cpu_s=600) as check:
+        await check(grammar)
+trio.run(main)
+"""
+    asked = tmp_path / "asked.json"
+    asked.write_text(json.dumps([read_vocabulary(), grammar_of_schema(EXPENSIVE)]))
+
+    async def look(server: int) -> tuple[int, int]:
+        with trio.fail_after(HANGS_S):
+            process = await the_child(server)
+            return process, await the_child(process)
+
+    async def are_gone(processes: tuple[int, int]) -> None:
+        with trio.fail_after(HANGS_S):
+            for process in processes:
+                await until_gone(process)
+
+    with subprocess.Popen([sys.executable, "-c", program, asked], cwd=ROOT, env=environment()) as server:
+        try:
+            processes = trio.run(look, server.pid)
+        finally:
+            server.kill()
+    trio.run(are_gone, processes)
+
+
+def test_the_process_imports_neither_mlx_nor_the_runtime() -> None:
+    program = (
+        "import runpy, sys\n"
+        f"runpy.run_path({str(checker_module._PROGRAM)!r}, run_name='tried')\n"
+        "print(sorted({'mlx', 'runtime', 'actors', 'protocol', 'trio', 'transformers'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

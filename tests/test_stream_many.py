@@ -1,0 +1,132 @@
+"""The tokens of many prompts, as they come: all of each, in order, and nothing more once nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import trio
+from models import llama
+from scripted import ScriptedModel, agreeing, continuation, simulated, truthful
+
+import runtime
+
+PROMPTS = [[5, 6, 7], [1, 2], [9, 8, 7, 6], [4], [3, 3, 3]]
+
+
+def pair() -> tuple[ScriptedModel, ScriptedModel]:
+    return ScriptedModel(truthful), ScriptedModel(agreeing(0.6))
+
+
+async def read(streams: Any) -> tuple[list[int], dict[int, list[runtime.Token]]]:
+    """Whose token came when, and what each prompt's were."""
+    order, tokens = [], defaultdict(list)
+    async for index, token in streams:
+        order.append(index)
+        tokens[index].append(token)
+    return order, tokens
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 2, 5, 100])
+async def test_each_prompt_has_all_its_tokens_in_order(max_concurrent: int, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        streams = simulation.runtime.stream_many(PROMPTS, max_concurrent=max_concurrent, max_tokens=12)
+        order, tokens = await read(streams)
+        for index, prompt in enumerate(PROMPTS):
+            assert [token.id for token in tokens[index]] == continuation(prompt, 12)
+            assert [token.index for token in tokens[index]] == list(range(12))
+            assert [token.finish_reason for token in tokens[index]] == [None] * 11 + ["length"]
+        # One after another, or side by side.
+        assert (order == sorted(order)) == (max_concurrent == 1)
+        assert [item async for item in streams] == []
+        assert simulation.runtime.num_streams == 0
+
+
+async def test_the_first_tokens_come_long_before_the_last(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        began, at = trio.current_time(), []
+        async for _ in simulation.runtime.stream_many(PROMPTS, max_tokens=50):
+            at.append(trio.current_time() - began)
+        assert at[0] < at[-1] / 10
+
+
+async def test_a_prompt_may_have_settings_of_its_own(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        asked = [[1], ([2], {"max_tokens": 3})]
+        _, tokens = await read(simulation.runtime.stream_many(asked, max_tokens=5))
+        assert [len(tokens[index]) for index in (0, 1)] == [5, 3]
+        with pytest.raises(runtime.SettingsError, match=r"prompts\[1\]: max_tokens"):
+            simulation.runtime.stream_many([[1], ([2], {"max_tokens": 0})])
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "leave"])
+async def test_whatever_ends_the_reading_ends_all_generations(way: str, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        rt = simulation.runtime
+        if way == "break":
+            async for _ in rt.stream_many(PROMPTS, max_tokens=400):
+                break
+            gc.collect()
+        elif way == "leave":
+            async with rt.stream_many(PROMPTS, max_tokens=400) as streams:
+                await anext(streams)
+        else:
+            streams = rt.stream_many(PROMPTS, max_tokens=400)
+            await anext(streams)
+            if way == "aclose":
+                await streams.aclose()
+            else:
+                with trio.move_on_after(0.5):
+                    await read(streams)
+            with pytest.raises(runtime.RuntimeClosedError, match="begin others with"):
+                await anext(streams)
+        await trio.sleep(100)
+        assert rt.num_streams == 0
+        simulation.assert_put_away()
+
+
+async def test_a_reader_who_stops_reading_stops_the_models(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        streams = simulation.runtime.stream_many(PROMPTS, max_concurrent=2, max_tokens=2000)
+        await anext(streams)
+        await trio.sleep(1000)
+        num_events = len(simulation.events)
+        await trio.sleep(1000)
+        assert len(simulation.events) == num_events
+        await streams.aclose()
+
+
+async def test_the_first_failure_ends_all_and_says_whose_it_was(autojump_clock: Any) -> None:
+    def fails(tokens: Any, logits: Any) -> Any:
+        raise ValueError("no more")
+
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        asked = [[1], ([2], {"logits_processors": [fails]})]
+        with pytest.raises(runtime.ProcessorError) as caught:
+            await read(simulation.runtime.stream_many(asked, max_tokens=500))
+        assert "prompts[1] failed" in caught.value.__notes__[0]
+        await trio.sleep(100)
+        assert simulation.runtime.num_streams == 0
+
+
+def test_asyncio_has_the_same_tokens() -> None:
+    target = llama()
+
+    async def main() -> None:
+        async with runtime.aio.open((target, None)) as rt:
+            alone = [[token.id for token in (await rt.generate(prompt, max_tokens=9)).tokens] for prompt in PROMPTS]
+            order, tokens = await read(rt.stream_many(PROMPTS, max_concurrent=3, max_tokens=9))
+            assert [[token.id for token in tokens[index]] for index in range(len(PROMPTS))] == alone
+            assert order != sorted(order)
+            async with rt.stream_many(PROMPTS, max_tokens=400) as streams:
+                await anext(streams)
+            with pytest.raises(runtime.RuntimeClosedError):
+                await anext(streams)
+            with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: the prompt is empty"):
+                await anext(rt.stream_many([[1], []]))
+            assert [item async for item in rt.stream_many([])] == []
+
+    asyncio.run(main())

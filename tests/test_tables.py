@@ -1,0 +1,187 @@
+"""Tables are whole on a terminal of any width: they are split or stacked, and nothing in them is cut."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from runtime.bench import Benchmark
+from runtime.bench import Row as BenchRow
+from runtime.bench_command import _sheet as bench_sheet
+from runtime.bench_streams import StreamsBenchmark, StreamsRow
+from runtime.bench_streams_table import _sheet as streams_sheet
+from runtime.simulate_command import _HEADINGS as SIMULATE_HEADINGS
+from runtime.tables import UNBOUNDED, Row, Sheet, show_sections, show_table
+from runtime.terminal import OutputError, print_sections
+
+MEASURED: dict[str, Any] = {
+    "target": "demo",
+    "draft": "draft",
+    "dtypes": {},
+    "machine": {},
+    "max_tokens": 192,
+    "temperature": 0.0,
+    "repeats": 3,
+    "repeats_done": 3,
+    "is_complete": True,
+}
+
+
+def bench_row(name: str, speed: float, **changes: Any) -> BenchRow:
+    figures: dict[str, Any] = {
+        "name": name, "engine": "outrider", "lookahead": "auto", "speeds": (speed,),
+        "median": speed, "low": speed - 11.1, "high": speed + 22.2, "vs_plain": speed / 50, "vs_best_speculative": 1.5,
+        "acceptance": 0.76, "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
+        "limit": 300.0, "of_limit": 0.93, "same_texts": 117, "num_texts": 120, "estimates": None, "failure": None,
+    }  # fmt: skip
+    return BenchRow(**figures | changes)
+
+
+def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
+    return StreamsRow(
+        name=name, kind="at once", lookahead="auto", streams=streams, speeds=(speed,),
+        median=speed, low=speed - 11.1, high=speed + 22.2, vs_one_after_another=1.36, vs_batched=0.52,
+        target_busy=1.0, draft_busy=0.38, tokens_per_round=2.5, proposal=2.84, acceptance=0.61, hit_rate=0.07,
+        drafted_per_token=1.93, first_token=0.123, longest_wait=12.34, same_texts=64, num_texts=64, failure=None,
+    )  # fmt: skip
+
+
+SHEETS = {
+    "bench": bench_sheet(
+        Benchmark(
+            **MEASURED,
+            num_prompts=5,
+            best_speculative=None,
+            rows=(
+                bench_row("mlx-lm plain", 1234.5, acceptance=None),
+                *(bench_row(f"mlx-lm speculative {k}", 100.0 + k) for k in (1, 2, 8)),
+                bench_row("mlx-lm speculative 64", 0.0, median=None, failure="no cache to trim"),
+                bench_row("outrider lookahead auto", 2001.7),
+            ),
+        )
+    ),
+    "bench --streams": streams_sheet(
+        StreamsBenchmark(
+            **MEASURED,
+            streams=(1, 16),
+            rows=tuple(
+                streams_row(name, streams, 100.0 * streams + place)
+                for streams in (1, 16)
+                for place, name in enumerate(
+                    ("outrider one after another", "outrider at once", "mlx-lm BatchGenerator")
+                )
+            ),
+        )
+    ),
+    "simulate": Sheet(
+        SIMULATE_HEADINGS,
+        (
+            Row(("sequential", "16", "1.07×", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
+            Row(("single chain", "auto", "1.97×", "3.21", "80%", "66%", "99%", "100%", "best")),
+        ),
+        num_labels=2,
+    ),
+}
+
+
+def printed(width: int, sheet: Sheet) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    show_table(console, sheet)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_heading_and_every_number_survives_whatever_the_width(name, width):
+    sheet = SHEETS[name]
+    lines = printed(width, sheet)
+    words = " ".join(lines).split()
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    for text in (*sheet.headings[sheet.num_labels :], *(cell for row in sheet.rows for cell in row.cells)):
+        assert set(text.split()) <= set(words), text
+    # Each row's numbers are there as often as there are such numbers.
+    for cell in {cell for row in sheet.rows for cell in row.cells[sheet.num_labels :] if cell and " " not in cell}:
+        assert words.count(cell) >= sum(row.cells.count(cell) for row in sheet.rows)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("name", SHEETS)
+def test_each_part_says_in_front_whose_its_numbers_are(name, width):
+    sheet = SHEETS[name]
+    parts = sheet.parts(width)
+    assert parts is not None
+    lines = printed(width, sheet)
+    for row in sheet.rows:
+        label = row.cells[sheet.num_labels - 1]
+        alike = sum(other.cells[sheet.num_labels - 1] == label for other in sheet.rows)
+        assert sum(f"{label} " in f"{line} " for line in lines) >= len(parts) * alike
+
+
+def test_a_table_that_fits_is_in_one_piece_and_one_that_is_split_goes_on_below():
+    sheet = Sheet(("", "one", "two", "three"), (Row(("a", "11", "22", "33")), Row(("bb", "failed"))))
+    lines = [line.rstrip() for line in printed(16, sheet) if "─" not in line]
+    assert lines == [
+        "       one  two",
+        "a       11   22",
+        "bb  failed",
+        "",
+        "    three",
+        "a      33",
+        "bb",
+    ]
+    assert sheet.parts(UNBOUNDED) == [[0, 1, 2, 3]]
+    assert len(printed(UNBOUNDED, sheet)) == 4
+
+
+def test_a_table_of_which_no_column_fits_beside_its_labels_is_given_row_by_row():
+    sheet = Sheet(("", "a\nround", "limit"), (Row(("outrider lookahead auto", "2.50", "1.07")),))
+    assert [line.rstrip() for line in printed(26, sheet)] == [
+        "outrider lookahead auto",
+        "  a round  2.50",
+        "  limit  1.07",
+    ]
+
+
+def test_a_group_is_named_once_and_set_apart():
+    sheet = Sheet(("n", "way", "x"), tuple(Row((n, way, "1")) for n in ("1", "16") for way in "ab"), 2, True)
+    lines = printed(80, sheet)
+    assert [line.split() for line in lines if "─" not in line] == [
+        ["n", "way", "x"],
+        ["1", "a", "1"],
+        ["b", "1"],
+        *([[]] if not lines[4].strip() else []),
+        ["16", "a", "1"],
+        ["b", "1"],
+    ]
+
+
+def test_a_finding_that_is_too_long_goes_on_below_and_loses_nothing():
+    path = "/" + "x" * 150
+    console = Console(file=io.StringIO(), width=60)
+    show_sections(console, [("target", [("linear algebra", path), ("family [llama]", "two words")])])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "".join(text.split()).count("x") == 150
+    assert "…" not in text
+    assert "family [llama]  two words" in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_sections_that_cannot_be_written_are_an_error_of_the_programs_own(monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OutputError, match="cannot write to stdout: No space left on device"):
+            print_sections([("machine", [("device", "cpu")])])
+
+
+def test_nothing_is_wrapped_or_filled_up_where_no_terminal_shows_it(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    finding = "word " * 100 + "end"
+    print_sections([("machine", [("device", finding), ("blas", "x")])])
+    assert capsys.readouterr().out == f"machine\ndevice  {finding}\nblas    x\n"

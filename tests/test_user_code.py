@@ -1,0 +1,278 @@
+"""A user's processors and samplers: what goes wrong in them is their stream's, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+import trio.testing
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
+
+import runtime
+from actors.shaping import Shaping
+from protocol.messages import Open
+from protocol.settings import Settings
+
+NUM_TOKENS = 8
+PROMPT = prompt_of(11)
+TARGET = llama()
+NEAR = near(TARGET, noise=0.05)
+PLAIN = [token for token, _ in generate_step(mx.array(PROMPT), TARGET, max_tokens=NUM_TOKENS)]
+
+# Models' threads cannot evaluate what this one has built and not evaluated.
+LAZY_HERE = mx.zeros((VOCAB_SIZE,)) + 0
+
+
+def ids(completion: runtime.Completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+@runtime.stateless
+def harmless(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits
+
+
+@runtime.stateless
+def foreign(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits + LAZY_HERE
+
+
+def unmarked(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits + LAZY_HERE
+
+
+@pytest.mark.parametrize("processor", [foreign, unmarked])
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_what_a_processor_returned_and_cannot_be_evaluated_ends_its_stream_alone(
+    processor: Any, lookahead: int
+) -> None:
+    name = getattr(processor, "function", processor).__qualname__
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(
+            runtime.ProcessorError, match=rf"processor {name} returned .* evaluated: RuntimeError.*mx\.eval"
+        ):
+            await rt.generate(PROMPT, lookahead=lookahead, logits_processors=[harmless, processor, harmless])
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+async def test_where_only_the_drafter_cannot_evaluate_it_nothing_but_drafting_is_lost() -> None:
+    @runtime.stateless
+    def foreign_to_the_drafter(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + LAZY_HERE if threading.current_thread().name == "outrider-draft" else logits
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(
+            PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[foreign_to_the_drafter]
+        )
+        assert ids(completion) == PLAIN
+        assert completion.statistics.draft_failures == 1
+        assert (await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3)).statistics.accepted > 0
+
+
+def shaping(*processors: Any) -> Shaping:
+    return Shaping(Open(0, (1, 2), Settings(logits_processors=processors), seed=0, stop_tokens=frozenset()))
+
+
+def process(*processors: Any) -> mx.array:
+    shaped = shaping(*processors)
+    return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.tail([1, 2]), 2)
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.bool_, mx.complex64])
+def test_logits_must_be_floating_point_numbers(dtype: mx.Dtype) -> None:
+    with pytest.raises(runtime.ProcessorError, match=f"must return floating-point logits, got {dtype}"):
+        process(lambda tokens, logits: logits.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_any_floating_point_numbers_will_do(dtype: mx.Dtype) -> None:
+    assert process(lambda tokens, logits: logits.astype(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+async def test_a_processor_that_leaves_no_number_ends_its_stream_alone(lookahead: int) -> None:
+    nothing = runtime.stateless(lambda tokens, logits: logits * float("nan"))
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        with pytest.raises(runtime.ProcessorError, match="not numbers"):
+            await rt.generate(PROMPT, lookahead=lookahead, logits_processors=[nothing])
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+def test_what_the_model_cannot_evaluate_is_not_said_to_be_the_processors() -> None:
+    made: list[mx.array] = []
+    thread = threading.Thread(target=lambda: made.append(mx.zeros((1, VOCAB_SIZE)) + 0))
+    thread.start()
+    thread.join()
+    shaped = shaping(harmless)
+    with pytest.raises(RuntimeError, match="Stream"):
+        shaped.process(made[0], shaped.tail([1, 2]), 2)
+
+
+class Gate:
+    """A processor with a state, the first call of which waits until it is let through."""
+
+    def __init__(self) -> None:
+        self.is_entered = trio.Event()
+        self.is_open = threading.Event()
+        self.was_let_through = False
+        self.can_save = True
+        self.length = 0
+        self._token = trio.lowlevel.current_trio_token()
+        self._is_first = True
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._is_first:
+            self._is_first = False
+            self._token.run_sync_soon(self.is_entered.set)
+            # Should trio's thread wait for this call, nobody opens: then the test fails, and does not hang.
+            self.was_let_through = self.is_open.wait(timeout=20)
+        self.length = len(tokens)
+        return logits
+
+    def save(self) -> int:
+        if not self.can_save:
+            raise ValueError("I forgot")
+        return self.length
+
+    def restore(self, state: int) -> None:
+        self.length = state
+
+
+@pytest.mark.parametrize("draft", [None, (NEAR, None)])
+async def test_while_a_processor_is_in_a_call_others_that_use_it_begin_and_are_cancelled(draft: Any) -> None:
+    gate = Gate()
+    settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 2, "logits_processors": [gate]}
+    async with runtime.open((TARGET, None), draft) as rt:
+        first = rt.stream(PROMPT, **settings)
+        third = rt.stream(PROMPT, **settings)
+        await gate.is_entered.wait()
+        second = rt.stream(PROMPT, **settings)
+        await third.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert rt.num_streams == 2
+        gate.is_open.set()
+        assert [token.id async for token in first] == PLAIN
+        assert [token.id async for token in second] == PLAIN
+    assert gate.was_let_through
+
+
+async def test_a_processor_that_is_in_a_call_is_asked_for_its_state_on_the_models_thread() -> None:
+    gate = Gate()
+    settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logits_processors": [gate]}
+    async with runtime.open((TARGET, None)) as rt:
+        first = rt.stream(PROMPT, **settings)
+        await gate.is_entered.wait()
+        gate.can_save = False
+        second = rt.stream(PROMPT, **settings)
+        gate.is_open.set()
+        for stream in (first, second):
+            with pytest.raises(runtime.ProcessorError, match=r"Gate raised ValueError in save\(\): I forgot"):
+                await anext(stream)
+        with pytest.raises(runtime.ProcessorError, match=r"in save\(\)"):
+            rt.stream(PROMPT, **settings)
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+# --- samplers -------------------------------------------------------------------------------------
+
+
+def second(logprobs: mx.array) -> mx.array:
+    """The likeliest token but one."""
+    assert logprobs.shape == (1, VOCAB_SIZE)
+    assert abs(mx.logsumexp(logprobs).item()) < 1e-4
+    return mx.argsort(logprobs, axis=-1)[:, -2]
+
+
+def plain(sampler: Any, model: Any = TARGET) -> list[int]:
+    return [token for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, sampler=sampler)]
+
+
+@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
+async def test_a_sampler_chooses_as_it_does_in_plain_decoding_however_far_is_drafted_ahead(build: Any) -> None:
+    model = build()
+    expected = plain(second, model)
+    assert expected != plain(None, model)
+    async with runtime.open((model, None), (near(model, noise=0.02), None)) as rt:
+        for lookahead in (0, 1, 3, "auto"):
+            completion = await rt.generate(
+                PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, sampler=runtime.stateless(second)
+            )
+            assert ids(completion) == expected
+            assert completion.statistics.draft_failures == 0
+            assert completion.statistics.accepted > 0 or lookahead != 3
+
+
+@pytest.mark.parametrize("draft", ["ngram", None])
+async def test_a_sampler_goes_with_processors_lookup_and_log_probabilities(draft: Any) -> None:
+    forbidden = plain(second)[0]
+    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logit_bias": {forbidden: -float("inf")}, "logprobs": 2}
+    async with runtime.open((TARGET, None), draft) as rt:
+        completion = await rt.generate(PROMPT, **asked, logits_processors=[harmless], sampler=runtime.stateless(second))
+    processors = make_logits_processors(logit_bias=asked["logit_bias"])
+    steps = generate_step(mx.array(PROMPT), TARGET, max_tokens=NUM_TOKENS, sampler=second, logits_processors=processors)
+    assert ids(completion) == [token for token, _ in steps]
+    assert [token.top_logprobs[1].id for token in completion.tokens] == ids(completion)
+
+
+async def test_mlx_lms_samplers_run_on_the_models_threads() -> None:
+    sampler = runtime.stateless(make_sampler(temp=0.9, top_p=0.95, min_p=0.01, top_k=30, xtc_probability=0.5))
+    async with runtime.open((TARGET, None), (TARGET, None)) as rt:
+        texts = [ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=2, sampler=sampler)) for _ in range(4)]
+    assert len({tuple(text) for text in texts}) > 1
+
+
+async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def counting(logprobs: mx.array) -> mx.array:
+        calls.append(len(calls))
+        return mx.argsort(logprobs, axis=-1)[:, -1 - len(calls) % 3]
+
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, sampler=counting)
+    assert len(calls) == NUM_TOKENS
+    assert completion.statistics.proposed == 0
+    calls.clear()
+    assert ids(completion) == plain(counting)
+    assert "the sampler" in caplog.text
+    assert "runtime.stateless" in caplog.text
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "raises": (lambda logprobs: 1 // 0, "raised ZeroDivisionError"),
+    "cannot be evaluated": (lambda logprobs: mx.argmax(logprobs + LAZY_HERE, axis=-1), "cannot be evaluated"),
+    "no array": (lambda logprobs: 3, "must return an array of one whole number.* got a int"),
+    "logits": (lambda logprobs: logprobs, r"must return .* got shape \(1, 80\)"),
+    "no id": (lambda logprobs: mx.array([0.5]), "must return .*float32"),
+    "beyond the vocabulary": (lambda logprobs: mx.array([VOCAB_SIZE]), r"must return ids in \[0, 79\], got 80"),
+    "below it": (lambda logprobs: mx.array([-1]), r"must return ids in \[0, 79\], got -1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) -> None:
+    sampler, says = WRONG[wrong]
+    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
+        for marked in (runtime.stateless(sampler), sampler):
+            with pytest.raises(runtime.ProcessorError, match=f"the sampler <lambda> {'(returned .*)?'}{says}"):
+                await rt.generate(PROMPT, lookahead=3, sampler=marked)
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+async def test_a_sampler_is_not_asked_to_choose_by_what_is_no_number() -> None:
+    def careful(logprobs: mx.array) -> mx.array:
+        assert not mx.isnan(logprobs).any().item()
+        return mx.argmax(logprobs, axis=-1)
+
+    class Spoilt(Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return super().__call__(inputs, cache) * float("nan")
+
+    async with runtime.open((Spoilt(llama()), None)) as rt:
+        with pytest.raises(runtime.NotANumberError):
+            await rt.generate(PROMPT, sampler=careful)
