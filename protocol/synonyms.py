@@ -22,6 +22,7 @@ OPEN_ARGUMENTS = (
     "quantized_kv_start",
     "max_streams",
     "prefix_cache_bytes",
+    "defaults",
     "trace",
 )
 

@@ -17,7 +17,7 @@ _OF_SIMULATE |= {"spread", "verify_slope"}
 _NAMES = {field.name for field in attrs.fields(Settings)} | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
 
 # Names that are words as well ("stop", "lookahead") mean the argument only where they begin a message, or with "=".
-_ALWAYS_WORDS = {"target", "draft", "trace"}
+_ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}
 _WITH_UNDERSCORE = sorted((name for name in _NAMES - _NO_FLAGS if "_" in name), key=len, reverse=True)
 
 # What can be done in Python and has another form here.
