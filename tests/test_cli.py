@@ -617,7 +617,7 @@ def test_help_names_every_option_and_its_default(capfd):
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
     # Functions are for Python; and a single generation has nothing to reuse.
-    beyond = {"logits_processors", "reuse_prefix"}
+    beyond = {"logits_processors", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
