@@ -91,7 +91,7 @@ async def take(actor: ModelActor[Any], session: int) -> LineState | None:
     """
     for _ in range(_MOST_TRIES):
         part = actor.part_of(session)
-        if part is None or not isinstance(part.line, MLXLine):
+        if part is None or part.is_in_disorder or not isinstance(part.line, MLXLine):
             return None
         heard: list[_Look] = []
         look = partial(_look, actor, part, heard.append)

@@ -155,8 +155,8 @@ class TokenStream:
         closed, what was kept with `reuse_prefix`. See `Conversation.save` for what else holds for such files.
 
         Under the match rule the text that comes is the one that would have come. Under the rejection rule it is, too,
-        where the rounds are the same: where nothing is drafted, or with a lookahead that is a number and caches that
-        can be trimmed. Else it is another sample of the same distribution.
+        where the rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can
+        be trimmed, and a drafter that is never late. Else it is another sample of the same distribution.
 
         Args:
             path: as for `Conversation.save`.

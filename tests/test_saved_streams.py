@@ -28,6 +28,7 @@ from test_stops import byte_level
 import runtime
 from actors import saved_line
 from actors.draft import DraftActor
+from actors.target import TargetActor
 from actors.tensor import Tensor
 from actors.worker import Job
 from protocol.replay import ReplayDebt
@@ -137,8 +138,10 @@ async def test_a_stream_goes_on_as_it_would_have(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind.startswith("rejection"):
-        # When a replayed token is settled, and a round cut, goes by prices, and a sample by its round.
+        # A sample depends on its round. When a replayed token is settled, and whether a proposal is waited for, goes by
+        # measured time.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
+        monkeypatch.setattr(TargetActor, "_patience_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 
