@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -13,20 +12,9 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
+from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 
 Acceptance = Literal["auto", "match", "rejection"]
-
-# What settings are called elsewhere, in mlx-lm and beyond.
-SYNONYMS = {
-    "temp": "temperature",
-    "num_draft_tokens": "lookahead",
-    "num_speculative_tokens": "lookahead",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "stop_words": "stop",
-    "stop_token_ids": "stop_tokens",
-    "top_logprobs": "logprobs",
-}
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
@@ -350,8 +338,12 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
-            near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}"
+            if (argument := SYNONYMS.get(name, name)) in OPEN_ARGUMENTS:
+                hint = f"it is {argument}= of open()"
+            elif near := meant(name, known, cutoff=0.7):
+                hint = f"did you mean {near!r}?"
+            else:
+                hint = f"the settings are {', '.join(known)}"
             raise SettingsError(f"there is no setting {shown(name)}; {hint}")
     return Settings(**keywords)
 

@@ -5,8 +5,10 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
         print(token.text, end="", flush=True)
 """
 
+from __future__ import annotations
+
+import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from runtime.shadows import check_packages
 
@@ -33,16 +35,18 @@ from protocol.errors import (
     VocabularyMismatchError,
     WrongEventLoopError,
 )
-from protocol.processors import Checkpointed, LogitsProcessor, stateless
-from protocol.settings import Settings
-from protocol.trace import Event, Instant, Span
-from runtime import blas
-from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
+TYPE_CHECKING = False  # typing's, which takes a while to import
 if TYPE_CHECKING:
+    from typing import Any
+
+    from protocol.processors import Checkpointed, LogitsProcessor, stateless
+    from protocol.settings import Settings
     from protocol.statistics import Statistics
+    from protocol.trace import Event, Instant, Span
     from runtime import aio
     from runtime.conversation import Conversation
+    from runtime.demo import DEMO_DRAFT, DEMO_TARGET
     from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
     from runtime.health import Health
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
+    from runtime.suggestions import Suggestion, suggest_draft
     from runtime.sync import generate_sync
 
     __version__: str
@@ -86,6 +91,7 @@ __all__ = [
     "Statistics",
     "StreamBusyError",
     "StreamFailedError",
+    "Suggestion",
     "Token",
     "TokenStream",
     "TokenStreams",
@@ -98,12 +104,14 @@ __all__ = [
     "serve",
     "stateless",
     "stream",
+    "suggest_draft",
 ]
 
-# What needs the models' libraries is imported when it is first asked for: they take a second, which
-# `outrider --help` and a command line with a mistake in it need not wait for; and a BLAS can only be put in
-# front of MLX's own before mlx is imported. No module of this package
-# may have the name of one of these: the import system would put it in the function's place.
+# Whatever takes time to import is imported when it is first asked for. The models' libraries take seconds, which
+# `outrider --help` and a command line with a mistake in it need not wait for; a BLAS can only be put in front of
+# MLX's own before mlx is imported; and the command line answers Ctrl-C from `runtime/__main__.py` on, which runs after
+# this. No module of this package may have the name of one of these: the import system would put it in the function's
+# place.
 _MODULES = ("aio",)
 _HOMES = {
     "Runtime": "runtime.engine",
@@ -122,19 +130,43 @@ _HOMES = {
     "generate_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }
+# Of these, none imports mlx.
+_LIGHT_MODULES = ("blas",)
+_LIGHT_HOMES = {
+    "Checkpointed": "protocol.processors",
+    "LogitsProcessor": "protocol.processors",
+    "stateless": "protocol.processors",
+    "Settings": "protocol.settings",
+    "Event": "protocol.trace",
+    "Instant": "protocol.trace",
+    "Span": "protocol.trace",
+    "Suggestion": "runtime.suggestions",
+    "suggest_draft": "runtime.suggestions",
+    "DEMO_DRAFT": "runtime.demo",
+    "DEMO_TARGET": "runtime.demo",
+}
 
-blas.obey_environment()
+if os.environ.get("OUTRIDER_BLAS"):
+    from runtime import blas
+
+    blas.obey_environment()
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in _HOMES and name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    blas.check()
-    if name in _MODULES:
+    if name in _LIGHT_MODULES:
         return import_module(f"runtime.{name}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    if name in _LIGHT_HOMES:
+        home = _LIGHT_HOMES[name]
+    elif name in _HOMES or name in _MODULES:
+        import_module("runtime.blas").check()
+        if name in _MODULES:
+            return import_module(f"runtime.{name}")
+        home = _HOMES[name]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
     return value
 
 

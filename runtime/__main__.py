@@ -1,8 +1,34 @@
-"""`python -m runtime` is `outrider`."""
+"""The entry point of the command line: `outrider`, and `python -m runtime`.
 
+It imports next to nothing before it answers Ctrl-C: what the commands need takes a while to import, and an interrupt
+in the middle of an import would be a traceback. For the same reason `runtime/__init__.py` imports so little.
+"""
+
+# What `signal` wraps in enumerations, which it has to import first.
+import _signal as signal  # type: ignore[import-not-found]
+import os
 import sys
 
-from runtime.cli import main
+STATUS = 128 + signal.SIGINT
+
+
+def main() -> int:
+    """Run the command that the process's arguments name.
+
+    SIGINT ends the process at once and silently, with status 130, wherever a command does not handle it: while modules
+    are imported, while a prompt is read from stdin, while the interpreter exits.
+
+    Returns: the exit status.
+
+    Raises: SystemExit: see `runtime.cli.main`.
+    """
+    # A shell starts what it puts in the background with SIGINT ignored, which is to stay so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(STATUS))
+    from runtime import cli
+
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,8 @@ import attrs
 import trio
 
 from protocol.errors import PromptError, SettingsError
-from runtime.signals import until_signal
+from runtime.model_arguments import Models
+from runtime.signals import quitting, until_signal
 from runtime.tables import Row as TableRow
 from runtime.tables import Sheet, show_sections, show_table
 from runtime.terminal import Display, Outcome, print_text, printing, say, warnings_at_the_end
@@ -33,23 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to measure")
     prompts = what.add_mutually_exclusive_group()
     prompts.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="a text to continue; may be given more than once"
+        "-p", "--prompt", metavar="TEXT", action="append", help="a text to continue; may be given more than once"
     )
     prompts.add_argument(
         "--prompts", metavar="FILE", help="texts to continue: a JSON list (FILE.json), or one a line (default: code)"
     )
-    for name, metavar, default, text in (
-        ("--max-tokens", "N", "96", "tokens to generate for each prompt"),
-        ("--repeats", "N", "3", "how often each contender runs each prompt"),
-        ("--temperature", "T", "0", "0 is greedy"),
+    for names, metavar, default, text in (
+        (("-m", "--max-tokens"), "N", "96", "tokens to generate for each prompt"),
+        (("--repeats",), "N", "3", "how often each contender runs each prompt"),
+        (("-t", "--temperature"), "T", "0", "0 is greedy"),
     ):
         what.add_argument(
-            name,
+            *names,
             metavar=metavar,
             type=_number,
             default=argparse.SUPPRESS,
             help=f"{text} (default: {default})",
         )
+    what.add_argument("--temp", dest="temperature", type=_number, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     what.add_argument(
         "--num-draft-tokens",
         metavar="LIST",
@@ -73,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure so many streams at once instead, against one after another and mlx-lm's BatchGenerator; without "
         "LIST, %(const)s; --lookahead is then of the streams (default: auto)",
     )
-    what.add_argument("--dtype", metavar="TYPE", help="cast the models to float32, bfloat16 or float16")
+    what.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        type=lambda text: None if text == "none" else text,
+        help="cast the models to float32, bfloat16 or float16 (default: none)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     output.add_argument("--plot", metavar="FILE", help=f"also draw the speeds ({', '.join(PLOT_FORMATS)})")
@@ -111,7 +118,7 @@ def _plan(arguments: argparse.Namespace) -> Plan | StreamsPlan:
     if arguments.streams is not None:
         given["streams"] = _list(arguments.streams)
         if "num_draft_tokens" in vars(arguments):
-            raise SettingsError("num-draft-tokens is not for --streams: mlx-lm's BatchGenerator cannot speculate")
+            raise SettingsError("num_draft_tokens is not for --streams: mlx-lm's BatchGenerator cannot speculate")
     return kind(**given)
 
 
@@ -152,16 +159,16 @@ def _check_plot(file: str | None) -> Path | None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def bench(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
+def bench(arguments: argparse.Namespace, models: Models) -> Outcome:
     """Measure, and show what came of it, also where it was cut short.
 
     Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
     """
-    if draft is None:
+    if models.draft is None:
         raise SettingsError("bench compares ways to speculate, and needs a draft model: give --draft")
     plot = _check_plot(arguments.plot)
     plan = _plan(arguments)
-    measured, measuring = _measuring(plan, target, draft)
+    measured, measuring = _measuring(plan, models.target, models.draft)
     outcome = Outcome()
 
     async def work() -> None:
@@ -171,7 +178,7 @@ def bench(arguments: argparse.Namespace, target: str | Path, draft: str | Path |
             if measured.result().is_complete:
                 outcome.finish_reason = "length"
 
-    with warnings_at_the_end(), Display() as display:
+    with warnings_at_the_end(), Display() as display, quitting(display):
         trio.run(until_signal, work, outcome, display)
     _show(measured, outcome, arguments.json, plot)
     return outcome

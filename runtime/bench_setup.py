@@ -24,7 +24,7 @@ from protocol.trace import Actor
 from runtime import blas
 from runtime.contenders import Cast, Switch, blas_threads
 from runtime.demo import DEMO_PROMPTS
-from runtime.sources import Loaded, Source, check_source, load_onto
+from runtime.sources import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
 from runtime.text import check_vocabularies, encode_prompt
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,6 +73,8 @@ class Asked:
         repeats: how often each contender runs everything, >= 1.
         temperature: >= 0; 0 is greedy.
         dtype: cast the models to it once they are loaded: "float32", "bfloat16" or "float16"; None leaves them.
+        rewind, kv_bits, kv_group_size, quantized_kv_start, target_device, draft_device: as for `runtime.open`; mlx-lm
+            quantises its caches likewise, and computes on the target's device.
     """
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
@@ -80,6 +82,24 @@ class Asked:
     repeats: int = attrs.field(default=3, validator=at_least(1))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
+    rewind: str = "auto"
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    target_device: Device = None
+    draft_device: Device = None
+
+    def __attrs_post_init__(self) -> None:
+        _ = self.cache_options, self.device("target"), self.device("draft")
+
+    @property
+    def cache_options(self) -> CacheOptions:
+        """Of the runtime's caches."""
+        return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+
+    def device(self, role: Actor) -> mx.Device | None:
+        """Where a model computes."""
+        return check_device(role, self.target_device if role == "target" else self.draft_device)
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
@@ -166,22 +186,22 @@ async def set_up(
     stack.enter_context(wired_memory())
     events = Switch()
     workers: dict[str, Worker] = {
-        role: await stack.enter_async_context(ThreadWorker(role, on_event=events)) for role in sources
+        role: await stack.enter_async_context(ThreadWorker(role, asked.device(role), events)) for role in sources
     }
     loaded: dict[str, Loaded] = {}
     for role in sources:
         on_progress(f"loading the {role}")
-        loaded[role] = await _load(workers[role], role, sources[role], asked.dtype)
+        loaded[role] = await _load(workers[role], role, sources[role], asked)
     models = {role: one.model for role, one in loaded.items()}
     await _note_circumstances(circumstances, sources, models, workers)
     prompts = await _encode(workers["target"], loaded, asked)
-    return Cast(models, workers, events), prompts
+    return Cast(models, workers, events, asked.cache_options), prompts
 
 
-async def _load(worker: Worker, role: str, source: Source, dtype: str | None) -> Loaded:
-    loaded = await load_onto(worker, role, source, CacheOptions())
-    if dtype is not None:
-        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, dtype))))
+async def _load(worker: Worker, role: str, source: Source, asked: Asked) -> Loaded:
+    loaded = await load_onto(worker, role, source, asked.cache_options)
+    if asked.dtype is not None:
+        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, asked.dtype))))
     return loaded
 
 

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 import attrs
 
 from actors.worker import JobError
-from protocol.errors import ModelError
+from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench_setup import Asked, Circumstances, numbers, once_each, order, ratio, set_up, time_left, total
 from runtime.contenders import PLAIN, Contender, Lookahead
@@ -45,6 +45,13 @@ class StreamsPlan(Asked):
     lookaheads: tuple[Lookahead, ...] = attrs.field(
         default=("auto",), converter=once_each, validator=numbers(0, MAX_LOOKAHEAD, or_auto=True)
     )
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.kv_bits is not None:
+            raise SettingsError(
+                "kv_bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it None"
+            )
 
     @property
     def ways(self) -> tuple[Way, ...]:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,9 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
-from protocol.settings import NGRAM
+from runtime.model_arguments import Models
 from runtime.settings_arguments import settings_of
+from runtime.signals import quitting
 from runtime.terminal import (
     BY_SIGNAL,
     ECHO_S,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from runtime.engine import Runtime
 
 PROMPT = "> "
+MORE = ". "  # in front of each further line of one text
+BLOCK = '"""'
 HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
 
 
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be asked of `chat`, beside the models, the settings and the BLAS."""
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="what the model is told before anything is said")
+    group.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -57,23 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stats", action="store_true", help="end each answer with a table of statistics on stderr")
 
 
-def chat(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
+def chat(arguments: argparse.Namespace, models: Models) -> Outcome:
     """Talk until there is nothing more to say.
 
     Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
     """
     settings = settings_of(arguments)
     lines, output, outcome = Lines(), Output(), Outcome()
-    with Display() as display:
+    with Display() as display, quitting(display):
+        display.loading(models.loaded)
+        import runtime.opening  # noqa: F401  imported here, where Ctrl-C need not wait for it
+
         signals = Signals(outcome, display)
         asked = {"system": arguments.system, "thinking": arguments.thinking, **settings}
-        trio.run(partial(_talk, target, draft, asked, lines, output, signals, arguments.stats))
+        trio.run(partial(_talk, models, asked, lines, output, signals, arguments.stats))
     return outcome
 
 
 async def _talk(
-    target: str | Path,
-    draft: str | Path | None,
+    models: Models,
     asked: dict[str, Any],
     lines: Lines,
     output: Output,
@@ -83,7 +88,7 @@ async def _talk(
     """Load the models, and take turns; how it ends is in the signals' outcome.
 
     Args:
-        target, draft: see `runtime.open`.
+        models: to talk with.
         asked: of the conversation.
         lines: what is typed.
         output: where answers go.
@@ -93,11 +98,10 @@ async def _talk(
     display = signals.display
     with signals.heard(), signals.everything:
         try:
-            display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
             with warnings_at_the_end():
                 from runtime.opening import open as open_runtime
 
-                opening = open_runtime(target, draft, trace=display.on_event)
+                opening = open_runtime(models.target, models.draft, trace=display.on_event, **models.options)
             async with opening as runtime:
                 signals.is_loading = False
                 conversation = runtime.conversation(**asked)
@@ -115,7 +119,11 @@ async def _talk(
 
 
 class Lines:
-    """The lines of stdin: edited, and remembered for the arrow keys, where a person types them."""
+    """The lines of stdin: edited, and remembered for the arrow keys, where a person types them.
+
+    A person's text may have several lines: those that are pasted at once, those up to one that does not end in a
+    backslash, and those between `BLOCK`s.
+    """
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -123,31 +131,61 @@ class Lines:
         if self._is_edited:
             # A Python may be built without it; lines can be typed all the same.
             with suppress(ImportError):
-                import readline  # noqa: F401  input() edits lines once it is there
+                import readline  # input() edits lines once it is there
+
+                # Python turns it off. What is pasted is one text then, until Enter is pressed. (libedit, which macOS
+                # has in place of readline, knows nothing of it and passes over it.)
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def next(self) -> str | None:
-        """The next line, without its end; None where there are no more. Waits, in the thread that calls it.
+        """The next text, without its end; None where there are no more. Waits, in the thread that calls it.
 
         Raises: PromptError: it is not text, or stdin is closed.
         """
         try:
-            return self._read()
+            line = self._read(PROMPT)
+            if line is None or not self.is_interactive or "\n" in line:
+                return line
+            if line.lstrip().startswith(BLOCK):
+                return self._block(line.lstrip().removeprefix(BLOCK))
+            return self._continued(line)
         except UnicodeError as error:
             raise PromptError(
                 f"what was typed is not valid text: {error}; type it as {sys.getfilesystemencoding()}"
             ) from error
 
-    def _read(self) -> str | None:
+    def _continued(self, line: str) -> str | None:
+        """A line, and those that it goes on in."""
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            if (following := self._read(MORE)) is None:
+                return None
+            lines[-1:] = [lines[-1].removesuffix("\\"), following]
+        return "\n".join(lines)
+
+    def _block(self, line: str) -> str | None:
+        """What stands between two marks, of which the first has been read."""
+        lines = [line]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            if (following := self._read(MORE)) is None:
+                return None
+            lines.append(following)
+        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        text = "\n".join(lines).strip("\n")
+        # It is said, and no command.
+        return f"/{text}" if text.startswith("/") and "\n" not in text else text
+
+    def _read(self, prompt: str) -> str | None:
         if sys.stdin is None:
             raise PromptError("what is said is to be read from stdin, and stdin is closed")
         if self._is_edited:
             try:
-                return input(PROMPT)
+                return input(prompt)
             except EOFError:
                 show("")  # Ctrl-D leaves the cursor behind the prompt
                 return None
         if self.is_interactive:
-            show(PROMPT, end="")
+            show(prompt, end="")
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
 
@@ -179,6 +217,7 @@ class Signals:
         self.everything = trio.CancelScope()
         self.is_loading = True
         self.is_typing = False
+        self.is_reading = False  # a prompt, of which a pass may take long
         # Whether a person is there who may go on after an answer was stopped.
         self.only_stops = False
         self._answer: trio.CancelScope | None = None
@@ -198,7 +237,7 @@ class Signals:
             if not (self.only_stops and number == signal.SIGINT):
                 token.run_sync_soon(self._end, number)
             elif self._answer is not None:
-                token.run_sync_soon(self._answer.cancel)
+                token.run_sync_soon(self._stop, self._answer)
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -232,10 +271,15 @@ class Signals:
         self.outcome.signal = number
         self.everything.cancel()
 
+    def _stop(self, answer: trio.CancelScope) -> None:
+        answer.cancel()
+        if self.is_reading:
+            self.display.stopping(and_then="")
+
     def _end(self, number: int) -> None:
         if self.outcome.signal is None:
             self._ending_at = trio.current_time()
-            if self.is_loading:
+            if self.is_loading or self.is_reading:
                 self.display.stopping()
             self.leave(number)
         elif trio.current_time() - self._ending_at > ECHO_S:
@@ -301,7 +345,7 @@ class Chat:
             await trio.lowlevel.checkpoint()
 
     def _typed(self) -> str | None:
-        """The next line; None where it is the last, or nothing more is wanted."""
+        """The next text; None where it was the last, or nothing more is wanted."""
         was_interrupted = False
         while True:
             try:
@@ -318,7 +362,9 @@ class Chat:
                 was_interrupted = True
 
     async def _take_turn(self, line: str) -> None:
-        if line.startswith("//"):
+        if "\n" in line:
+            await self._answer(line)  # whatever it begins with: a command has one line
+        elif line.startswith("//"):
             await self._answer(line[1:])
         elif line.startswith("/"):
             await self._obey(line)
@@ -332,11 +378,13 @@ class Chat:
         """
         stream = self.conversation.stream(text)
         self._signals.display.reading(0, 1)
+        self._signals.is_reading = True
         was_thinking = False
         try:
             async with stream:
                 async for token in stream:
-                    self._signals.display.clear()
+                    self._signals.is_reading = False
+                    self._signals.display.writing()
                     if self._output.is_terminal:
                         await self._output.write(token.text, dimmed=token.is_thinking)
                     elif not token.is_thinking:
@@ -347,6 +395,7 @@ class Chat:
                     else:
                         was_thinking = True
         finally:
+            self._signals.is_reading = False
             self._signals.display.clear()
             self._output.end_answer()
             if self._shows_statistics:
@@ -408,6 +457,8 @@ async def _help(_: Chat, __: str) -> None:
     rows = [(f"{name} {command.argument or ''}".strip(), command.help) for name, command in COMMANDS.items()]
     rows += [
         ("//...", 'says "/..." to the model'),
+        ("...\\", "goes on in the next line"),
+        (BLOCK, "opens a text of several lines, and closes it; pasted lines stay together"),
         ("Ctrl-C", "stops an answer; what was said stays"),
         ("Ctrl-D", "leaves"),
     ]

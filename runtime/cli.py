@@ -19,7 +19,6 @@ import importlib.metadata
 import signal
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import trio
@@ -27,8 +26,10 @@ import trio
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import NGRAM
 from runtime import bench_command, blas, chat_command, generate_command, serve_command
-from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.settings_arguments import add_settings, in_options
+from runtime.flags import elsewhere, in_flags
+from runtime.model_arguments import add_models, models_of
+from runtime.settings_arguments import add_settings
+from runtime.signals import quitting
 from runtime.simulate_command import add_simulate
 from runtime.terminal import BY_SIGNAL, Display, Outcome, print_sections, print_text, say, warnings_at_the_end
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return BY_SIGNAL + signal.SIGPIPE
-        say(f"error: {in_options(str(error)) if isinstance(error, SettingsError) else error}")
+        say(f"error: {in_flags(str(error))}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # Where no event loop was there to receive the signal: while reading a prompt, while importing.
@@ -67,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose help is written, or fails, as everything else here, and which says what may have been meant."""
 
+    def __init__(self, **keywords: Any) -> None:
+        keywords.setdefault("formatter_class", _Formatter)
+        super().__init__(allow_abbrev=False, **keywords)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Of a command, too, so that its usage is shown.
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -75,10 +80,14 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _hint(self, unknown: list[str]) -> str:
-        known = list(self._option_string_actions)
-        found = (difflib.get_close_matches(name.partition("=")[0], known, n=1) for name in unknown if name[:1] == "-")
-        meant = [near[0] for near in found if near]
-        return f"; did you mean {' '.join(meant)}?" if meant else ""
+        """What to type in place of flags that there are not, as far as that is known."""
+        shown = [
+            name
+            for name, action in self._option_string_actions.items()
+            if name.startswith("--") and action.help != argparse.SUPPRESS
+        ]
+        hints = [hint for name in unknown if name[:1] == "-" and (hint := elsewhere(name.partition("=")[0], shown))]
+        return "".join(f"; {hint}" for hint in hints)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -95,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -106,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     add_simulate(commands)
     return parser
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help as argparse lays it out; indented lines, which are examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(line if line.startswith(" ") else fill(line, width, indent) for line in text.split("\n"))
 
 
 class _Version(argparse.Action):
@@ -126,31 +142,42 @@ class _Version(argparse.Action):
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="continue a prompt",
-        description="Continue a prompt. The text appears on stdout as it comes; everything else goes to stderr.",
-        epilog="Ctrl-C stops cleanly, statistics included; a second one quits at once.",
-        allow_abbrev=False,
+        usage="outrider generate PROMPT [options]",
+        help="continue a prompt, or answer it",
+        description="Continue a prompt, or answer it where the model has a chat template. The text appears on stdout "
+        "as it comes; everything else goes to stderr.",
+        epilog="""examples:
+  outrider generate "def quicksort(items):" -m 120 --stats
+  outrider generate "What is a monad?" --target org/model --draft org/small
+  outrider generate - --target org/model --draft ngram --raw < file.py
+
+Ctrl-C stops cleanly, statistics included; a second one quits at once.""",
     )
     parser.set_defaults(command=generate)
-    _add_models(parser)
-    add_settings(parser)
-    _add_blas(parser)
     generate_command.add_arguments(parser)
+    add_settings(parser)
+    # A single text has nothing to reuse.
+    add_models(parser, without=("prefix_cache_bytes",))
+    _add_blas(parser)
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "chat",
+        usage="outrider chat [options]",
         help="talk with a model",
         description="Talk with a model, turn by turn: what you type is answered on stdout, as it comes. With a chat "
         "template, a model is asked as it was trained to be; a base model goes on with the text so far. Where stdin is "
         "no terminal, each of its lines is a turn.",
-        epilog='"/help" lists what else can be typed. Ctrl-C stops an answer and keeps what was said; at the prompt, a '
-        "second one leaves.",
-        allow_abbrev=False,
+        epilog="""examples:
+  outrider chat --target org/model --draft org/small --system "You are brief."
+  outrider chat --target org/model --draft ngram -t 0.7 --no-thinking
+
+"/help" lists what else can be typed. Ctrl-C stops an answer and keeps what was said; at the prompt, a second one \
+leaves.""",
     )
     parser.set_defaults(command=chat)
-    _add_models(parser)
+    add_models(parser)
     chat_command.add_arguments(parser)
     add_settings(parser)
     _add_blas(parser)
@@ -159,60 +186,64 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "serve",
+        usage="outrider serve [options]",
         help="answer over HTTP, as OpenAI's clients ask, with a page for browsers",
         description="Answer over HTTP: OpenAI's interface at /v1, a page at /, /health, /metrics for Prometheus, "
         "/openapi.json and /docs. Whoever hangs up cancels what it asked for. Needs the extra serve.",
-        epilog="Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits "
-        "at once. Where the target fails, it ends with status 1, for a supervisor to start it again.",
-        allow_abbrev=False,
+        epilog="""examples:
+  outrider serve --target org/model --draft org/small --port 8080
+  OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
+
+Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits at once. Where \
+the target fails, it ends with status 1, for a supervisor to start it again.""",
     )
     parser.set_defaults(command=serve)
-    _add_models(parser)
+    add_models(parser)
     serve_command.add_arguments(parser)
     _add_blas(parser)
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    models.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help='path or hub id; "ngram" looks up what came after the same words before, without a model; '
-        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
-    )
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
+        usage="outrider doctor [MODEL] [options]",
         help="say what a model or a pair can do on this machine",
         description="Say what a model or a pair can do on this machine: its caches, how they are rewound and what that "
-        "costs, whether the vocabularies match, and what forward passes take.",
-        allow_abbrev=False,
+        "costs, whether the vocabularies match, what forward passes take, and what to expect of it all.",
+        epilog="""examples:
+  outrider doctor org/model --draft org/small
+  outrider doctor --target org/model --kv-bits 8
+  outrider doctor --blas openblas""",
     )
     parser.set_defaults(command=doctor)
-    parser.add_argument("target", metavar="MODEL", nargs="?", help="path or hub id (default: the bundled demo pair)")
-    parser.add_argument("--draft", metavar="MODEL", help="path or hub id of a draft model")
+    add_models(
+        parser,
+        without=("prefix_cache_bytes",),
+        draft_help="path or hub id of a draft model",
+        target_first=True,
+    )
     _add_blas(parser)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
+        usage="outrider bench [options]",
         help="measure what speculation buys on this machine",
         description="Measure what speculation buys on this machine: mlx-lm's plain and speculative decoding, and this "
         "runtime's, of the same prompts, in turn. It takes some minutes; nothing else should run meanwhile.",
-        epilog="Ctrl-C ends it, and shows what was measured until then.",
-        allow_abbrev=False,
+        epilog="""examples:
+  outrider bench --target org/model --draft org/small
+  outrider bench --target org/model --draft ngram --prompts prompts.txt -m 200
+  outrider bench --streams 1,4 --json
+
+Ctrl-C ends it, and shows what was measured until then.""",
     )
     parser.set_defaults(command=bench)
-    models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    models.add_argument(
-        "--draft",
-        metavar="MODEL",
-        help='path or hub id of a draft model; "ngram" for prompt lookup',
+    add_models(
+        parser,
+        without=("prefix_cache_bytes", "max_kv_size"),
+        draft_help='path or hub id of a draft model; "ngram" for prompt lookup',
     )
     bench_command.add_arguments(parser)
     _add_blas(parser)
@@ -237,19 +268,8 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
     blas.check()
     if arguments.blas is not None:
         # A lookup computes nothing.
-        is_alone = _models(arguments)[1] in (None, NGRAM)
+        is_alone = models_of(arguments).draft in (None, NGRAM)
         blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
-
-
-def _models(arguments: argparse.Namespace) -> tuple[str | Path, str | Path | None]:
-    """The target and the drafter that were asked for."""
-    if arguments.draft == "none":
-        draft = None
-    elif arguments.draft is None:
-        draft = DEMO_DRAFT if arguments.target is None else None
-    else:
-        draft = arguments.draft
-    return DEMO_TARGET if arguments.target is None else arguments.target, draft
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -262,7 +282,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; what there was to show until then has been shown.
     """
-    return _status(generate_command.generate(arguments, *_models(arguments)))
+    return _status(generate_command.generate(arguments, models_of(arguments)))
 
 
 def chat(arguments: argparse.Namespace) -> int:
@@ -272,7 +292,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(chat_command.chat(arguments, *_models(arguments)))
+    return _status(chat_command.chat(arguments, models_of(arguments)))
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -282,7 +302,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(serve_command.serve(arguments, *_models(arguments)))
+    return _status(serve_command.serve(arguments, models_of(arguments)))
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -292,11 +312,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: a model cannot be loaded.
     """
-    from runtime.doctor import examine, report
+    models = models_of(arguments)
+    with warnings_at_the_end(), Display() as display, quitting(display):
+        from runtime.doctor import examine, report
 
-    target, draft = _models(arguments)
-    with warnings_at_the_end(), Display() as display:
-        diagnosis = trio.run(partial(examine, target, draft, on_progress=display.doing))
+        diagnosis = trio.run(partial(examine, models.target, models.draft, on_progress=display.doing, **models.options))
     print_sections(report(diagnosis))
     return 0
 
@@ -308,7 +328,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; what was measured until then has been shown.
     """
-    return _status(bench_command.bench(arguments, *_models(arguments)))
+    return _status(bench_command.bench(arguments, models_of(arguments)))
 
 
 def _status(outcome: Outcome) -> int:

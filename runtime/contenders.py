@@ -22,6 +22,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx_model import MLXModel
+from actors.mlx_options import CacheOptions
 from actors.warm_up import warm_up
 from actors.worker import Job, JobError, Worker
 from protocol.prices import Prices
@@ -112,11 +113,13 @@ class Cast:
         models, workers: by role, "target" and "draft"; each model was made on its worker. Without a drafter,
             the runtime looks up instead.
         events: where the workers announce their spans.
+        cache_options: of which mlx-lm's caches have those about quantising.
     """
 
     models: dict[str, MLXModel]
     workers: dict[str, Worker]
     events: Switch
+    cache_options: CacheOptions = attrs.field(factory=CacheOptions)
 
 
 class Stage:
@@ -130,6 +133,7 @@ class Stage:
         self._models = cast.models
         self._workers = cast.workers
         self._events = cast.events
+        self._cache_options = cast.cache_options
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # of the run that is under way
 
@@ -250,6 +254,7 @@ class Stage:
             int(contender.lookahead),
             max_tokens,
             temperature,
+            self._cache_options,
         )
         moments = await take_until_cancelled(self._workers["target"], steps)
         window = timed(moments)
@@ -299,15 +304,22 @@ def _mlx_lm_steps(
     num_draft_tokens: int,
     max_tokens: int,
     temperature: float,
+    cache_options: CacheOptions,
 ) -> Iterator[tuple[int, bool]]:
     """Tokens, and whether they were proposed, as mlx-lm generates them."""
-    sampler = make_sampler(temp=temperature)
+    keywords: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "sampler": make_sampler(temp=temperature),
+        "kv_bits": cache_options.kv_bits,
+        "kv_group_size": cache_options.kv_group_size,
+        "quantized_kv_start": cache_options.quantized_kv_start,
+    }
     if num_draft_tokens == 0:
-        for token, _ in generate_step(mx.array(prompt), target, max_tokens=max_tokens, sampler=sampler):
+        for token, _ in generate_step(mx.array(prompt), target, **keywords):
             yield cast(int, token), False
         return
     speculative = speculative_generate_step(
-        mx.array(prompt), target, draft, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens, sampler=sampler
+        mx.array(prompt), target, draft, num_draft_tokens=num_draft_tokens, **keywords
     )
     for token, _, from_draft in speculative:
         yield cast(int, token), from_draft

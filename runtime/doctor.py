@@ -5,21 +5,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from actors.mlx_model import Anatomy, MLXModel
-from actors.mlx_options import CacheOptions
 from actors.model import Line, Rung
 from actors.worker import Job, JobError, ThreadWorker
 from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor
 from runtime.blas import blas_in_use
-from runtime.sources import Loaded, Source, check_source, load_onto
+from runtime.conclusion import Findings, conclude
+from runtime.sources import Device, Loaded, Source, check_cache_options, check_device, check_source, load_onto
+from runtime.suggestions import Suggestion, suggest_draft
 from runtime.text import check_vocabularies
 
 WIDTHS = (1, 2, 3, 5, 9)
@@ -60,6 +62,7 @@ class Diagnosis:
         vocabulary_note: what differs, or why nothing was compared.
         device: MLX's default: cpu or gpu.
         blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
+        suggestions: draft models that fit the target, where there is none or not the right one.
     """
 
     target: Examined
@@ -68,37 +71,55 @@ class Diagnosis:
     vocabulary_note: str
     device: str
     blas: str | None
+    suggestions: tuple[Suggestion, ...] = ()
 
 
 async def examine(
-    target: Source, draft: Source | None = None, *, on_progress: Callable[[str], None] = lambda _: None
+    target: Source,
+    draft: Source | None = None,
+    *,
+    on_progress: Callable[[str], None] = lambda _: None,
+    target_device: Device = None,
+    draft_device: Device = None,
+    **cache_options: Any,
 ) -> Diagnosis:
     """Look at a model, or at a pair, on this machine.
 
     Args:
-        target, draft: as for `runtime.open`.
+        target, draft, target_device, draft_device: as for `runtime.open`.
         on_progress: called with what is being done.
+        **cache_options: those of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
 
-    Raises: ModelError: one cannot be loaded, or fails; the original error is the cause.
+    Raises:
+        SettingsError: an option is out of its range.
+        ModelError: a model cannot be loaded, or fails; the original error is the cause.
 
     Cancellation: strikes once the load or the timing that is under way is done.
     """
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
         sources["draft"] = check_source("draft", draft)
+    options = check_cache_options(**cache_options)
+    devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, Examined] = {}
     async with AsyncExitStack() as stack:
         # One after the other: a price is that of a model alone.
         for role, source in sources.items():
-            worker = await stack.enter_async_context(ThreadWorker(role))
+            worker = await stack.enter_async_context(ThreadWorker(role, devices[role]))
             on_progress(f"loading the {role}")
-            loaded[role] = await load_onto(worker, role, source, CacheOptions())
+            loaded[role] = await load_onto(worker, role, source, options)
             on_progress(f"timing the {role}")
             examined[role] = await _examine_on(worker, role, source, loaded[role].model)
         same, note = await _compare(worker, loaded)
+        suggestions: tuple[Suggestion, ...] = ()
+        if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
+            on_progress("looking for draft models on the disk")
+            # No more than a hint: a disk that cannot be looked through keeps nobody from what was measured.
+            with suppress(JobError):
+                suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
     return Diagnosis(
-        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use()
+        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use(), suggestions
     )
 
 
@@ -182,7 +203,20 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     machine = [("device", diagnosis.device)]
     if diagnosis.blas is not None:
         machine.append(("linear algebra", diagnosis.blas))
-    return [*sections, ("machine", machine)]
+    return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
+
+
+def _findings(diagnosis: Diagnosis) -> Findings:
+    target, draft = diagnosis.target, diagnosis.draft
+    return Findings(
+        verify_seconds=target.passes.seconds,
+        draft_seconds=None if draft is None else draft.passes.seconds,
+        same_vocabulary=diagnosis.same_vocabulary,
+        can_rewind=target.anatomy.rung is not Rung.SINGLE,
+        dtypes=target.anatomy.dtypes,
+        blas=diagnosis.blas,
+        suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
+    )
 
 
 def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:

@@ -50,7 +50,7 @@ from runtime.thinking import Answer
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
-_CLOSED = "this runtime was closed; open another with runtime.open()"
+_CLOSED = "this runtime was closed; open another with runtime.open() or runtime.aio.open()"
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 

@@ -15,16 +15,20 @@ import attrs
 import trio
 
 from protocol.errors import PromptError, SettingsError
-from protocol.settings import NGRAM, settings_from
+from protocol.settings import settings_from
+from runtime.model_arguments import Models
 from runtime.settings_arguments import settings_of, value
-from runtime.signals import until_signal
+from runtime.signals import quitting, until_signal
 from runtime.terminal import Display, Outcome, Output, OutputError, print_statistics, warnings_at_the_end
 from runtime.tracing import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     from protocol.statistics import Statistics
     from protocol.trace import Event
     from runtime.reading import Token
+    from runtime.text import Prompt
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -32,7 +36,27 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be asked of `generate`, beside the models, the settings and the BLAS."""
-    parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads it from stdin, as it is')
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument(
+        "prompt_here",
+        metavar="PROMPT",
+        nargs="?",
+        help='the text to continue, or what to ask a model that has a chat template; "-" reads it from stdin, as it is',
+    )
+    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the same")
+    chat = parser.add_argument_group("chat template")
+    chat.add_argument(
+        "--system", metavar="TEXT", help="what the model is told before it is asked; needs a chat template"
+    )
+    chat.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    whether = chat.add_mutually_exclusive_group()
+    whether.add_argument(
+        "--chat",
+        action="store_true",
+        help="insist on the chat template (default: ask through it where there is one, else continue the text)",
+    )
+    whether.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument(
@@ -52,7 +76,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prompt(argument: str) -> str:
+@attrs.frozen
+class _Asked:
+    """What is to be generated from.
+
+    Attributes:
+        prompt: as it was given.
+        system: what the model is told before, or None.
+        template: whether the chat template is to be used; None where there is one.
+    """
+
+    prompt: str
+    system: str | None = None
+    template: bool | None = None
+
+    def of(self, tokenizer: TokenizerWrapper | None) -> Prompt:
+        """The prompt for the runtime: a text to continue, or messages.
+
+        Raises: PromptError: there is no chat template, and it was insisted on.
+        """
+        has_template = tokenizer is not None and tokenizer.has_chat_template
+        if not has_template and (self.template or self.system is not None):
+            why = "--chat" if self.template else "--system"
+            raise PromptError(f"{why} needs a chat template, and the target's tokenizer has none; leave it out")
+        if not has_template or self.template is False:
+            return self.prompt
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+def _asked(arguments: argparse.Namespace) -> _Asked:
+    """What was asked for.
+
+    Raises:
+        PromptError: the prompt is not text.
+        SettingsError: a system message is to be said without a chat template.
+    """
+    given: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
+    if arguments.raw and arguments.system is not None:
+        raise SettingsError("--system is said through the chat template, which --raw leaves out; give one of them")
+    return _Asked(_read(given), arguments.system, False if arguments.raw else True if arguments.chat else None)
+
+
+def _read(argument: str) -> str:
     """The prompt that an argument stands for.
 
     Raises: PromptError: it is not text.
@@ -136,7 +202,7 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None or math.isinf(logprob) else logprob
 
 
-def generate(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
+def generate(arguments: argparse.Namespace, models: Models) -> Outcome:
     """Continue a prompt, and show what came of it, also where it was cut short.
 
     Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
@@ -145,16 +211,18 @@ def generate(arguments: argparse.Namespace, target: str | Path, draft: str | Pat
     if settings.get("logprobs") and not arguments.json:
         raise SettingsError("--logprobs has no place in a text; use it with --json")
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
-    prompt = _prompt(arguments.prompt)
+    asked = _asked(arguments)
     output = Output()
     generated = Generated()
     with warnings_at_the_end():
-        with Display() as display:
+        with Display() as display, quitting(display):
+            display.loading(models.loaded)
+            import runtime.opening  # noqa: F401  imported here, where Ctrl-C need not wait for it
+
             work = partial(
                 _stream_text,
-                prompt,
-                target,
-                draft,
+                asked,
+                models,
                 settings,
                 schema,
                 generated,
@@ -177,9 +245,8 @@ def generate(arguments: argparse.Namespace, target: str | Path, draft: str | Pat
 
 
 async def _stream_text(
-    prompt: str,
-    target: str | Path,
-    draft: str | Path | None,
+    asked: _Asked,
+    models: Models,
     settings: dict[str, Any],
     schema: str | None,
     generated: Generated,
@@ -204,16 +271,18 @@ async def _stream_text(
             for listener in listeners:
                 listener(event)
 
-        display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
         from runtime.opening import open as open_runtime
 
-        runtime = await stack.enter_async_context(open_runtime(target, draft, trace=on_event))
+        runtime = await stack.enter_async_context(
+            open_runtime(models.target, models.draft, trace=on_event, **models.options)
+        )
         if timeline is not None:
             timeline.tokenizer = runtime.tokenizer
         if schema is not None:
             from runtime.grammar import Grammar
 
             settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
+        prompt = asked.of(runtime.tokenizer)
         stream = runtime.stream(prompt, **settings)
         display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:
@@ -221,11 +290,11 @@ async def _stream_text(
                 async for token in stream:
                     generated.pieces.append(token.text)
                     generated.tokens.append(token)
-                    display.clear()
+                    display.writing()
                     if output is not None:
-                        if token.index == 0:
+                        if token.index == 0 and isinstance(prompt, str):
                             output.echo(prompt)
-                        await output.write(token.text)
+                        await output.write(token.text, dimmed=token.is_thinking)
                     generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()

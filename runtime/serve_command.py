@@ -19,9 +19,9 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
-from protocol.settings import NGRAM
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.signals import until_signal
+from runtime.model_arguments import Models
+from runtime.signals import quitting, until_signal
 from runtime.terminal import Display, Outcome, say, show
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
 
 
-def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path | None) -> Outcome:
+def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
     """Serve until a signal ends it; one that comes while the models load ends that, as an interruption.
 
     Args:
         arguments: as they were given.
-        target, draft: see `runtime.open`.
+        models: what to serve.
 
     Returns: how it ended; to be stopped once it serves is no interruption.
 
@@ -154,8 +154,12 @@ def serve(arguments: argparse.Namespace, target: str | Path, draft: str | Path |
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = Outcome()
-    with bound, Display() as display:
-        server = _Server(arguments, target, draft, key, bound, display)
+    with bound, Display() as display, quitting(display):
+        display.loading(models.loaded)
+        import runtime.opening
+        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C need not wait for it
+
+        server = _Server(arguments, models, key, bound, display)
         work = partial(_open_and_serve, server)
         trio.run(partial(until_signal, work, outcome, display, ends_gently=server.ends_gently))
     return outcome
@@ -167,7 +171,7 @@ class _Server:
 
     Attributes:
         arguments: as they were given.
-        target, draft: see `runtime.open`.
+        models: what to serve.
         key: what requests must bring, or None.
         bound: to the address, not listening yet.
         display: told what goes on.
@@ -177,8 +181,7 @@ class _Server:
     """
 
     arguments: argparse.Namespace
-    target: str | Path
-    draft: str | Path | None
+    models: Models
     key: str | None
     bound: socket.socket
     display: Display
@@ -199,8 +202,7 @@ async def _open_and_serve(server: _Server) -> None:
         OutriderError: a model cannot be loaded, or has no tokenizer.
         ServerError: the target has failed.
     """
-    arguments, target, draft = server.arguments, server.target, server.draft
-    server.display.loading([model for model in (target, draft) if model is not None and model != NGRAM])
+    arguments, models = server.arguments, server.models
     from runtime.opening import open as open_runtime
     from runtime.server.access_log import AccessLog
     from runtime.server.answering import Limits
@@ -209,7 +211,7 @@ async def _open_and_serve(server: _Server) -> None:
     from runtime.server.grammar_checker import grammar_checker
     from runtime.server.timelines import Timelines
 
-    name = arguments.model_name or _name(target)
+    name = arguments.model_name or _name(models.target)
     limits = Limits(
         max_body_bytes=arguments.max_body_bytes,
         max_prompt_tokens=arguments.max_prompt_tokens,
@@ -220,7 +222,7 @@ async def _open_and_serve(server: _Server) -> None:
     )
     service = Service(
         name,
-        None if draft is None else _name(draft),
+        None if models.draft is None else _name(models.draft),
         max_streams=arguments.max_streams,
         max_waiting=arguments.max_waiting,
         limits=limits,
@@ -234,10 +236,10 @@ async def _open_and_serve(server: _Server) -> None:
         grace_s=arguments.grace_seconds,
     )
     timelines = Timelines()
-    async with (
-        open_runtime(target, draft, max_streams=arguments.max_streams, trace=timelines) as runtime,
-        grammar_checker(partial(_tokenizer_json, runtime)) as check,
-    ):
+    opening = open_runtime(
+        models.target, models.draft, max_streams=arguments.max_streams, trace=timelines, **models.options
+    )
+    async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
         server.display.clear()
         # Not before: whoever asks whether the server is there is to hear that it can answer.
         server.bound.listen(_BACKLOG)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from protocol.settings import Settings, settings_from
+from runtime.flags import flag
 
 Value = int | float | str | None
 
@@ -71,6 +71,18 @@ PENALTIES: tuple[Option, ...] = (
 ENDS: tuple[Option, ...] = (("stop_tokens", "IDS", values, "tokens that end the text, such as 1,2"),)
 
 
+# Of what is typed most; mlx-lm has the same letters.
+SHORT = {"max_tokens": ("-m",), "temperature": ("-t",)}
+
+# What mlx-lm and others call some of them, which is understood and not shown in `--help`.
+ALIASES = {
+    "--temp": "temperature",
+    "--num-draft-tokens": "lookahead",
+    "--max-new-tokens": "max_tokens",
+    "--repeat-penalty": "repetition_penalty",
+}
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Give a command the settings as options; `settings_of` reads them."""
     for title, options in (
@@ -82,12 +94,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for name, metavar, read, text in options:
             group.add_argument(
-                _option(name),
+                *SHORT.get(name, ()),
+                flag(name),
                 metavar=metavar,
                 type=read,
                 default=argparse.SUPPRESS,
                 help=f"{text} (default: {_default(name)})",
             )
+            for alias in (alias for alias, meant in ALIASES.items() if meant == name):
+                group.add_argument(alias, dest=name, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if options is ENDS:
             group.add_argument(
                 "--stop",
@@ -113,22 +128,6 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = {name: given for name, given in vars(arguments).items() if name in names}
     settings_from(settings)
     return settings
-
-
-def in_options(message: str) -> str:
-    """What a message says of settings, with the names that they have here.
-
-    A name that is a word as well is one where the message begins with it.
-    """
-    names = {field.name for field in attrs.fields(Settings)} - {"logits_processors", "reuse_prefix"}
-    begins, _, rest = message.partition(" ")
-    words = [name for name in names if "_" in name]
-    begins = _option(begins) if begins in names else begins
-    return re.sub(rf"(?<![-\w])({'|'.join(words)})\b", lambda found: _option(found[1]), f"{begins} {rest}".strip())
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _default(name: str) -> str:

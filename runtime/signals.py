@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
 from protocol.errors import OutriderError
 from runtime.terminal import BY_SIGNAL, ECHO_S, Display, Outcome
+
+# Seconds after which somebody who has stopped a command is told what it waits for. Most passes are over by then.
+ACKNOWLEDGE_S = 0.1
+
+
+@contextmanager
+def quitting(display: Display, quit_now: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Have SIGINT or SIGTERM end the process at once while the block runs, where nobody else handles them.
+
+    For what cannot be cancelled and leaves nothing half done, such as imports.
+
+    Args:
+        display: cleared first, since it may have hidden the cursor.
+        quit_now: ends the process with a status.
+    """
+
+    def on_signal(number: int, _: object) -> None:
+        display.clear()
+        quit_now(BY_SIGNAL + number)
+
+    before = {
+        number: signal.signal(number, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def until_signal(
@@ -32,6 +63,10 @@ async def until_signal(
     """
     scope = trio.CancelScope()
 
+    async def acknowledge() -> None:
+        await trio.sleep(ACKNOWLEDGE_S)
+        display.stopping()
+
     async def cancel_on_signal() -> None:
         first_at: float | None = None
         async for number in signals:
@@ -39,8 +74,8 @@ async def until_signal(
                 first_at = trio.current_time()
                 if not ends_gently():
                     outcome.signal = number
-                    display.stopping()
                     scope.cancel()
+                    nursery.start_soon(acknowledge)
             elif trio.current_time() - first_at > ECHO_S:
                 # A load cannot be interrupted, and is waited for; here comes somebody who will not wait.
                 display.clear()

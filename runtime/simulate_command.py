@@ -62,12 +62,16 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to the command line's."""
     parser = commands.add_parser(
         "simulate",
+        usage="outrider simulate --acceptance A --cost-ratio C [options]",
         help="say what a draft model would buy on hardware that you describe",
         description="Say what a draft model would buy on hardware that you describe: the real scheduling, over "
         "scripted models, in simulated time. All speeds are relative to plain decoding.",
-        epilog="The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and "
-        "slope of a pair of models.",
-        allow_abbrev=False,
+        epilog="""examples:
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1
+  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
+
+The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and slope of a pair of \
+models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")

@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 import attrs
 import mlx.core as mx
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -20,6 +22,8 @@ from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, Settings
+from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
+from runtime.trained_drafters import refusal, trained_drafter_at
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
@@ -61,6 +65,8 @@ def check_source(role: str, source: Any) -> Source:
     if exists:
         if not has_config:
             raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
+        if role == "draft" and (kind := trained_drafter_at(path)) is not None:
+            raise ModelError(refusal(str(source), kind))
         return path
     is_word = isinstance(source, str) and "/" not in source  # anything else is a path, or a hub id
     if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
@@ -90,7 +96,11 @@ def check_device(role: str, device: Device) -> mx.Device | None:
 
 
 def check_cache_options(
-    rewind: Any, max_kv_size: Any, kv_bits: Any, kv_group_size: Any, quantized_kv_start: Any
+    rewind: Any = "auto",
+    max_kv_size: Any = None,
+    kv_bits: Any = None,
+    kv_group_size: Any = 64,
+    quantized_kv_start: Any = 5000,
 ) -> CacheOptions:
     """The options of `open` that are about caches.
 
@@ -113,12 +123,20 @@ def check_cache_options(
 
 def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises: SettingsError: there is an option of `open` that it does not have."""
+    settings = {field.name for field in attrs.fields(Settings)}
     for name in options:
-        if name in {field.name for field in attrs.fields(Settings)}:
+        here = SYNONYMS.get(name)
+        note = f" ({NOTES[name]})" if name in NOTES else ""
+        if name in settings:
             hint = "it is a setting of stream() and the like"
+        elif here in OPEN_ARGUMENTS:
+            hint = f"it is {here}= here{note}"
+        elif here in settings:
+            hint = f"it is {here}=, a setting of stream() and the like{note}"
+        elif near := meant(name, known):
+            hint = f"did you mean {near!r}?"
         else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            hint = f"the options are {', '.join(known)}"
         raise SettingsError(f"open() has no option {name!r}; {hint}")
 
 
@@ -146,5 +164,16 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
+        if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
+            raise ModelError(refusal(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
+
+
+def _trained_drafter_on_the_hub(name: str) -> str | None:
+    """What kind of trained drafter was downloaded by this id; None for anything else."""
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None  # no id
+    return trained_drafter_at(Path(config).parent) if isinstance(config, str) else None

@@ -212,7 +212,8 @@ class Display:
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._is_loading = False
+        self._stops = ""  # when what is being done can be stopped
+        self._is_writing = False
 
     def __enter__(self) -> Display:
         return self
@@ -225,20 +226,22 @@ class Display:
 
         Nothing moves meanwhile: it may be something that is timed, and what draws would take its time from it.
         """
+        self._stops = f"once this is over: {what}"
         self.clear()
         if _is_terminal():
             self._show(what, None, moves=False)
 
     def loading(self, models: Sequence[str | Path]) -> None:
         """Say that models are being loaded."""
-        self._is_loading = True
+        self._stops = "once the models are loaded"
         # What is not on disk is downloaded, and downloads show bars of their own.
         if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
             self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
 
     def reading(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
         """Say that the prompt is being read, and how far, where that takes more than a step."""
-        self._is_loading = False
+        self._stops = "after the forward pass that is running"
+        self._is_writing = False
         self.clear()
         if _is_terminal():
             # The last token is read together with the first that is generated. Where all others make one
@@ -247,6 +250,11 @@ class Display:
 
             pass_tokens = SMALLEST if step_size == "auto" else step_size
             self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
+
+    def writing(self) -> None:
+        """Leave the screen to the text, of which a piece comes now."""
+        self._is_writing = True
+        self.clear()
 
     def on_event(self, event: Event) -> None:
         """Move the bar, if an event is about the prompt."""
@@ -258,11 +266,17 @@ class Display:
         ):
             self._progress.update(self._task, advance=event.num_tokens, refresh=True)
 
-    def stopping(self) -> None:
-        """Say what a cancellation waits for, where that may take long."""
-        if self._is_loading and _is_terminal():
+    def stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
+        """Say what a cancellation waits for.
+
+        Args:
+            and_then: what else there is to say.
+        """
+        if self._stops and _is_terminal():
             self.clear()
-            say("stopping once the models are loaded; Ctrl-C again quits at once")
+            if self._is_writing and sys.stdout is not None and sys.stdout.isatty():
+                show("")  # the text has left the cursor in mid-line, most likely
+            say(f"stopping {self._stops}{and_then}")
 
     def clear(self) -> None:
         """Leave nothing on the screen."""

@@ -98,11 +98,33 @@ def test_what_is_asked_for_twice_runs_once():
         ({"lookaheads": ("often",)}, "got 'often' among them"),
         ({"temperature": -1.0}, "temperature must be a finite number of at least 0"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16 or None, got 'int8'"),
+        ({"kv_bits": 7}, "kv_bits must be 2, 3, 4, 5, 6, 8 or None, got 7"),
+        ({"rewind": "never"}, "rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'"),
+        ({"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu", an mlx Device or None, got \'tpu\''),
     ],
 )
 def test_what_is_out_of_range_is_refused(changes, complaint):
     with pytest.raises(runtime.SettingsError, match=complaint):
         small(**changes)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monkeypatch):
+    import runtime.contenders
+
+    asked: list[dict[str, Any]] = []
+
+    def steps(*_: Any, **keywords: Any) -> Iterator[tuple[int, ...]]:
+        asked.append(keywords)
+        return iter(())
+
+    for name in ("generate_step", "speculative_generate_step"):
+        monkeypatch.setattr(runtime.contenders, name, steps)
+    options = small(kv_bits=8, kv_group_size=32, quantized_kv_start=9).cache_options
+    target, draft = object(), object()
+    assert list(runtime.contenders._mlx_lm_steps(target, draft, (1,), num_draft_tokens, 16, 0.0, options)) == []
+    (keywords,) = asked
+    assert (keywords["kv_bits"], keywords["kv_group_size"], keywords["quantized_kv_start"]) == (8, 32, 9)
 
 
 def test_no_prompt_is_no_benchmark():

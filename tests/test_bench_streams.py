@@ -279,6 +279,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
         (["--streams", "2,many"], "got 'many' among them"),
         (["--num-draft-tokens", "2"], "mlx-lm's BatchGenerator cannot speculate"),
         (["--lookahead", "2,always"], "got 'always' among them"),
+        (["--kv-bits", "8"], "--kv-bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):

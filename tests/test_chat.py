@@ -149,7 +149,7 @@ async def test_two_slashes_say_one_to_the_model(endless: str) -> None:
     [
         (["--max-tokens", "0"], "--max-tokens must be"),
         (["--target", "/nowhere"], "does not exist"),
-        (["--thinking"], "thinking=True cannot be told"),
+        (["--thinking"], "--thinking cannot be told"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, complaint: str, capfd: Any) -> None:
@@ -209,6 +209,87 @@ async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
         await person.types("/exit\r")
         await person.sees_all()
     assert person.process.returncode == 0
+
+
+async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
+    # What is pasted comes between two marks of the terminal's.
+    pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
+    said = await answers(endless, pasted, typed)
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.sees("> ")
+        await person.types(f"\x1b[200~{pasted}\x1b[201~\r")
+        await person.sees(said[0])
+        await person.sees("> ")
+        for keys in ('"""w4 \\\r', "/exit\r"):
+            await person.types(keys)
+            await person.sees(". ")
+        await person.types('w5"""\r')
+        await person.sees(said[1])
+        await person.sees("> ")
+        await person.types("/exit\r")
+        await person.sees_all()
+    assert person.process.returncode == 0
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> chat_command.Lines:
+    """A person's lines, of which nothing is edited."""
+    lines = chat_command.Lines()
+    lines.is_interactive = True
+    rest = iter(typed)
+    monkeypatch.setattr(lines, "_read", lambda prompt: next(rest, None))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("typed", "texts"),
+    [
+        (("w1", "w2"), ["w1", "w2"]),
+        (("w1\\", "w2", "w3"), ["w1\nw2", "w3"]),
+        (("\\", ""), ["\n"]),
+        (('"""', "w1", "  w2", '"""', "w3"), ["w1\n  w2", "w3"]),
+        (('"""w1', "", 'w2"""  '), ["w1\n\nw2"]),
+        (('  """w1"""',), ["w1"]),
+        (('""""""',), [""]),
+        (('"""/reset"""', "/reset"), ["//reset", "/reset"]),
+        (("/a\nb\\",), ["/a\nb\\"]),
+        (("w1\\",), []),
+        (('"""w1', "w2"), []),
+    ],
+)
+def test_where_a_text_of_several_lines_begins_and_ends(
+    typed: tuple[str, ...], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = lines_of(monkeypatch, *typed)
+    assert list(iter(lines.next, None)) == texts
+
+
+async def test_each_line_of_a_pipe_stays_a_turn_whatever_it_ends_with(endless: str) -> None:
+    status, out, _ = await piped("--target", endless, *MAX, lines='w1\\\n"""w2\n')
+    assert (status, out.count("\n")) == (0, 2)
+
+
+async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
+    async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.sees("> ")
+        await person.types('"""w1\r')
+        await person.sees(". ")
+        person.interrupts()
+        await person.types("\r")
+        await person.sees(chat_command.HOW_TO_LEAVE)
+        await person.sees("> ")
+        await person.types("w2\r")
+        (answer,) = await answers(endless, "w2")
+        await person.sees(answer)
+        await person.sees("> ")
+        await person.types("\x04")
+        await person.sees_all()
+    assert person.process.returncode == 0
+
+
+async def test_help_says_how_several_lines_are_typed(endless: str) -> None:
+    _, _, err = await piped("--target", endless, *MAX, lines="/help\n")
+    assert '"""' in err
+    assert "goes on in the next line" in err
 
 
 async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:

@@ -474,8 +474,9 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
     said = str(refusal.value)
     assert said.startswith(setting) or setting == "stop"
-    # By the name that was typed.
-    assert capfd.readouterr() == ("", f"outrider: error: {said.replace(setting, option, 1)}\n")
+    # By the name that was typed, and what is None in Python.
+    typed = said.replace(setting, option, 1).replace("None", '"none"')
+    assert capfd.readouterr() == ("", f"outrider: error: {typed}\n")
 
 
 @pytest.mark.parametrize(
@@ -616,7 +617,7 @@ def test_help_names_every_option_and_its_default(capfd):
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
     # Functions are for Python; and a single generation has nothing to reuse.
-    beyond = {"logits_processors", "reuse_prefix"}
+    beyond = {"logits_processors", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text

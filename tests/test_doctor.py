@@ -73,7 +73,7 @@ def assert_measured(passes: Passes) -> None:
 @pytest.mark.slow
 def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
     found = doctor(capsys)
-    assert list(found) == ["target", "draft", "pair", "machine"]
+    assert list(found) == ["target", "draft", "pair", "machine", "conclusion"]
     for section, layers, symbol in (("target", 7, "T_v"), ("draft", 2, "T_d")):
         about = found[section]
         assert about["family"] == "llama"
@@ -100,9 +100,24 @@ def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.Captu
 def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:
     found = doctor(capsys, target)
     # What there is no pair for is not spoken of.
-    assert list(found) == ["target", "machine"]
+    assert list(found) == ["target", "machine", "conclusion"]
     assert found["target"]["caches"] == "2 × KVCache"
     assert "float32" in found["target"]["weights"]
+
+
+def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = save(tmp_path / "target", llama(hidden_size=256))
+    draft = save(tmp_path / "draft", llama())
+    assert cli.main(["doctor", "--target", target]) == 0
+    conclusion = capsys.readouterr().out.partition("conclusion")[2]
+    assert f"--draft {draft} (" in conclusion
+    assert "--draft ngram" in conclusion
+
+
+def test_options_of_caches_reach_the_model(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    assert doctor(capsys, target, "--rewind", "none")["target"]["rewinds by"].startswith("nothing (N=1): ")
+    assert cli.main(["doctor", target, "--kv-bits", "7"]) == 2
+    assert capsys.readouterr().err == 'outrider: error: --kv-bits must be 2, 3, 4, 5, 6, 8 or "none", got 7\n'
 
 
 def test_a_model_as_its_own_drafter(capsys: pytest.CaptureFixture[str], target: str) -> None:

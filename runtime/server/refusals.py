@@ -19,7 +19,7 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
-from protocol.settings import SYNONYMS
+from protocol.synonyms import SYNONYMS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

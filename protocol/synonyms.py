@@ -1,0 +1,116 @@
+"""What arguments are called elsewhere: in mlx-lm, vLLM, transformers, llama.cpp, and on their command lines.
+
+One table for all places where a name may be given that does not exist here: options of `runtime.open`, settings of a
+stream, fields of a request, and flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+# Arguments that say which models, and with which options: those of `runtime.open`.
+OPEN_ARGUMENTS = (
+    "target",
+    "draft",
+    "target_device",
+    "draft_device",
+    "rewind",
+    "max_kv_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "max_streams",
+    "prefix_cache_bytes",
+    "defaults",
+    "trace",
+)
+
+SYNONYMS = {
+    # arguments of open
+    "model": "target",
+    "model_id": "target",
+    "model_name": "target",
+    "model_path": "target",
+    "base_model": "target",
+    "main_model": "target",
+    "target_model": "target",
+    "verifier": "target",
+    "verifier_model": "target",
+    "assistant_model": "draft",
+    "draft_model": "draft",
+    "draft_model_path": "draft",
+    "drafter": "draft",
+    "drafter_model": "draft",
+    "method": "draft",
+    "model_draft": "draft",
+    "prompt_lookup": "draft",
+    "prompt_lookup_num_tokens": "draft",
+    "speculative_algorithm": "draft",
+    "speculative_config": "draft",
+    "speculative_draft_model_path": "draft",
+    "speculative_model": "draft",
+    "speculator": "draft",
+    "device": "target_device",
+    "cache_bits": "kv_bits",
+    "kv_cache_bits": "kv_bits",
+    "max_concurrent_requests": "max_streams",
+    "max_num_seqs": "max_streams",
+    "max_cache_bytes": "prefix_cache_bytes",
+    "prompt_cache_bytes": "prefix_cache_bytes",
+    # settings
+    "block_size": "lookahead",
+    "draft_tokens": "lookahead",
+    "draft_max": "lookahead",
+    "gamma": "lookahead",
+    "k": "lookahead",
+    "num_assistant_tokens": "lookahead",
+    "num_draft_tokens": "lookahead",
+    "num_speculative_tokens": "lookahead",
+    "spec_k": "lookahead",
+    "spec_tokens": "lookahead",
+    "speculative_num_draft_tokens": "lookahead",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "temp": "temperature",
+    "eos_token_id": "stop_tokens",
+    "extra_eos_token": "stop",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_token_ids": "stop_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "prefill_chunk_size": "prefill_step_size",
+    "top_logprobs": "logprobs",
+}
+
+# What there is to say beside the name.
+NOTES = {
+    "method": 'draft="ngram" looks up, any other names a draft model',
+    "prompt_lookup": 'draft="ngram"',
+    "prompt_lookup_num_tokens": 'draft="ngram"',
+    "speculative_config": 'draft="ngram" looks up, any other names a draft model',
+}
+
+
+def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """What somebody may have meant who gave an argument that does not exist.
+
+    Args:
+        name: as it was given.
+        known: names that there are.
+        cutoff: how alike a misspelt name must be to a known one, in [0, 1]; see `difflib.get_close_matches`.
+
+    Returns: what it is called here, if that is known; else what is spelt alike; else None.
+    """
+    known = tuple(known)
+    if (here := SYNONYMS.get(name)) in known:
+        return here
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return near[0] if near else None

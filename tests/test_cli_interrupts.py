@@ -1,0 +1,186 @@
+"""Ctrl-C on the command line: from the first import on it ends quietly, and says what it waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from test_cli import ROOT, environment
+
+import runtime
+from protocol.errors import OutriderError
+from runtime.signals import ACKNOWLEDGE_S, quitting, until_signal
+from runtime.terminal import Display, Outcome
+
+# Modules of which the import, wherever it is, ends in a Ctrl-C.
+INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the signal was not heard')\n"
+COMMANDS = (("generate", "hi"), ("chat",), ("serve", "--port", "0"), ("doctor",), ("bench",))
+
+
+ENTRIES = (("-m", "runtime"), ("-c", "from runtime.__main__ import main; main()"))
+
+
+@pytest.mark.parametrize(("start", "module"), [(ENTRIES[0], "attrs"), (ENTRIES[1], "argparse"), (ENTRIES[0], "trio")])
+def test_ctrl_c_during_the_first_imports_ends_it_quietly(start: tuple[str, ...], module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(INTERRUPTED)
+    assert ended(tmp_path, *start, "generate", "hi") == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mlx.py").write_text(INTERRUPTED)
+    assert ended(tmp_path, "-m", "runtime", *arguments) == (130, "", "")
+
+
+def test_the_installed_command_begins_where_ctrl_c_is_heard_first() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'outrider = "runtime.__main__:main"' in project
+
+
+def test_importing_the_package_takes_next_to_nothing_along() -> None:
+    heavy = "{'attrs', 'trio', 'mlx', 'rich', 'argparse', 'pathlib', 'ctypes', 'typing', 're', 'enum'}"
+    code = f"import sys; import runtime; print({heavy} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "set()\n"
+
+
+def test_whoever_ignores_ctrl_c_in_the_background_goes_on_doing_so() -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv = ['outrider', '--version'];"
+        "from runtime.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "True"
+
+
+def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
+    """How Python ends, with what it says, that finds some modules in a directory before all others."""
+    path = f"{first}{os.pathsep}{ROOT}"
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment() | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return process.returncode, process.stdout, process.stderr
+
+
+# --- what it waits for ----------------------------------------------------------------------------
+
+
+class Terminal:
+    """Stderr, as far as the display asks."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class Still(Display):
+    """Nothing moves."""
+
+    def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
+        pass
+
+
+def on_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in the place of stderr; to be called in the test itself, which pytest gives a stderr of its own."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    return made
+
+
+async def interrupted(display: Display, waits_s: float) -> Outcome:
+    """A piece of work is interrupted that cannot end for some seconds."""
+    outcome = Outcome()
+
+    async def work() -> None:
+        with trio.CancelScope(shield=True):
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep(waits_s)
+        await trio.sleep_forever()
+
+    await until_signal(work, outcome, display)
+    return outcome
+
+
+async def test_the_first_ctrl_c_says_that_a_load_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
+    stderr = on_stderr(monkeypatch)
+    display = Still()
+    display.loading([runtime.DEMO_TARGET])
+    assert (await interrupted(display, 2 * ACKNOWLEDGE_S)).signal == signal.SIGINT
+    assert stderr.text == "outrider: stopping once the models are loaded; Ctrl-C again quits at once\n"
+
+
+async def test_the_first_ctrl_c_says_that_a_pass_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
+    stderr = on_stderr(monkeypatch)
+    display = Still()
+    display.reading(5000, 2048)
+    await interrupted(display, 2 * ACKNOWLEDGE_S)
+    assert stderr.text == "outrider: stopping after the forward pass that is running; Ctrl-C again quits at once\n"
+
+
+async def test_a_step_that_is_waited_for_is_named(autojump_clock: Any, monkeypatch: Any) -> None:
+    stderr = on_stderr(monkeypatch)
+    display = Still()
+    display.doing("timing the target")
+    await interrupted(display, 2 * ACKNOWLEDGE_S)
+    assert stderr.text == ("outrider: stopping once this is over: timing the target; Ctrl-C again quits at once\n")
+
+
+async def test_nothing_is_said_of_what_is_over_in_no_time(autojump_clock: Any, monkeypatch: Any) -> None:
+    stderr = on_stderr(monkeypatch)
+    display = Still()
+    display.reading(5000, 2048)
+    await interrupted(display, ACKNOWLEDGE_S / 2)
+    assert stderr.text == ""
+
+
+def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None:
+    cleared: list[str] = []
+    statuses: list[int] = []
+    display = Display()
+    display.clear = lambda: cleared.append("cleared")  # type: ignore[method-assign]
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with quitting(display, quit_now=statuses.append):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert (statuses, cleared) == ([130, 143], ["cleared"] * 2)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+async def test_a_failure_after_the_first_ctrl_c_is_of_no_interest(autojump_clock: Any) -> None:
+    outcome = Outcome()
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        with trio.CancelScope(shield=True):
+            await trio.sleep(1)
+        raise OutriderError("too late")
+
+    await until_signal(work, outcome, Still())
+    assert (outcome.failure, outcome.signal) == (None, signal.SIGINT)

@@ -1,0 +1,204 @@
+"""What the commands ask of models: options of caches and devices, chat templates, and messages in flags."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+from test_cli import save_model
+
+import runtime
+import runtime.opening
+from protocol.synonyms import OPEN_ARGUMENTS
+from runtime import cli
+from runtime.flags import in_flags
+from runtime.model_arguments import OPTIONS
+
+# In words that the tiny model has.
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w7 ' if m.role == 'system' else 'w8 ' }}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w9{% endif %}"
+)
+PROMPT = "w1 w2 w3"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target without a chat template."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "base", context=10_000))
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with a chat template."""
+    where = save_model(tmp_path_factory.mktemp("models") / "instruct", context=10_000)
+    file = where / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    (where / "chat_template.jinja").write_text(TEMPLATE)
+    return str(where)
+
+
+def generated(capfd: Any, *arguments: str) -> tuple[list[int], int, str]:
+    """The tokens that `generate` gives, the length of the prompt that it read, and what it said."""
+    assert cli.main(["generate", *arguments, "--max-tokens", "6", "--json"]) == 0
+    out, err = capfd.readouterr()
+    said = json.loads(out)
+    return said["tokens"], said["statistics"]["prompt_tokens"], err
+
+
+def expected(target: str, prompt: Any) -> list[int]:
+    return [token.id for token in runtime.generate_sync(prompt, target=target, max_tokens=6).tokens]
+
+
+# --- chat templates -------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct: str, capfd: Any) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    tokens = expected(instruct, messages)
+    assert generated(capfd, PROMPT, "--target", instruct) == (tokens, 5, "")
+    assert generated(capfd, PROMPT, "--target", instruct, "--chat") == (tokens, 5, "")
+    system = [{"role": "system", "content": "w4"}, *messages]
+    for flag in ("--system", "--system-prompt"):
+        assert generated(capfd, PROMPT, "--target", instruct, flag, "w4") == (expected(instruct, system), 7, "")
+
+
+def test_a_raw_prompt_is_continued_as_it_is(instruct: str, capfd: Any) -> None:
+    for flag in ("--raw", "--ignore-chat-template"):
+        assert generated(capfd, PROMPT, "--target", instruct, flag) == (expected(instruct, PROMPT), 3, "")
+
+
+def test_without_a_chat_template_a_prompt_is_continued_and_nothing_is_said_of_it(base: str, capfd: Any) -> None:
+    assert generated(capfd, PROMPT, "--target", base) == (expected(base, PROMPT), 3, "")
+
+
+@pytest.mark.parametrize("flags", [["--chat"], ["--system", "w4"]])
+def test_what_needs_a_chat_template_is_refused_where_there_is_none(flags: list[str], base: str, capfd: Any) -> None:
+    assert cli.main(["generate", PROMPT, "--target", base, *flags]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"error: {flags[0]} needs a chat template, and the target's tokenizer has none" in err
+
+
+def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> None:
+    assert cli.main(["generate", PROMPT, "--target", "/no/such/model", "--raw", "--system", "w4"]) == 2
+    assert "--system is said through the chat template, which --raw leaves out" in capfd.readouterr().err
+
+
+def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> None:
+    assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
+    with pytest.raises(SystemExit):
+        cli.main(["generate", PROMPT, "--prompt", PROMPT])
+    assert "not allowed with argument PROMPT" in capfd.readouterr().err
+
+
+# --- options of open ------------------------------------------------------------------------------
+
+FLAGS = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "9", "--rewind", "none"]
+GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none"}
+DEVICES = ["--target-device", "cpu", "--draft-device", "cpu"]
+
+
+class OpenedError(runtime.OutriderError):
+    """The runtime was to be opened."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options that a runtime is opened with; it is not opened."""
+    options: dict[str, Any] = {}
+
+    def open(target: Any, draft: Any, **given: Any) -> Any:
+        options.update(given)
+        raise OpenedError
+
+    monkeypatch.setattr(runtime.opening, "open", open)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (["generate", "hi"], {}),
+        (["chat"], {"prefix_cache_bytes": 5}),
+        (["serve", "--port", "0"], {"prefix_cache_bytes": 5}),
+    ],
+    ids=["generate", "chat", "serve"],
+)
+def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
+    flags = [*FLAGS, *DEVICES, *(["--prefix-cache-bytes", "5"] if more else [])]
+    assert cli.main([*command, *flags]) == 1
+    assert GIVEN | more | {"target_device": "cpu", "draft_device": "cpu"} == {
+        name: value for name, value in opened.items() if name not in ("trace", "max_streams")
+    }
+    opened.clear()
+    assert cli.main([*command, "--max-kv-size", "none"]) == 1
+    assert opened["max_kv_size"] is None
+    assert "kv_bits" not in opened
+
+
+def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
+    # --max-streams is of `serve` alone, and --trace of `generate`; the defaults of settings are for programs.
+    elsewhere = {"target", "draft", "max_streams", "trace", "defaults"}
+    assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
+def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list[str], capfd: Any) -> None:
+    assert cli.main([*command, "--rewind", "never"]) == 2
+    assert capfd.readouterr().err == (
+        "outrider: error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'\n"
+    )
+    assert cli.main([*command, "--target-device", "tpu"]) == 2
+    assert capfd.readouterr().err == 'outrider: error: --target-device must be "cpu", "gpu", got \'tpu\'\n'
+
+
+def test_a_device_for_no_draft_model_is_refused(capfd: Any) -> None:
+    assert cli.main(["generate", "hi", "--draft", "none", "--draft-device", "cpu"]) == 2
+    assert "--draft-device is for a draft model, and there is none; give one with --draft" in capfd.readouterr().err
+
+
+def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> None:
+    assert cli.main(["generate", PROMPT, "--target", base, "--kv-bits", "2"]) == 1
+    assert "error: --kv-bits 2 with --kv-group-size 64 does not fit this model: " in capfd.readouterr().err
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "here"),
+    [
+        ("max_tokens must be 1, or None for no limit, got 0", '--max-tokens must be 1, or "none" for no limit, got 0'),
+        ("a prompt of 9 tokens and max_tokens=96 do not fit", "a prompt of 9 tokens and --max-tokens 96 do not fit"),
+        ('rewind="trim" needs caches; use "auto"', '--rewind trim needs caches; use "auto"'),
+        ("thinking=False cannot be told; leave it None", "--no-thinking cannot be told; leave it out"),
+        ("ignore_eos=True leaves no end; leave it False", "--ignore-eos leaves no end; leave it out"),
+        ("the target's kv_bits and the draft's", "the target's --kv-bits and the draft's"),
+        ("cannot read '/a/max_tokens=3/None'; x", "cannot read '/a/max_tokens=3/None'; x"),
+        ("target '/x' does not exist", "target '/x' does not exist"),
+        ("cannot read x; give a file of Conversation.save", "cannot read x; give a file that /save has written"),
+        ("too long: shorten it, or begin anew with reset", "too long: shorten it, or begin anew with /reset"),
+        ("lookahead must be in [0, 64], got None", '--lookahead must be in [0, 64], got "none"'),
+    ],
+)  # fmt: skip
+def test_messages_speak_of_flags_and_not_of_python(message: str, here: str) -> None:
+    assert in_flags(message) == here
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capfd.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [line.strip() for line in text.partition("examples:\n")[2].splitlines() if line.startswith("  ")]
+    assert len(lines) >= 2
+    for line in lines:
+        words = shlex.split(line.partition(" < ")[0])
+        given = words[words.index("outrider") + 1 :]
+        assert given[0] == command
+        cli._parser().parse_args(given)

@@ -1,0 +1,108 @@
+"""What the doctor concludes, in words, from prices that were measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.conclusion import Findings, conclude
+
+WIDTHS = (1, 2, 3, 5, 9)
+
+
+def passes(first_s: float, slope: float) -> dict[int, float]:
+    """Seconds of passes of which each further token costs a part of the first."""
+    return {width: first_s * (1 + slope * (width - 1)) for width in WIDTHS}
+
+
+def findings(slope: float = 0.06, draft: float | None = 0.1, **changes: Any) -> Findings:
+    """A target that takes 20 ms for a token, and a drafter that takes a part of that."""
+    return Findings(
+        **{
+            "verify_seconds": passes(0.02, slope),
+            "draft_seconds": None if draft is None else passes(0.02 * draft, slope),
+            "same_vocabulary": True,
+            "can_rewind": True,
+            "dtypes": ("float32",),
+            "blas": "OpenBLAS (libopenblas.so.0, 1 thread)",
+        }
+        | changes
+    )
+
+
+def test_prices_are_read_from_the_passes() -> None:
+    found = findings(slope=0.5, draft=0.25)
+    assert found.width_cost == pytest.approx(0.5, rel=0.02)
+    assert found.draft_cost == pytest.approx(0.25)
+
+
+def test_a_good_pair_is_told_its_speed_up_at_two_acceptances_and_where_it_ends() -> None:
+    found = findings()
+    assert 1.3 < found.speedup(0.7) < found.speedup(0.9) < 5
+    assert conclude(found) == [
+        (
+            "expect",
+            f"about {found.speedup(0.7):.1f}× plain decoding with this pair at an acceptance of 0.7, "
+            f"{found.speedup(0.9):.1f}× at 0.9; nothing to speak of below {found.break_even():g}. "
+            "--stats shows the acceptance of a text",
+        )
+    ]
+
+
+def test_below_the_break_even_there_is_nothing_to_notice() -> None:
+    found = findings(slope=0.2)
+    least = found.break_even()
+    assert least is not None
+    assert found.speedup(least) >= 1.05 > found.speedup(least - 0.05)
+
+
+def test_a_pair_that_needs_to_be_right_is_told_of_the_high_acceptance_alone() -> None:
+    found = findings(slope=0.6, draft=0.2)
+    assert found.speedup(0.7) < 1.05 < found.speedup(0.9)
+    ((_, said),) = [row for row in conclude(found) if row[0] == "expect"]
+    assert "at an acceptance of 0.9;" in said
+    assert "0.7" not in said.partition(";")[0]
+
+
+def test_where_width_is_dear_for_want_of_a_blas_another_is_to_be_tried() -> None:
+    found = findings(slope=0.9, blas="reference BLAS (libblas.so.3)")
+    assert conclude(found) == [
+        ("expect", "no gain: with this pair, plain decoding is about as fast even at an acceptance of 0.95"),
+        ("try", "--blas openblas: each further token of a pass costs 90% of the first, with the reference BLAS"),
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"dtypes": ("bfloat16",)}, {"blas": None}, {}])
+def test_no_blas_is_proposed_that_would_change_nothing(changes: dict[str, Any]) -> None:
+    rows = dict(conclude(findings(slope=0.9, **{"blas": "OpenBLAS (libopenblas.so.0)"} | changes)))
+    assert "try" not in rows
+    assert rows["note"].startswith("each further token of a pass costs 90% of the first")
+
+
+def test_a_dear_draft_model_is_named_as_the_reason() -> None:
+    rows = conclude(findings(draft=0.8))
+    assert ("try", "a smaller draft model: a step of this one takes 80% of a pass of the target") in rows
+    assert rows[-1][1].startswith("--draft ngram")
+
+
+def test_without_a_draft_model_those_that_fit_are_proposed() -> None:
+    found = findings(draft=None, same_vocabulary=None, suggestions=("a", "b", "c", "d"))
+    assert conclude(found) == [
+        ("expect", "plain decoding: there is no draft model"),
+        ("try", "--draft a"),
+        ("try", "--draft b"),
+        ("try", "--draft c"),
+        ("try", "--draft ngram, for texts that quote themselves: it costs no model"),
+    ]
+
+
+def test_a_draft_model_of_another_vocabulary_cannot_be_used() -> None:
+    rows = conclude(findings(same_vocabulary=False, suggestions=("a",)))
+    assert rows[0] == ("expect", "an error: the two do not share a vocabulary, so the one cannot draft for the other")
+    assert rows[1] == ("try", "--draft a")
+
+
+def test_a_target_that_cannot_be_rewound_gains_nothing() -> None:
+    ((word, said),) = conclude(findings(can_rewind=False))
+    assert (word, said[:8]) == ("expect", "no gain:")

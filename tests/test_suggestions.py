@@ -1,0 +1,127 @@
+"""Draft models that are proposed: on the disk, of the right vocabulary and size, then those of a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+import runtime
+from runtime import draft_families
+from runtime.draft_families import FAMILIES, small_models
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
+
+
+def model(where: Path, num_bytes: int, *, word: str = "w", **config: Any) -> Path:
+    """What looks like a model on the disk, as far as anybody looks."""
+    where.mkdir(parents=True)
+    (where / "config.json").write_text(json.dumps(QWEN3 | config))
+    (where / "model.safetensors").write_bytes(b"\0" * num_bytes)
+    Tokenizer(WordLevel({f"{word}{i}": i for i in range(8)}, unk_token=f"{word}0")).save(str(where / "tokenizer.json"))
+    return where
+
+
+def cached(cache: Path, name: str, num_bytes: int, **config: Any) -> Path:
+    """A model in Hugging Face's cache."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    return model(repository / "snapshots" / ("a" * 40), num_bytes, **config)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    made = tmp_path / "cache"
+    made.mkdir()
+    return made
+
+
+def named(target: str | Path, cache: Path) -> list[str]:
+    return [suggestion.model for suggestion in runtime.suggest_draft(target, cache_dir=cache)]
+
+
+def test_models_on_the_disk_come_first_and_the_smallest_of_them_first(cache: Path) -> None:
+    cached(cache, "org/large", 3000)
+    cached(cache, "org/small", 900)
+    cached(cache, "org/smaller", 300)
+    found = runtime.suggest_draft("org/large", cache_dir=cache)
+    assert [(each.model, each.num_bytes) for each in found] == [("org/smaller", 300), ("org/small", 900)]
+    assert all(each.is_on_disk and each.is_checked for each in found)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        found[0].model = "another"  # type: ignore[misc]
+
+
+def test_what_does_not_fit_is_not_proposed(cache: Path) -> None:
+    cached(cache, "org/large", 3000)
+    cached(cache, "org/as-large", 2000)
+    cached(cache, "org/other-words", 300, word="v")
+    cached(cache, "org/trained", 300, speculators_model_type="eagle3")
+    no_weights = cached(cache, "org/no-weights", 300)
+    (no_weights / "model.safetensors").unlink()
+    no_tokenizer = cached(cache, "org/no-tokenizer", 300)
+    (no_tokenizer / "tokenizer.json").write_text("{")
+    no_config = cached(cache, "org/no-config", 300)
+    (no_config / "config.json").write_text("[]")
+    assert named("org/large", cache) == []
+
+
+def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) -> None:
+    target = model(tmp_path / "models" / "large", 3000)
+    beside = model(tmp_path / "models" / "small", 300)
+    (tmp_path / "models" / "notes").mkdir()
+    assert named(target, cache) == [str(beside)]
+
+
+def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A table of models that are small enough for a test.
+    (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
+    tiny = tuple(attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small, (0, 9), strict=True))
+    monkeypatch.setattr(draft_families, "FAMILIES", (attrs.evolve(family, small=tiny),))
+    cached(cache, "org/large", 3000)
+    cached(cache, "org/small", 300)
+    found = runtime.suggest_draft("org/large", cache_dir=cache)
+    assert [(each.model, each.is_on_disk, each.is_checked) for each in found] == [
+        ("org/small", True, True),
+        (tiny[0].model, False, False),  # the other is larger than the target allows
+    ]
+    assert "on this disk" in found[0].described
+    assert "from the hub" in found[1].described
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: min(family.model_types))
+def test_each_family_is_found_by_its_types_and_sizes(family: draft_families.Family) -> None:
+    for model_type in family.model_types:
+        for size in family.vocab_sizes:
+            assert set(family.small) <= set(small_models(model_type, size))
+        assert not set(family.small) & set(small_models(model_type, family.vocab_sizes[0] - 1))
+    assert [small.num_megabytes for small in family.small] == sorted(small.num_megabytes for small in family.small)
+    assert all(small.model.count("/") == 1 for small in family.small)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "complaint"),
+    [
+        ("org/nowhere", runtime.ModelError, "is not on this disk"),
+        ("not an id", runtime.ModelError, "is not on this disk"),
+        ("", runtime.SettingsError, "must be a path or a hub id"),
+        (7, runtime.SettingsError, "must be a path or a hub id"),
+    ],
+)
+def test_a_target_that_is_not_there_is_refused(target: Any, error: type, complaint: str, cache: Path) -> None:
+    with pytest.raises(error, match=complaint):
+        runtime.suggest_draft(target, cache_dir=cache)
+
+
+def test_without_a_cache_there_is_nothing_to_look_through(tmp_path: Path) -> None:
+    target = model(tmp_path / "models" / "large", 3000)
+    assert named(target, tmp_path / "no-cache") == []
+
+
+def test_the_demo_drafter_is_found_beside_the_demo_target(cache: Path) -> None:
+    assert named(runtime.DEMO_TARGET, cache) == [str(runtime.DEMO_DRAFT)]
