@@ -15,6 +15,7 @@ check_packages("protocol", "actors")
 
 from protocol.errors import (
     ConversationBusyError,
+    DrafterAttachedError,
     ModelError,
     NoRuntimeError,
     NotANumberError,
@@ -41,7 +42,7 @@ from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
-    from runtime import aio
+    from runtime import aio, sync
     from runtime.conversation import Conversation
     from runtime.engine import Runtime, stream
     from runtime.grammar import Grammar
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from runtime.opening import open, serve
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
-    from runtime.sync import generate_sync
+    from runtime.sync import generate_sync, open_sync
 
     __version__: str
 
@@ -62,6 +63,7 @@ __all__ = [
     "Completions",
     "Conversation",
     "ConversationBusyError",
+    "DrafterAttachedError",
     "Event",
     "Grammar",
     "Health",
@@ -95,16 +97,18 @@ __all__ = [
     "aio",
     "generate_sync",
     "open",
+    "open_sync",
     "serve",
     "stateless",
     "stream",
+    "sync",
 ]
 
 # What needs the models' libraries is imported when it is first asked for: they take a second, which
 # `outrider --help` and a command line with a mistake in it need not wait for; and a BLAS can only be put in
 # front of MLX's own before mlx is imported. No module of this package
 # may have the name of one of these: the import system would put it in the function's place.
-_MODULES = ("aio",)
+_MODULES = ("aio", "sync")
 _HOMES = {
     "Runtime": "runtime.engine",
     "open": "runtime.opening",
@@ -120,6 +124,7 @@ _HOMES = {
     "TokenStreams": "runtime.many",
     "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
+    "open_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }
 
