@@ -8,6 +8,7 @@ from typing import TypeVar
 import trio
 
 from actors.actor import Actor, Part
+from protocol.books import State
 from protocol.messages import Message, Withdraw
 
 logger = logging.getLogger("outrider")
@@ -31,3 +32,9 @@ class Drafter(Actor[S]):
         self._note(part, "withdraw")
         part.books.withdraw(Withdraw(part.id))
         self._target.send_nowait(Withdraw(part.id))
+
+    def withdraw_from_all(self) -> None:
+        """Leave every session to the target. Never waits."""
+        for part in list(self._parts.values()):
+            if part.books.state is not State.CLOSED:
+                self._withdraw(part)

@@ -33,7 +33,7 @@ _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """Time both models, each alone and both at once.
+    """Time both models, each alone and both at once, and plain decoding where no stream has shown yet what it costs.
 
     Cancellation: strikes after the passes that are running.
 
@@ -56,8 +56,9 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
             await target_worker.run(job)
             prices.verified(width, job.began, job.ended)
         await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
-    async with _line(*target) as ours:
-        await _decode_plainly(ours, target_worker, prices)
+    if not prices.plain.is_known:
+        async with _line(*target) as ours:
+            await _decode_plainly(ours, target_worker, prices)
 
 
 async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], prices: Prices) -> None:

@@ -45,6 +45,10 @@ class WrongEventLoopError(OutriderError, RuntimeError):
     """Something was used under another event loop than the one it is for: trio for asyncio, or another asyncio loop."""
 
 
+class DrafterAttachedError(OutriderError):
+    """A drafter was to be attached to a runtime that has one."""
+
+
 class StreamBusyError(OutriderError):
     """A second task asked a stream for a token while a first was waiting for one."""
 

@@ -8,6 +8,7 @@ are averages in which the past fades.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import attrs
 
@@ -31,6 +32,8 @@ class WidthPrice:
     _seconds: float = attrs.field(default=0.0, init=False)
     _width_squared: float = attrs.field(default=0.0, init=False)
     _product: float = attrs.field(default=0.0, init=False)
+    # Mean width, mean seconds, seconds per token; put in place at once, since other threads read it.
+    _line: tuple[float, float, float] = attrs.field(default=(0.0, 0.0, 0.0), init=False)
 
     def observe(self, width: int, seconds: float) -> None:
         """Take note of a pass of `width` tokens."""
@@ -41,6 +44,10 @@ class WidthPrice:
         self._seconds += share * (seconds - self._seconds)
         self._width_squared += share * (width * width - self._width_squared)
         self._product += share * (width * seconds - self._product)
+        spread = self._width_squared - self._width**2
+        # 0 until passes of two widths were seen.
+        slope = max(0.0, (self._product - self._width * self._seconds) / spread) if spread > 1e-9 else 0.0
+        self._line = self._width, self._seconds, slope
 
     @property
     def is_known(self) -> bool:
@@ -50,14 +57,12 @@ class WidthPrice:
     @property
     def per_token(self) -> float:
         """Seconds that one more token in a pass costs, >= 0; 0 until passes of two widths were seen."""
-        spread = self._width_squared - self._width**2
-        if spread <= 1e-9:
-            return 0.0
-        return max(0.0, (self._product - self._width * self._seconds) / spread)
+        return self._line[2]
 
     def __call__(self, width: int) -> float:
         """Seconds that a pass of `width` tokens is expected to take, >= 0; 0 before the first."""
-        return max(0.0, self._seconds + self.per_token * (width - self._width))
+        mean_width, mean_seconds, slope = self._line
+        return max(0.0, mean_seconds + slope * (width - mean_width))
 
 
 # What is believed of passes before they were seen, as fractions of the time of the first, and for how many
@@ -66,6 +71,23 @@ PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 1.0
 PRIOR_DELAY, DELAY_WEIGHT = 0.1, 0.1
 # One pass in which the machine did something else shall not bend the line.
 MOST_SURPRISE = 3.0
+
+
+def _solved(sums: Sequence[float]) -> tuple[float, float, float]:
+    """Of a `ContendedPrice`: the seconds of a pass of one token and of each further token, in units, and the delay."""
+    n, x, z, xx, xz, zz, y, xy, zy = sums
+    xx, xy = xx + SLOPE_WEIGHT, xy + SLOPE_WEIGHT * PRIOR_SLOPE
+    zz, zy = zz + DELAY_WEIGHT, zy + DELAY_WEIGHT * PRIOR_DELAY
+    n = max(n, 1e-9)
+    # Eliminate the constant, then two unknowns are left.
+    # What was believed beforehand is a lower bound, but for rounding.
+    xx, xz, zz = max(SLOPE_WEIGHT, xx - x * x / n), xz - x * z / n, max(DELAY_WEIGHT, zz - z * z / n)
+    xy, zy = xy - x * y / n, zy - z * y / n
+    determinant = max(SLOPE_WEIGHT * DELAY_WEIGHT, xx * zz - xz * xz)
+    slope = max(0.0, (xy * zz - zy * xz) / determinant)
+    delay = min(0.9, max(0.0, (zy - xz * slope) / zz))
+    slope = max(0.0, (xy - xz * delay) / xx)
+    return (y - slope * x - delay * z) / n, slope, delay
 
 
 @attrs.define
@@ -82,7 +104,11 @@ class ContendedPrice:
     memory: float = 60.0
     _sums: list[float] = attrs.field(factory=lambda: [0.0] * 9, init=False)
     _unit: float = attrs.field(default=0.0, init=False)
-    _solution: tuple[float, float, float] | None = attrs.field(default=None, init=False)
+    # Solved as soon as a pass was seen, so that reading, which other threads do too, writes nothing.
+    _solution: tuple[float, float, float] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._solution = _solved(self._sums)
 
     def observe(self, width: int, overlap: float, seconds: float) -> None:
         """Take note of a pass of `width` tokens, for `overlap` of its `seconds` beside a busy drafter."""
@@ -96,7 +122,7 @@ class ContendedPrice:
         x, z, y = width - 1.0, overlap / self._unit, seconds / self._unit
         for i, term in enumerate((1.0, x, z, x * x, x * z, z * z, y, x * y, z * y)):
             self._sums[i] = keep * self._sums[i] + term
-        self._solution = None
+        self._solution = _solved(self._sums)
 
     @property
     def is_known(self) -> bool:
@@ -106,34 +132,17 @@ class ContendedPrice:
     @property
     def per_token(self) -> float:
         """Seconds that one more token in a pass costs, >= 0."""
-        return self._solved()[1] * self._unit
+        return self._solution[1] * self._unit
 
     @property
     def delay(self) -> float:
         """Seconds by which a pass is late for each second that a drafter works beside it, in [0, 0.9]."""
-        return self._solved()[2]
+        return self._solution[2]
 
     def __call__(self, width: int, overlap: float = 0.0) -> float:
         """Seconds that a pass is expected to take, >= 0; 0 before the first was seen."""
-        base, slope, delay = self._solved()
+        base, slope, delay = self._solution
         return max(0.0, (base + slope * (width - 1)) * self._unit + delay * overlap)
-
-    def _solved(self) -> tuple[float, float, float]:
-        if self._solution is None:
-            n, x, z, xx, xz, zz, y, xy, zy = self._sums
-            xx, xy = xx + SLOPE_WEIGHT, xy + SLOPE_WEIGHT * PRIOR_SLOPE
-            zz, zy = zz + DELAY_WEIGHT, zy + DELAY_WEIGHT * PRIOR_DELAY
-            n = max(n, 1e-9)
-            # Eliminate the constant, then two unknowns are left.
-            # What was believed beforehand is a lower bound, but for rounding.
-            xx, xz, zz = max(SLOPE_WEIGHT, xx - x * x / n), xz - x * z / n, max(DELAY_WEIGHT, zz - z * z / n)
-            xy, zy = xy - x * y / n, zy - z * y / n
-            determinant = max(SLOPE_WEIGHT * DELAY_WEIGHT, xx * zz - xz * xz)
-            slope = max(0.0, (xy * zz - zy * xz) / determinant)
-            delay = min(0.9, max(0.0, (zy - xz * slope) / zz))
-            slope = max(0.0, (xy - xz * delay) / xx)
-            self._solution = ((y - slope * x - delay * z) / n, slope, delay)
-        return self._solution
 
 
 @attrs.define
@@ -183,6 +192,9 @@ class Estimates:
     acceptance: float
 
 
+# Rules for which what was learnt of the drafter is remembered. Clients choose temperatures as they like, and each
+# makes a rule.
+MOST_RULES = 16
 # Rounds over which the rate of speculating is averaged.
 RATE_MEMORY = 40.0
 
@@ -245,9 +257,26 @@ class Prices:
         self._seconds = rounds * self.verify(2)
         self._tokens = self._seconds * self.modelled_rate(self._last.mean)
 
+    def forget_drafter(self) -> None:
+        """Another drafter comes: forget what the last one cost, and how often it was right."""
+        self.draft_alone = WidthPrice()
+        self.slowdown = Mean(memory=50.0)
+        self.hits = Mean(memory=30.0)
+        self._calibrations.clear()
+        self._last = Calibration()
+        self._tokens = self._seconds = 0.0
+        self._drafts.clear()
+
     def calibration(self, rule: object) -> Calibration:
-        """How far the drafter is to be believed under a rule (anything that tells rules apart)."""
-        self._last = self._calibrations.setdefault(rule, Calibration())
+        """How far the drafter is to be believed under a rule (anything that tells rules apart).
+
+        The rules that were asked for last are remembered, `MOST_RULES` of them.
+        """
+        self._last = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
+        self._calibrations[rule] = self._last
+        if len(self._calibrations) > MOST_RULES:
+            # Sessions at work under the one that was asked for longest ago go on with theirs.
+            del self._calibrations[next(iter(self._calibrations))]
         return self._last
 
     # --- what is expected -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ check_packages("protocol", "actors")
 
 from protocol.errors import (
     ConversationBusyError,
+    DrafterAttachedError,
     ModelError,
     NoRuntimeError,
     NotANumberError,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from protocol.settings import Settings
     from protocol.statistics import Statistics
     from protocol.trace import Event, Instant, Span
-    from runtime import aio
+    from runtime import aio, sync
     from runtime.conversation import Conversation
     from runtime.demo import DEMO_DRAFT, DEMO_TARGET
     from runtime.engine import Runtime, stream
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from runtime.reading import Token, TopLogprob
     from runtime.streaming import Completion, TokenStream
     from runtime.suggestions import Suggestion, suggest_draft
-    from runtime.sync import generate_sync
+    from runtime.sync import generate_sync, open_sync
 
     __version__: str
 
@@ -67,6 +68,7 @@ __all__ = [
     "Completions",
     "Conversation",
     "ConversationBusyError",
+    "DrafterAttachedError",
     "Event",
     "Grammar",
     "Health",
@@ -101,10 +103,12 @@ __all__ = [
     "aio",
     "generate_sync",
     "open",
+    "open_sync",
     "serve",
     "stateless",
     "stream",
     "suggest_draft",
+    "sync",
 ]
 
 # Whatever takes time to import is imported when it is first asked for. The models' libraries take seconds, which
@@ -112,7 +116,7 @@ __all__ = [
 # MLX's own before mlx is imported; and the command line answers Ctrl-C from `runtime/__main__.py` on, which runs after
 # this. No module of this package may have the name of one of these: the import system would put it in the function's
 # place.
-_MODULES = ("aio",)
+_MODULES = ("aio", "sync")
 _HOMES = {
     "Runtime": "runtime.engine",
     "open": "runtime.opening",
@@ -128,6 +132,7 @@ _HOMES = {
     "TokenStreams": "runtime.many",
     "TopLogprob": "runtime.reading",
     "generate_sync": "runtime.sync",
+    "open_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }
 # Of these, none imports mlx.

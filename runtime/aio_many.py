@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from protocol.errors import RuntimeClosedError, StreamBusyError
+from runtime.aio_thread import settled
 from runtime.merged import Merged
 from runtime.reading import Token
 from runtime.relay import Relay
@@ -124,7 +125,7 @@ class MergedStream(Generic[T]):
             raise StreamBusyError("another task is waiting for what comes next; each item is given once, to one task")
         self._is_waiting = True
         try:
-            await self._relay.begun()
+            await settled(self._relay.begun)
             if self._relay.failure is not None:
                 self._close()
                 raise self._relay.failure
@@ -134,7 +135,8 @@ class MergedStream(Generic[T]):
             if is_done or self._is_closed or self._arrived:
                 await asyncio.sleep(0)
             else:
-                self._arrived.extend(await self._relay.take())
+                arrived = await settled(self._relay.ask())
+                self._arrived.extend(arrived)
         except (asyncio.CancelledError, GeneratorExit):
             self._close()
             raise

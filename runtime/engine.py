@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
+import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -34,6 +36,7 @@ from protocol.trace import Event, Span
 from protocol.turns import Turns
 from runtime import saved_session
 from runtime.conversation import Account, Conversation, Message
+from runtime.drafter import DrafterPlace, Load, LoadedDrafter
 from runtime.health import Health
 from runtime.intake import Intake
 from runtime.many import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
@@ -43,6 +46,7 @@ from runtime.reading import Arrivals, Progress, Reading
 from runtime.saved_session import SavedStream
 from runtime.saving import Models
 from runtime.session_file import SessionFile
+from runtime.sources import Device, Source
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
@@ -50,7 +54,7 @@ from runtime.thinking import Answer
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
-_CLOSED = "this runtime was closed; open another with runtime.open() or runtime.aio.open()"
+CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -77,28 +81,34 @@ class Runtime:
     def __init__(
         self,
         target: TargetActor,
-        draft: DraftActor | LookupActor | None,
+        drafter: DrafterPlace,
         tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
         nursery: trio.Nursery,
         max_streams: int | None,
+        shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
     ) -> None:
         self._prices = prices
         self._nursery = nursery
         self._places = Places(max_streams, self._begin_session)
         self._target = target
-        self._draft = draft
+        self._drafter = drafter
         self._tokenizer = tokenizer
-        self._intake = Intake(target.model, tokenizer, has_drafter=draft is not None, defaults=defaults)
+        self._shared_tokenizer = shared_tokenizer
+        self._intake = Intake(target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults)
         self._events = events
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sessions: dict[int, Session] = {}
         self._scopes: set[trio.CancelScope] = set()  # of what ends with the runtime, and is no session
         self._past = Counts()  # of sessions that are over
+        # Held while a session's counts move to the past: another thread may be adding all of them up.
+        self._moving = threading.Lock()
         self._closed: OutriderError | None = None
         self._broken = trio.Event()
+        self._is_left = trio.Event()  # by the user, or for him
+        self._is_released: trio.Event | None = None  # set once models and threads are let go of, by whoever holds them
         self._clock = target.worker.clock
         self._began = self._clock()
         events.listen(self._attribute)
@@ -284,9 +294,10 @@ class Runtime:
         `generation_tps` is over the whole life of the runtime, idle times included.
         """
         counts = Counts()
-        counts.add(self._past)
-        for session in list(self._sessions.values()):  # which another thread may be asking for
-            counts.add(session.counts)
+        with self._moving:
+            counts.add(self._past)
+            for session in list(self._sessions.values()):
+                counts.add(session.counts)
         counts.target_seconds, counts.draft_seconds = self.busy_seconds
         elapsed = self._clock() - self._began
         return counts.snapshot(
@@ -298,17 +309,33 @@ class Runtime:
             lookahead=0 if self._draft is None else None,
         )
 
+    async def aclose(self) -> None:
+        """Close the runtime: end every stream, and begin no other. Closing twice is closing once.
+
+        After `nursery.start(runtime.serve, …)`, this returns once the models are let go of and the threads are joined,
+        which takes as long as the forward passes that are running, at most one a model. Inside
+        `async with runtime.open(…)` it returns at once; models and threads go as the block is left.
+
+        Cancellation: the runtime is closed in any case; only the waiting ends.
+        """
+        self._close(RuntimeClosedError(CLOSED))
+        self._is_left.set()
+        if self._is_released is None:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._is_released.wait()
+
     @property
     def busy_seconds(self) -> tuple[float, float]:
         """Seconds that the target and the drafter have been at work so far; neither ever becomes less."""
-        return self._target.worker.busy_seconds, self._draft.busy_seconds if self._draft else 0.0
+        return self._target.worker.busy_seconds, self._drafter.busy_seconds
 
     def health(self) -> Health:
         """Whether the models are still at work; for a server to say, since it asks nothing of them."""
         is_open = self._closed is None
         return Health(
             target=is_open and self._target.is_alive,
-            draft=None if self._draft is None else is_open and self._draft.is_alive,
+            draft=None if (draft := self._draft) is None else is_open and draft.is_alive,
         )
 
     async def wait_broken(self) -> None:
@@ -323,8 +350,12 @@ class Runtime:
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
-        """The target's tokenizer, as mlx-lm wraps it."""
-        return self._tokenizer
+        """The target's tokenizer, as mlx-lm wraps it.
+
+        It is yours: the runtime works with a copy of its own, which was made as it was opened. What you set on this one
+        later, be it its truncation in another thread, has no effect on prompts and texts.
+        """
+        return self._shared_tokenizer
 
     @property
     def num_streams(self) -> int:
@@ -337,6 +368,40 @@ class Runtime:
     def num_waiting(self) -> int:
         """Streams that wait for others to make room, because `max_streams` are at work."""
         return self._places.num_waiting
+
+    # --- the drafter ------------------------------------------------------------------------------
+
+    async def attach_draft(self, draft: Source, *, draft_device: Device = None) -> None:
+        """Load a draft model into the open runtime; streams that begin afterwards are drafted.
+
+        It is checked and timed as by `open`. Streams that are under way go on without.
+
+        Args:
+            draft, draft_device: as for `open`; "ngram" looks up without a model.
+
+        Raises: and then the runtime is as it was:
+            DrafterAttachedError: there is one, or one is being loaded.
+            SettingsError, ModelError, VocabularyMismatchError: as `open`.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there, or was closed meanwhile.
+
+        Cancellation: waits for the load; the runtime is as it was.
+        """
+        with self._while_open():
+            await self._drafter.attach(draft, draft_device)
+
+    async def detach_draft(self) -> None:
+        """Let go of the draft model, its memory and its thread; nothing happens where there is none.
+
+        Streams that are under way go on undrafted, with the text that they would have had; under the rejection rule,
+        without a seed, with another sample of the same distribution.
+
+        Cancellation: it is detached in any case, after the draft step that is running; only the waiting ends.
+        """
+        await self._drafter.detach()
+
+    @property
+    def _draft(self) -> DraftActor | LookupActor | None:
+        return self._drafter.actor
 
     # --- conversations ----------------------------------------------------------------------------
 
@@ -433,6 +498,9 @@ class Runtime:
         return stream
 
     def _begin_session(self, session: Session) -> None:
+        if self._draft is None and session.opened.drafted:
+            # The drafter was detached while this one waited for its place.
+            session.opened = attrs.evolve(session.opened, drafted=False)
         self._target.open_session(session)
         if self._draft is not None and session.opened.drafted:
             self._draft.open_session(session)
@@ -452,9 +520,10 @@ class Runtime:
 
     def _end_session(self, id: int) -> None:
         """End a session; harmless where it is over."""
-        if (session := self._sessions.pop(id, None)) is None:
-            return
-        self._past.add(session.counts)
+        with self._moving:
+            if (session := self._sessions.pop(id, None)) is None:
+                return
+            self._past.add(session.counts)
         self._places.give_up(id)
         self._target.close_session(Close(id))
         if self._draft is not None:
@@ -505,12 +574,15 @@ async def running(
     draft: tuple[Model, Worker] | Literal["ngram"] | None,
     *,
     tokenizer: TokenizerWrapper | None = None,
+    shared_tokenizer: TokenizerWrapper | None = None,
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
+    draft_resources: AsyncExitStack | None = None,
+    load_draft: Load | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over models and workers that are there already.
 
@@ -519,12 +591,15 @@ async def running(
             time. Entering and leaving the workers is the caller's. "ngram" looks up instead of drafting, and
             None leaves the target to itself.
         tokenizer: the target's, or None.
+        shared_tokenizer: what `Runtime.tokenizer` is, in the place of the same.
         events: where the workers announce their spans.
         prices: what is known of the models already; nothing if None.
         make_policy: decides how far a session is drafted ahead.
         max_streams: see `open`.
         prefix_cache_bytes: see `open`.
         defaults: see `open`.
+        draft_resources: left once the drafter is detached, or the runtime is left.
+        load_draft: loads a drafter that is to be attached; None where none can be.
 
     Cancellation: as `open`.
     """
@@ -542,17 +617,16 @@ async def running(
             events,
             prices,
             on_failure=on_failure,
-            beside_another=draft != NGRAM,
             prefix_cache_bytes=prefix_cache_bytes,
             turns=turns,
         )
-        draft_actor: DraftActor | LookupActor | None = None
-        if draft == NGRAM:
-            draft_actor = LookupActor(
-                events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
-            )
-        elif draft is not None:
-            draft_actor = DraftActor(
+
+        def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
+            if draft == NGRAM:
+                return LookupActor(
+                    events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
+                )
+            return DraftActor(
                 *draft,
                 events,
                 prices,
@@ -562,16 +636,26 @@ async def running(
                 prefix_cache_bytes=prefix_cache_bytes,
                 turns=turns,
             )
-        if draft_actor is not None:
-            target_actor.drafter = draft_actor.mailbox
-            await nursery.start(draft_actor.serve)
+
+        drafter = DrafterPlace(nursery, target_actor, make_drafter, load_draft)
+        if draft is not None:
+            await drafter.put(draft, draft_resources or AsyncExitStack())
+        del draft  # the place has it, until it is detached
         await nursery.start(target_actor.serve)
-        runtime = Runtime(target_actor, draft_actor, tokenizer, events, prices, nursery, max_streams, defaults)
-        end = partial(runtime._close, RuntimeClosedError(_CLOSED))
-        for actor in (target_actor, draft_actor):
-            if actor is not None:
-                # A cancellation from further out ends the actors, and the block in its own time.
-                actor.when_over(end)
+        runtime = Runtime(
+            target_actor,
+            drafter,
+            tokenizer,
+            events,
+            prices,
+            nursery,
+            max_streams,
+            tokenizer if shared_tokenizer is None else shared_tokenizer,
+            defaults,
+        )
+        end = partial(runtime._close, RuntimeClosedError(CLOSED))
+        # A cancellation from further out ends the actors, and the block in its own time.
+        target_actor.when_over(end)
         before = _current.get()
         _current.set(runtime)
         try:

@@ -1,8 +1,7 @@
-"""One thing that is done in trio's thread, while a task in asyncio waits for what comes of it."""
+"""One thing that is done in trio's thread, while a caller elsewhere waits for what comes of it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -10,16 +9,20 @@ import outcome
 import trio
 
 from protocol.errors import RuntimeClosedError
-from runtime.trio_thread import TrioThread
+from runtime.trio_thread import Promise, TrioThread
 
 T = TypeVar("T")
 
 
 class Errand(Generic[T]):
-    """An async function of trio's, called for a task in asyncio."""
+    """An async function of trio's, called for a caller elsewhere.
+
+    Attributes:
+        done: once nothing more happens.
+    """
 
     def __init__(self, thread: TrioThread[Any], check: Callable[[], None], do: Callable[[], Awaitable[T]]) -> None:
-        """Made in asyncio's thread; done soon, in the order of the calls.
+        """Made in the caller's thread; done soon, in the order of the calls.
 
         Args:
             thread: trio's.
@@ -32,34 +35,20 @@ class Errand(Generic[T]):
         self._check = check
         self._do = do
         self._outcome: outcome.Outcome[T] = outcome.Error(
-            RuntimeClosedError("the runtime was closed before this was done; open another with runtime.aio.open()")
+            RuntimeClosedError("the runtime was closed before this was done; open another")
         )
         self._scope = trio.CancelScope()
-        self._done: asyncio.Future[None] = thread.loop.create_future()
+        self.done: Promise[None] = thread.promise()
         thread.run_soon(self._begin)
 
-    # --- in asyncio -------------------------------------------------------------------------------
+    # --- in any thread ----------------------------------------------------------------------------
 
-    async def result(self) -> T:
-        """What comes of it.
-
-        Cancellation: reaches the function, and strikes once that has ended.
-        """
-        cancelled: asyncio.CancelledError | None = None
-        while not self._done.done():
-            try:
-                await asyncio.shield(self._done)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                self._cancel()
-            except GeneratorExit:
-                self._cancel()
-                raise
-        if cancelled is not None:
-            raise cancelled
+    def result(self) -> T:
+        """What came of it; once, and only once it is done."""
         return self._outcome.unwrap()
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Cancel the function, soon; harmless where it is done."""
         try:
             self._thread.run_soon(self._scope.cancel)
         except trio.RunFinishedError:
@@ -72,7 +61,7 @@ class Errand(Generic[T]):
         checked = outcome.capture(self._check)
         if isinstance(checked, outcome.Error):
             self._outcome = checked
-            self._thread.answer(self._done, None)
+            self._thread.answer(self.done, None)
         else:
             self._thread.nursery.start_soon(self._run)
 
@@ -83,4 +72,4 @@ class Errand(Generic[T]):
         except Exception as error:  # likewise
             self._outcome = outcome.Error(error)
         finally:
-            self._thread.answer(self._done, None)
+            self._thread.answer(self.done, None)

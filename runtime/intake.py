@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -41,7 +41,7 @@ class Intake:
         model: Model,
         tokenizer: TokenizerWrapper | None,
         *,
-        has_drafter: bool,
+        has_drafter: Callable[[], bool],
         defaults: SettingsLike | None = None,
     ) -> None:
         """Nothing was asked so far.
@@ -49,7 +49,7 @@ class Intake:
         Args:
             model: the target's.
             tokenizer: the target's, or None.
-            has_drafter: whether there is somebody to draft.
+            has_drafter: says whether there is somebody to draft, for a session that begins now.
             defaults: settings that hold where nothing else is said.
 
         Raises: SettingsError: those settings are of no use with this target.
@@ -149,13 +149,13 @@ class Intake:
 
     def is_drafted(self, settings: Settings) -> bool:
         """Whether a session with such settings has a drafter; warns, once, of what keeps it from having one."""
-        if not self._has_drafter and settings.lookahead not in (0, "auto") and not self._has_warned:
+        if not self._has_drafter() and settings.lookahead not in (0, "auto") and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 'lookahead=%d has no effect, since there is no draft; open with draft="ngram" or a draft model',
                 settings.lookahead,
             )
-        return self._has_drafter and settings.lookahead != 0 and _can_be_speculated(settings)
+        return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids that a prompt stands for.

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx_memory import wired_memory
+from actors.mlx_options import CacheOptions
 from actors.model import Model
 from actors.warm_up import warm_up
 from actors.worker import Job, JobError, ThreadWorker, Worker
@@ -23,6 +24,7 @@ from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
 from protocol.settings import NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
+from runtime.drafter import LoadedDrafter
 from runtime.engine import Events, Runtime, running
 from runtime.nursery import interrupts_unwrapped
 from runtime.sources import (
@@ -36,7 +38,7 @@ from runtime.sources import (
     check_unknown,
     load_onto,
 )
-from runtime.text import check_vocabularies
+from runtime.text import check_vocabularies, copy_of
 from runtime.tracing import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -103,7 +105,7 @@ async def open(
     """
     if not trio.lowlevel.in_trio_task():
         raise WrongEventLoopError(
-            "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.generate_sync"
+            "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.open_sync"
         )
     check_unknown(unknown, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
@@ -128,8 +130,9 @@ async def open(
         if listener is not None:
             events.listen(_harmless(listener))
         stack.enter_context(wired_memory())
+        drafting = await stack.enter_async_context(AsyncExitStack())  # what is left with the drafter
         workers = {
-            role: await stack.enter_async_context(
+            role: await (drafting if role == "draft" else stack).enter_async_context(
                 ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
             )
             for role in sources
@@ -149,22 +152,31 @@ async def open(
             listener.tokenizer = ours.tokenizer
         stack.enter_context(ours.model.evaluating_layers())
         if theirs is not None:
-            stack.enter_context(theirs.model.evaluating_layers())
+            drafting.enter_context(theirs.model.evaluating_layers())
         if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
             await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
+        tokenizer = await workers["target"].run(Job("load", partial(copy_of, ours.tokenizer)))
         prices = Prices()
         if theirs is not None:
             await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
         async with running(
             (ours.model, workers["target"]),
             (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
-            tokenizer=ours.tokenizer,
+            tokenizer=tokenizer,
+            shared_tokenizer=ours.tokenizer,
             events=events,
             prices=prices,
             max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
             defaults=defaults,
+            draft_resources=drafting,
+            load_draft=partial(_load_draft, ours, workers["target"], options, events, prices),
         ) as runtime:
+            # Whoever detaches the drafter has its memory back, so nothing here may hold on to it.
+            del draft, theirs
+            loaded.clear()
+            for kept in (workers, sources):
+                kept.pop("draft", None)
             yield runtime
 
 
@@ -173,6 +185,31 @@ OPTIONS = tuple(
     for name, parameter in inspect.signature(open).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
+
+
+async def _load_draft(
+    ours: Loaded,
+    target_worker: Worker,
+    options: CacheOptions,
+    events: Events,
+    prices: Prices,
+    stack: AsyncExitStack,
+    draft: Source,
+    draft_device: Device,
+) -> LoadedDrafter:
+    """A drafter for a runtime that is open; see `runtime.drafter.Load`."""
+    if draft == NGRAM:
+        prices.forget_drafter()
+        return "ngram"
+    source, device = check_source("draft", draft), check_device("draft", draft_device)
+    worker = await stack.enter_async_context(ThreadWorker("draft", device, events, may_be_given_up=True))
+    theirs = await load_onto(worker, "draft", source, options)
+    stack.enter_context(theirs.model.evaluating_layers())
+    if ours.tokenizer is not None and theirs.tokenizer is not None:
+        await _compare(worker, ours.tokenizer, theirs.tokenizer)
+    prices.forget_drafter()
+    await _measure((ours.model, target_worker), (theirs.model, worker), prices)
+    return theirs.model, worker
 
 
 async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
@@ -199,15 +236,20 @@ async def serve(
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
     **options: Any,
 ) -> None:
-    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`.
+    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`. `await rt.aclose()` ends it.
 
     Args, Raises: as `open`.
 
-    Cancellation: this is how it ends; see `open`.
+    Cancellation: ends it, too; see `open`.
     """
-    async with open(target, draft, **options) as runtime:
-        task_status.started(runtime)
-        await trio.sleep_forever()
+    is_released = trio.Event()
+    try:
+        async with open(target, draft, **options) as runtime:
+            runtime._is_released = is_released
+            task_status.started(runtime)
+            await runtime._is_left.wait()
+    finally:
+        is_released.set()
 
 
 def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:

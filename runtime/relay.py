@@ -1,15 +1,14 @@
-"""Carries what comes in trio's thread to a consumer in asyncio: when it asks, and then as much as is there."""
+"""Carries what comes in trio's thread to a consumer elsewhere: when it asks, and then as much as is there."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import outcome
 import trio
 
-from runtime.trio_thread import TrioThread
+from runtime.trio_thread import Promise, TrioThread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -44,12 +43,13 @@ class Relay(Generic[S, T]):
     there and back is gone once for all that has come meanwhile.
 
     Attributes:
+        begun: once the source was made, or could not be.
         source: once it was made.
         failure: what making it raised, if it did.
     """
 
     def __init__(self, thread: TrioThread[Any], make_source: Callable[[], S]) -> None:
-        """Made in asyncio's thread; the source is made soon, in the order of the calls.
+        """Made in the consumer's thread; the source is made soon, in the order of the calls.
 
         Args:
             thread: trio's.
@@ -61,32 +61,27 @@ class Relay(Generic[S, T]):
         self.failure: BaseException | None = None
         self._thread = thread
         self._make_source: Callable[[], S] | None = make_source
-        self._begun: asyncio.Future[None] = thread.loop.create_future()
+        self.begun: Promise[None] = thread.promise()
         self._scope = trio.CancelScope()
         self._asked = trio.Event()
-        self._reply: asyncio.Future[Sequence[T]] | None = None
+        self._reply: Promise[Sequence[T]] | None = None
         self._rest: Sequence[T] = ()
         self._is_over = False
         thread.run_soon(self._begin)
 
-    # --- in asyncio -------------------------------------------------------------------------------
+    # --- for the consumer -------------------------------------------------------------------------
 
-    async def begun(self) -> None:
-        """Wait until the source was made, or could not be."""
-        if not self._begun.done():
-            await asyncio.shield(self._begun)
-
-    async def take(self) -> Sequence[T]:
+    def ask(self) -> Promise[Sequence[T]]:
         """What has come since the last time, as soon as there is something; nothing once nothing more comes.
 
-        Cancellation: what was about to arrive is lost.
+        A consumer that does not wait for it any more loses what it brings.
         """
-        reply: asyncio.Future[Sequence[T]] = self._thread.loop.create_future()
+        reply: Promise[Sequence[T]] = self._thread.promise()
         try:
             self._thread.run_soon(self._ask, reply)
         except trio.RunFinishedError:
-            return self._take_rest()
-        return await reply
+            reply.set_result(self._take_rest())
+        return reply
 
     # --- in any thread ----------------------------------------------------------------------------
 
@@ -109,9 +104,9 @@ class Relay(Generic[S, T]):
         else:
             self.source = made.unwrap()
             self._thread.nursery.start_soon(self._carry, self.source)
-        self._thread.answer(self._begun, None)
+        self._thread.answer(self.begun, None)
 
-    def _ask(self, reply: asyncio.Future[Sequence[T]]) -> None:
+    def _ask(self, reply: Promise[Sequence[T]]) -> None:
         self._reply = reply
         if self._is_over:
             self._send(self._take_rest())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
 import attrs
@@ -229,13 +229,17 @@ async def complete(stream: TokenStream) -> Completion:
     Cancellation: ends the generation; what was generated until then is lost.
     """
     async with stream:
-        tokens = tuple([token async for token in stream])
-        assert stream.finish_reason is not None
-        return Completion(
-            text="".join(token.text for token in tokens),
-            tokens=tokens,
-            finish_reason=stream.finish_reason,
-            statistics=stream.statistics(),
-            stop_reason=stream.stop_reason,
-            thinking=stream.answer.thinking,
-        )
+        return completion_of(stream, [token async for token in stream])
+
+
+def completion_of(stream: TokenStream, tokens: Sequence[Token]) -> Completion:
+    """The whole text of a stream, once all its tokens were given."""
+    assert stream.finish_reason is not None
+    return Completion(
+        text="".join(token.text for token in tokens),
+        tokens=tuple(tokens),
+        finish_reason=stream.finish_reason,
+        statistics=stream.statistics(),
+        stop_reason=stream.stop_reason,
+        thinking=stream.answer.thinking,
+    )

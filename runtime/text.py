@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,28 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 # Of chat messages, for all chat templates; a template may know further ones.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def copy_of(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper | None:
+    """A tokenizer that nobody else has, and that several threads may use at once, for encoding and decoding.
+
+    Those of Hugging Face keep truncation and padding as a state, which every call that encodes sets anew before it
+    encodes: of two threads that want different ones, one gets the other's. Where all want the same, as here, nothing is
+    ever set. Whoever holds the original may do with it as he likes.
+
+    A large vocabulary takes a second. The original itself comes back where it cannot be copied.
+    """
+    if tokenizer is None:
+        return None
+    own = copy.copy(tokenizer)
+    # Somebody else's code, some of it from a model's repository: not everything can be copied, and most need not be.
+    try:
+        own._tokenizer = copy.deepcopy(tokenizer._tokenizer)
+        own.encode("")  # what truncation and padding the tokenizer's file asks for is put aside with the first text
+    except Exception as error:
+        logger.info("the tokenizer %s cannot be copied: %s", type(tokenizer._tokenizer).__name__, error)
+        return tokenizer
+    return own
 
 
 def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int) -> tuple[int, ...]:

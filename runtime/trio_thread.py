@@ -1,55 +1,52 @@
-"""A trio loop in a thread of its own, beside an asyncio loop that wants something of it.
+"""A trio loop in a thread of its own, for callers in other threads.
 
 A thread, and not trio's guest mode: what trio's tasks do between two forward passes, and what it takes to tokenise a
-prompt, then never holds up the other loop's callbacks, and neither loop has to know of the other's signals or of its
-end.
+prompt, then never holds up the callers, and no event loop has to know of the other's signals or of its end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 import outcome
 import trio
 
-from protocol.errors import WrongEventLoopError
 from runtime.nursery import BackgroundNursery
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Seconds between two looks at whether the asyncio loop is still there: a loop that is closed tells nobody.
+# Seconds between two looks at whether the callers are still there: a loop that is closed tells nobody.
 LOOK_EVERY = 0.2
 
 
-def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """The asyncio loop that this runs under.
+class Promise(Protocol[T]):
+    """What a caller waits for, such as an `asyncio.Future`."""
 
-    Raises: WrongEventLoopError: there is none, or trio is what runs.
-    """
-    # In this order: where trio is a guest of asyncio, both are there.
-    if trio.lowlevel.in_trio_task():
-        raise WrongEventLoopError("this is trio, and runtime.aio is for asyncio; use runtime.open and what it gives")
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise WrongEventLoopError(
-            "runtime.aio needs a running asyncio loop, and here is none; use it in one, or runtime.generate_sync"
-        ) from None
+    def done(self) -> bool:
+        """Whether it has its result."""
+        ...
+
+    def result(self) -> T:
+        """The result; only where `done`."""
+        ...
+
+    def set_result(self, result: T, /) -> None:
+        """Give it its result, once."""
+        ...
 
 
-class TrioThread(Generic[T]):
+class TrioThread(ABC, Generic[T]):
     """Holds an async context manager of trio's open, in a thread.
 
-    Made, started and ended by one asyncio loop. It ends by itself, soon, once that loop is closed or its thread has
-    ended.
+    How callers wait is left to subclasses: `AioThread` for an asyncio loop, `SyncThread` for plain threads. The thread
+    ends by itself, soon, once there are no callers any more.
 
     Attributes:
-        loop: that asyncio loop.
         nursery: in trio, for what goes on beside; cancelled once the context manager has been left.
     """
 
@@ -62,68 +59,24 @@ class TrioThread(Generic[T]):
         Args:
             make: makes the context manager, in trio.
             name: of the thread.
-
-        Raises: WrongEventLoopError: there is no asyncio loop here.
         """
-        self.loop = asyncio_loop()
-        self._owner = threading.current_thread()
         self._make = make
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
         self._is_stopping = False
         self._is_entered = False
         self._left = trio.Event()
-        self._started: asyncio.Future[None] = self.loop.create_future()
-        self._ended: asyncio.Future[None] = self.loop.create_future()
+        self._started: Promise[None] = self.promise()
+        self._ended: Promise[None] = self.promise()
         self._outcome: outcome.Outcome[None] = outcome.Value(None)
         # Not a daemon: threads of models hang on it, which must not be in mid-forward when the interpreter exits.
         self._thread = threading.Thread(target=self._run, name=name, daemon=False)
 
-    # --- in asyncio -------------------------------------------------------------------------------
+    # --- for callers ------------------------------------------------------------------------------
 
-    async def start(self) -> T:
-        """Start, and wait until the context manager has been entered.
-
-        Raises: what entering it raises.
-
-        Cancellation: ends it; waits until that is done.
-        """
-        self._thread.start()
-        try:
-            await asyncio.shield(self._started)
-        except asyncio.CancelledError:
-            await self._over()
-            raise
-        except GeneratorExit:
-            self.stop()
-            raise
-        if self._ended.done():
-            self._thread.join()
-            self._outcome.unwrap()
-        return self._value
-
-    async def end(self) -> None:
-        """Leave the context manager, and wait for the thread's end.
-
-        Raises: what leaving it raises.
-
-        Cancellation: it goes on to the end in any case, and then strikes.
-        """
-        await self._over()
-        self._outcome.unwrap()
-
-    async def _over(self) -> None:
-        self.stop()
-        cancelled: asyncio.CancelledError | None = None
-        while not self._ended.done():
-            try:
-                await asyncio.shield(self._ended)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        # All that is left of the thread by now is its return.
-        self._thread.join()
-        if cancelled is not None:
-            raise cancelled
+    @abstractmethod
+    def promise(self) -> Promise[Any]:
+        """Something to wait for, in the calling thread."""
 
     # --- in any thread ----------------------------------------------------------------------------
 
@@ -144,28 +97,32 @@ class TrioThread(Generic[T]):
             except trio.RunFinishedError:
                 return
 
-    def tell(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Have a function called in asyncio, after those that were handed in before; never, if the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def answer(self, promise: Promise[Any], value: object) -> None:
+        """Give a promise its result, unless nobody waits for that any more."""
+        if not self._deliver(promise, value):
             self.stop()
 
-    def answer(self, future: asyncio.Future[Any], value: object) -> None:
-        """Give a future of asyncio's its result, unless nobody waits for that any more."""
-        self.tell(_set_result, future, value)
+    @abstractmethod
+    def _deliver(self, promise: Promise[Any], value: object) -> bool:
+        """Give a promise its result, after those before; False if there are no callers any more."""
 
-    # --- in the thread ----------------------------------------------------------------------------
+    @abstractmethod
+    def _has_callers(self) -> bool:
+        """Whether anybody can still use what this holds."""
 
     def _run(self) -> None:
         self._outcome = outcome.capture(trio.run, self._main)
-        self.tell(self._settle)
+        # In this order: who waits for the start then sees that it has come to nothing.
+        self.answer(self._ended, None)
+        self.answer(self._started, None)
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         # The nursery is outside: what goes on in it hears first of how the context manager was left.
         async with BackgroundNursery() as self.nursery:
-            self.nursery.start_soon(self._stop_with_the_loop)
+            self.nursery.start_soon(self._stop_without_callers)
             with self._scope:
                 if self._is_stopping:
                     self._scope.cancel()
@@ -182,21 +139,7 @@ class TrioThread(Generic[T]):
         else:
             self._scope.cancel()
 
-    async def _stop_with_the_loop(self) -> None:
-        # At the interpreter's exit, a loop in a daemon thread is left as it is, and this thread is waited for.
-        owners = self._owner, threading.main_thread()
-        while not self.loop.is_closed() and all(owner.is_alive() for owner in owners):  # noqa: ASYNC110 (no events)
+    async def _stop_without_callers(self) -> None:
+        while self._has_callers():  # noqa: ASYNC110 (no events)
             await trio.sleep(LOOK_EVERY)
         self._begin_to_leave()
-
-    # --- back in asyncio --------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        if not self._started.done():
-            self._started.set_result(None)
-        self._ended.set_result(None)
-
-
-def _set_result(future: asyncio.Future[Any], value: object) -> None:
-    if not future.done():
-        future.set_result(value)

@@ -12,6 +12,8 @@ import functools
 import gc
 import io
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -681,6 +683,94 @@ def test_ctrl_c_ends_everything(run: Run) -> None:
         run(main)
 
 
+# --- without a block ------------------------------------------------------------------------------
+
+
+def test_a_runtime_that_was_awaited_works_until_it_is_closed(run: Run) -> None:
+    async def main() -> None:
+        rt = await opened()
+        await the_next_text_is_right(rt)
+        stream = rt.stream(PROMPT, **LONG)
+        await anext(stream)
+        await asyncio.gather(rt.aclose(), rt.aclose())
+        assert outrider_threads() == []
+        with pytest.raises(runtime.RuntimeClosedError):
+            await read_into([], stream)
+        with pytest.raises(runtime.RuntimeClosedError):
+            rt.stream(PROMPT)
+        await rt.aclose()
+
+    run(main)
+
+
+def test_closing_within_the_block_is_leaving_it(run: Run) -> None:
+    async def main() -> None:
+        async with opened() as rt:
+            await rt.aclose()
+            assert outrider_threads() == []
+
+    run(main)
+
+
+def test_a_cancelled_closing_goes_on_to_the_end(run: Run) -> None:
+    held = Held(target())
+
+    async def main() -> None:
+        rt = await opened(held)
+        held.hold(after=2)
+        waiting = asyncio.create_task(consume(rt))
+        await held.is_in()
+        closing = asyncio.create_task(rt.aclose())
+        await turns()
+        closing.cancel()
+        await turns()
+        assert not closing.done()
+        held.let_go_on()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(runtime.RuntimeClosedError):
+            await waiting
+        assert outrider_threads() == []
+
+    run(main)
+
+
+def test_an_error_in_opening_comes_out_of_await(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(runtime.ModelError, match="does not exist"):
+            await runtime.aio.open("/no/such/model")
+
+    run(main)
+
+
+IMPORTS = """
+import asyncio, sys, threading
+import runtime
+
+SLOW = ("mlx_lm", "transformers", "mlx", "numpy", "jinja2", "tokenizers", "runtime.aio_runtime")
+imported_in = {}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        imported_in.setdefault(name, threading.current_thread().name)
+
+sys.meta_path.insert(0, Finder())
+
+async def main():
+    async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+        pass
+
+asyncio.run(main())
+assert "mlx_lm" in imported_in
+print([name for name in SLOW if imported_in.get(name) == "MainThread"])
+"""
+
+
+def test_the_models_libraries_are_not_imported_on_the_loop() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("[]\n", 0), ended.stderr
+
+
 def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
@@ -695,7 +785,7 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.run_until_complete(main())
     loop.close()
     for thread in threading.enumerate():
-        if thread.name.startswith("outrider"):
+        if thread.name == "outrider-trio":  # the others are a pool's, and only go idle
             # A way out of a hang, no expectation.
             thread.join(60)
             assert not thread.is_alive()
@@ -725,7 +815,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
         loop.run_until_complete(task)
     loop.close()
     for thread in threading.enumerate():
-        if thread.name.startswith("outrider"):
+        if thread.name == "outrider-trio":
             thread.join(60)
             assert not thread.is_alive()
 

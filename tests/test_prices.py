@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.prices import ContendedPrice, Mean, Prices
+from protocol.prices import MOST_RULES, ContendedPrice, Mean, Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -257,3 +257,30 @@ def test_a_mean_begins_with_the_first_value_and_forgets():
     for _ in range(100):
         mean.observe(-1.0)
     assert mean.value == pytest.approx(-1.0, abs=1e-3)
+
+
+# --- readers and rules ----------------------------------------------------------------------------
+
+
+def test_reading_prices_writes_nothing():
+    prices = Prices()
+    for began in range(4):
+        prices.drafted(1, began, began + 0.25, beside=False)
+        prices.verified(1 + began, began + 0.25, began + 1.0)
+        before = repr(prices)
+        assert prices.estimates().verify_seconds >= 0.0
+        assert (prices.rate, prices.modelled_rate(0.5), prices.draft(3, beside=True)) > (0.0, 0.0, 0.0)
+        # Another thread reads while this one measures: a solution put back late would be one of old sums.
+        assert repr(prices) == before
+
+
+def test_what_was_learnt_is_remembered_for_the_rules_that_were_asked_for_last():
+    prices = Prices()
+    at_work = prices.calibration(("match", 0.0))
+    kept = prices.calibration(("match", 0.1))
+    for number in range(1000):
+        prices.calibration(("rejection", number))
+        assert prices.calibration(("match", 0.1)) is kept
+    assert len(prices._calibrations) == MOST_RULES
+    assert prices.calibration(("match", 0.0)) is not at_work
+    assert prices.calibration(("rejection", 999)) is prices.calibration(("rejection", 999))

@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 300
 
 CHILD = '''
 import asyncio
+import contextlib
 import sys
 import threading
 
@@ -235,6 +236,30 @@ def sync_interrupted():
     runtime.generate_sync(PROMPT, target=target, draft=draft, **LONG)
 
 
+def sync_stream_interrupted():
+    with runtime.open_sync(*pair("target", IN_DECODE)) as rt:
+        try:
+            for _ in rt.stream(PROMPT, **LONG):
+                pass
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise
+
+
+def sync_never_closed():
+    """The process ends with the runtime open, a stream under way, and another thread that waits for a token."""
+    rt = runtime.open_sync(*pair())
+    stream = rt.stream(PROMPT, **LONG)
+    next(stream)
+    globals()["kept"] = rt, stream
+
+    def read():
+        with contextlib.suppress(runtime.RuntimeClosedError):
+            list(rt.stream(PROMPT, **LONG))
+
+    threading.Thread(target=read, daemon=True).start()
+
+
 WAYS = {
     "interrupted while opening the target": lambda: trio.run(be_interrupted, "target", OPENING),
     "interrupted while opening the drafter": lambda: trio.run(be_interrupted, "draft", OPENING),
@@ -250,6 +275,8 @@ WAYS = {
     "asyncio_in_a_daemon": asyncio_in_a_daemon,
     "sync_twice": sync_twice,
     "sync_interrupted": sync_interrupted,
+    "sync_stream_interrupted": sync_stream_interrupted,
+    "sync_never_closed": sync_never_closed,
 }
 
 way = sys.argv[1]
@@ -468,6 +495,24 @@ def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
     assert ended.said == []
     assert ended.status == interrupted_status()
     assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_a_stream_without_an_event_loop_can_be_interrupted(tmp_path: Path) -> None:
+    with child("sync_stream_interrupted", tmp_path) as process:
+        assert process.hears() == "in a forward pass"
+        process.interrupt()
+        # The stream has ended at once; leaving waits for the forward pass.
+        assert process.hears() == "interrupted"
+        process.go_on()
+        ended = process.end()
+    assert ended.status == interrupted_status()
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+
+
+def test_a_process_can_end_with_a_runtime_open_that_has_no_event_loop(tmp_path: Path) -> None:
+    with child("sync_never_closed", tmp_path) as process:
+        ended = process.end()
+    assert (ended.status, ended.errors) == (0, "")
 
 
 def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:

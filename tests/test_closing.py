@@ -1,0 +1,102 @@
+"""A runtime that is closed by its own method, in trio."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+import trio.testing
+from models import Wrapped, greedy, llama, prompt_of
+
+import runtime
+
+PROMPT = tuple(prompt_of(17))
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+class Held(Wrapped):
+    """A model each of whose forward passes waits until it is let go on, once that is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self._is_in = threading.Event()
+
+    async def is_in(self) -> None:
+        await trio.to_thread.run_sync(self._is_in.wait)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if not self.may_go_on.is_set():
+            self._is_in.set()
+            self.may_go_on.wait()
+        return super().__call__(inputs, cache)
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:
+    held = Held(target())
+    closed: list[int] = []
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.serve, (held, None))
+        held.may_go_on.clear()
+
+        @nursery.start_soon
+        async def read() -> None:
+            with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
+                await rt.generate(PROMPT, max_tokens=400)
+
+        async def close() -> None:
+            await rt.aclose()
+            closed.append(len(outrider_threads()))
+
+        await held.is_in()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await rt.aclose()
+        # Only the waiting was cancelled.
+        assert scope.cancelled_caught
+        with pytest.raises(runtime.RuntimeClosedError, match="open another"):
+            rt.stream(PROMPT)
+        nursery.start_soon(close)
+        nursery.start_soon(close)
+        await trio.testing.wait_all_tasks_blocked()
+        assert closed == []
+        held.may_go_on.set()
+    # And the task that served it has ended by itself, or the nursery would still be open.
+    assert closed == [0, 0]
+    await rt.aclose()
+
+
+async def test_closing_within_the_block_ends_the_streams_and_leaving_does_the_rest() -> None:
+    async with runtime.open((target(), None)) as rt:
+        assert [token.id for token in (await rt.generate(PROMPT, max_tokens=4)).tokens] == greedy(target(), PROMPT, 4)
+        stream = rt.stream(PROMPT, max_tokens=400)
+        await anext(stream)
+        await rt.aclose()
+        assert rt.health() == runtime.Health(target=False, draft=None)
+        with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
+            async for _ in stream:
+                pass
+        await rt.aclose()
+    assert outrider_threads() == []
+
+
+async def test_cancelling_the_nursery_releases_whoever_closes() -> None:
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.serve, (target(), None))
+        nursery.cancel_scope.cancel()
+    await rt.aclose()
+    assert outrider_threads() == []

@@ -1,0 +1,301 @@
+"""A draft model that is attached to an open runtime, and detached from it, at whatever moment."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import threading
+import weakref
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import trio
+import trio.testing
+from models import Wrapped, greedy, llama, near, prompt_of, save
+from scripted import (
+    ScriptedModel,
+    agreeing,
+    collect,
+    continuation,
+    priced,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+
+import runtime
+from actors.simulated import SimulatedWorker
+from protocol.trace import Event
+from runtime.drafter import LoadedDrafter
+
+PROMPT = tuple(prompt_of(17))
+SETTINGS: dict[str, Any] = {"max_tokens": 12, "lookahead": 3}
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+@functools.cache
+def text() -> list[int]:
+    return greedy(target(), PROMPT, 12)
+
+
+@functools.cache
+def drafter() -> nn.Module:
+    return near(llama(), noise=0.05)
+
+
+class Held(Wrapped):
+    """A model whose forward passes wait while they are to."""
+
+    def __init__(self, model: nn.Module, *, holds: bool = True) -> None:
+        super().__init__(model)
+        self.may_go_on = threading.Event()
+        self._is_in = threading.Event()
+        if not holds:
+            self.may_go_on.set()
+
+    async def is_in(self) -> None:
+        await trio.to_thread.run_sync(self._is_in.wait)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if not self.may_go_on.is_set():
+            self._is_in.set()
+            self.may_go_on.wait()
+        return super().__call__(inputs, cache)
+
+
+def draft_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "outrider-draft"]
+
+
+async def drafted(rt: runtime.Runtime) -> int:
+    """How many tokens of a text were drafted; the text is right."""
+    completion = await rt.generate(PROMPT, **SETTINGS)
+    assert [token.id for token in completion.tokens] == text()
+    assert completion.statistics.draft_failures == 0
+    return sum(token.from_draft for token in completion.tokens)
+
+
+# --- real models ----------------------------------------------------------------------------------
+
+
+async def test_a_drafter_is_attached_and_detached_and_its_memory_and_thread_go_with_it(tmp_path: Path) -> None:
+    path = save(tmp_path / "draft", drafter())
+    async with runtime.open((target(), None)) as rt:
+        assert rt.health().draft is None
+        for _ in range(2):
+            assert await drafted(rt) == 0
+            await rt.attach_draft(path)
+            assert rt.health().draft is True
+            assert rt.statistics().estimates.draft_seconds > 0.0
+            assert await drafted(rt) > 0
+            with pytest.raises(runtime.DrafterAttachedError, match="detach_draft"):
+                await rt.attach_draft(path)
+            busy = rt.busy_seconds[1]
+            model = weakref.ref(rt._draft.model._model)  # type: ignore[union-attr]
+            await rt.detach_draft()
+            gc.collect()
+            assert model() is None
+            assert draft_threads() == []
+            assert rt.health().draft is None
+            assert rt.busy_seconds[1] >= busy > 0.0
+            await rt.detach_draft()
+        await rt.attach_draft("ngram")
+        assert rt.health().draft is True
+
+
+async def test_the_drafter_that_a_runtime_was_opened_with_can_be_detached_too(tmp_path: Path) -> None:
+    path = save(tmp_path / "draft", drafter())
+    async with runtime.open((target(), None), path) as rt:
+        assert await drafted(rt) > 0
+        model = weakref.ref(rt._draft.model._model)  # type: ignore[union-attr]
+        await rt.detach_draft()
+        gc.collect()
+        assert model() is None
+        assert draft_threads() == []
+        assert await drafted(rt) == 0
+        await rt.attach_draft((drafter(), None))
+        assert await drafted(rt) > 0
+
+
+async def test_what_cannot_be_attached_leaves_the_runtime_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    ours, theirs = save(tmp_path / "ours", target()), save(tmp_path / "theirs", drafter(), word="v")
+    async with runtime.open(ours) as rt:
+        for draft, kind in (
+            (3, runtime.SettingsError),
+            ("/no/such/model", runtime.ModelError),
+            (tmp_path, runtime.ModelError),
+            (theirs, runtime.VocabularyMismatchError),
+        ):
+            with pytest.raises(kind):
+                await rt.attach_draft(draft)  # type: ignore[arg-type]
+            assert draft_threads() == []
+            assert rt.health() == runtime.Health(target=True, draft=None)
+            assert await drafted(rt) == 0
+        await rt.attach_draft((drafter(), None))
+        assert await drafted(rt) > 0
+
+
+async def test_attaching_can_be_cancelled_in_the_middle_and_tried_again() -> None:
+    held = Held(drafter())
+    async with runtime.open((target(), None)) as rt, trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+
+        @nursery.start_soon
+        async def attach() -> None:
+            with scope:
+                await rt.attach_draft((held, None))
+
+        await held.is_in()
+        with pytest.raises(runtime.DrafterAttachedError, match="loading"):
+            await rt.attach_draft("ngram")
+        scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        held.may_go_on.set()
+        while rt._drafter._is_attaching:
+            await trio.lowlevel.checkpoint()
+        assert scope.cancelled_caught
+        assert draft_threads() == []
+        assert await drafted(rt) == 0
+        await rt.attach_draft((held, None))
+        assert await drafted(rt) > 0
+
+
+async def test_closing_in_the_middle_of_attaching_says_so() -> None:
+    held = Held(drafter())
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.serve, (target(), None))
+
+        @nursery.start_soon
+        async def attach() -> None:
+            with pytest.raises(runtime.RuntimeClosedError, match="open another"):
+                await rt.attach_draft((held, None))
+
+        await held.is_in()
+        nursery.start_soon(rt.aclose)
+        await trio.testing.wait_all_tasks_blocked()
+        held.may_go_on.set()
+    assert draft_threads() == []
+
+
+async def test_closing_in_the_middle_of_detaching_ends_both() -> None:
+    held = Held(drafter(), holds=False)
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.serve, (target(), None), (held, None))
+        held.may_go_on.clear()
+        stream = rt.stream(PROMPT, **SETTINGS)
+        await held.is_in()
+        nursery.start_soon(rt.detach_draft)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(rt.aclose)
+        await trio.testing.wait_all_tasks_blocked()
+        held.may_go_on.set()
+    assert draft_threads() == []
+    await rt.detach_draft()
+    del stream
+
+
+async def test_a_stream_that_waits_for_its_place_begins_undrafted_once_the_drafter_has_gone() -> None:
+    async with runtime.open((target(), None), (drafter(), None), max_streams=1) as rt:
+        first, second = rt.stream(PROMPT, **SETTINGS), rt.stream(PROMPT, **SETTINGS)
+        assert rt.num_waiting == 1
+        await rt.detach_draft()
+        assert [token.id async for token in first] == text()
+        tokens = [token async for token in second]
+        assert [token.id for token in tokens] == text()
+        assert not any(token.from_draft for token in tokens)
+
+
+def test_asyncio_and_plain_threads_can_do_it_too() -> None:
+    def num_drafted(completion: runtime.Completion) -> int:
+        return sum(token.from_draft for token in completion.tokens)
+
+    async def in_asyncio() -> None:
+        async with runtime.aio.open((target(), None)) as rt:
+            await rt.attach_draft((drafter(), None))
+            with pytest.raises(runtime.DrafterAttachedError):
+                await rt.attach_draft("ngram")
+            assert num_drafted(await rt.generate(PROMPT, **SETTINGS)) > 0
+            await rt.detach_draft()
+            assert num_drafted(await rt.generate(PROMPT, **SETTINGS)) == 0
+
+    asyncio.run(in_asyncio())
+    with runtime.open_sync((target(), None)) as rt:
+        rt.attach_draft((drafter(), None))
+        assert num_drafted(rt.generate(PROMPT, **SETTINGS)) > 0
+        rt.detach_draft()
+        assert num_drafted(rt.generate(PROMPT, **SETTINGS)) == 0
+
+
+# --- simulated time -------------------------------------------------------------------------------
+
+SHORT_PROMPT = [5, 6, 7, 8, 9, 10]
+SHORT_TEXT = continuation(SHORT_PROMPT, 10)
+
+
+async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
+    """Detach the drafter at the n-th event of three streams, and attach another; the number of events."""
+    events: list[Event] = []
+    replacement = ScriptedModel(agreeing(0.9))
+
+    async def load(stack: AsyncExitStack, source: Any, device: Any) -> LoadedDrafter:
+        return replacement, SimulatedWorker("draft", priced(), lambda _: None)
+
+    async with simulated(
+        ScriptedModel(truthful), draft, listener=lambda event: on_event(event), schedule=n, max_streams=2
+    ) as simulation:
+        rt = simulation.runtime
+        rt._drafter._load = load
+        settings = {"max_tokens": 10, "prefill_step_size": 2, "lookahead": lookahead}
+
+        async def change() -> None:
+            await rt.detach_draft()
+            await rt.attach_draft("another")
+
+        def on_event(event: Event) -> None:
+            events.append(event)
+            if len(events) == n:
+                nursery.start_soon(change)
+
+        texts: dict[int, list[int]] = {}
+
+        async def read(index: int) -> None:
+            texts[index] = await collect(rt.stream(SHORT_PROMPT, **settings))
+
+        async with trio.open_nursery() as nursery:
+            for index in range(3):
+                nursery.start_soon(read, index)
+        assert list(texts.values()) == [SHORT_TEXT] * 3
+        if n <= len(events):
+            proposals = len(simulation.instants("proposal"))
+            assert await text_of(simulation, SHORT_PROMPT, **{**settings, "lookahead": 2}) == SHORT_TEXT
+            assert len(simulation.instants("proposal")) > proposals
+            await rt.detach_draft()
+    assert [line for line in replacement.lines if not line.is_closed] == []
+    assert replacement.misuses == []
+    return len(events)
+
+
+@pytest.mark.parametrize("lookahead", [2, "auto"])
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
+    every: int, kind: str, lookahead: Any
+) -> None:
+    def draft() -> Any:
+        return "ngram" if kind == "ngram" else ScriptedModel(agreeing(0.6))
+
+    num_events = run(change_at_event, lookahead, draft(), 10**6)
+    assert num_events > 30
+    for n in range(1, num_events + 1, every):
+        run(change_at_event, lookahead, draft(), n)

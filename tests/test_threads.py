@@ -1,0 +1,105 @@
+"""What threads other than trio's may do at any moment: read statistics, and use the tokenizer that they were given."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from models import llama, prompt_of, save
+
+import runtime
+from protocol.statistics import Counts
+from runtime.text import copy_of
+
+PROMPT = tuple(prompt_of(9))
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    add = Counts.add
+
+    async with runtime.open((target(), None)) as rt:
+
+        def add_while_somebody_looks(self: Counts, other: Counts) -> None:
+            if self is rt._past and not seen:
+                looking.start()
+                # At this moment the session is with those at work no more, and not with the past ones yet. Whoever
+                # looks has to wait until it is; so this waits for nothing where all is well.
+                looking.join(0.2)
+            add(self, other)
+
+        looking = threading.Thread(target=lambda: seen.append(rt.statistics().generated_tokens))
+        monkeypatch.setattr(Counts, "add", add_while_somebody_looks)
+        await rt.generate(PROMPT, max_tokens=8)
+    looking.join()
+    assert seen == [8]
+
+
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless_threads")
+async def test_what_others_do_with_the_tokenizer_has_no_effect_on_prompts_and_texts(tmp_path: Path) -> None:
+    path = save(tmp_path / "model", target())
+    async with runtime.open(path) as rt:
+        tokenizer: Any = rt.tokenizer
+        text = " ".join(f"w{i}" for i in range(60))
+        expected, is_over = rt.encode(text), threading.Event()
+        alone = await rt.generate(text, max_tokens=12)
+
+        def truncate() -> None:
+            while not is_over.is_set():
+                assert len(tokenizer.encode(text, truncation=True, max_length=3)) == 3
+
+        other = threading.Thread(target=truncate)
+        other.start()
+        try:
+            for _ in range(2000):
+                assert rt.encode(text) == expected
+            assert (await rt.generate(text, max_tokens=12)).text == alone.text
+        finally:
+            is_over.set()
+            other.join()
+
+
+def test_a_tokenizer_that_truncates_by_its_file_does_not_once_it_is_copied(tmp_path: Path) -> None:
+    from mlx_lm.tokenizer_utils import load
+
+    path = save(tmp_path / "model", target())
+    tokenizer = load(Path(path))
+    tokenizer._tokenizer._tokenizer.enable_truncation(max_length=3)
+    own = copy_of(tokenizer)
+    assert own is not None
+    assert own._tokenizer._tokenizer.truncation is None
+    assert tokenizer._tokenizer._tokenizer.truncation is not None
+    assert len(own.encode("w1 w2 w3 w4 w5")) == 5
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is() -> None:
+    class Inner:
+        def __deepcopy__(self, memo: object) -> None:
+            raise TypeError("not this one")
+
+    class Wrapper:
+        _tokenizer = Inner()
+
+    wrapper: Any = Wrapper()
+    assert copy_of(wrapper) is wrapper
+    assert copy_of(None) is None
