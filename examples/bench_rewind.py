@@ -89,6 +89,8 @@ class Oracle:
 class OracleLine:
     """What it holds is a number: the token after n is the text's n-th, right or wrong."""
 
+    depends_on_passes = False
+
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
         self._length = 0

@@ -761,6 +761,8 @@ class Knowing:
 class KnowingLine:
     """One text in a model that knows it: a number of tokens is all that it holds."""
 
+    depends_on_passes = False
+
     def __init__(self, model: Knowing) -> None:
         self._model = model
         self._length = 0

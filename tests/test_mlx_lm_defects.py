@@ -57,6 +57,8 @@ class Books:
 
 
 class BookedLine:
+    depends_on_passes = False
+
     def __init__(self, line: MLXLine, books: Books) -> None:
         self._line = line
         self._tokens: tuple[int, ...] = ()
