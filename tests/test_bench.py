@@ -474,7 +474,7 @@ async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread()
         """Fails once it is asked for a text, and not while it is looked at."""
 
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            if inputs.shape == (1, 8):
+            if inputs.shape in ((1, 2), (1, 8)):
                 return models.Wrapped.__call__(self, inputs, cache)
             return super().__call__(inputs, cache)
 

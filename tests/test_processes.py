@@ -158,8 +158,12 @@ async def the_demo_pair():
 
 
 class Failing(Wrapped):
+    has_failed = False
+
     def __call__(self, inputs, cache=None):
-        if inputs.shape[1] > 1:
+        # Not yet at two tokens, by which a model is looked at when it is opened.
+        self.has_failed = self.has_failed or inputs.shape[1] > 2
+        if self.has_failed:
             raise RuntimeError("no such kernel")
         return super().__call__(inputs, cache)
 
