@@ -35,6 +35,11 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
     step, decode = s.estimates.draft_seconds, s.estimates.verify_seconds
     if s.draft_failures:
         yield "the drafter failed, and the rest was decoded without it; the warnings of the logger 'outrider' say why"
+    if s.draft_timeouts:
+        yield (
+            f"the target went on alone {s.draft_timeouts} times because the drafter was late, with a proposal or with "
+            "the prompt; use a smaller draft model, or see what else keeps its device busy"
+        )
     if 0 < decode <= step:
         yield (
             f"a draft step takes {_duration(step)} and a decoding step of the target {_duration(decode)}, so drafting "
@@ -56,7 +61,8 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
             f"in {s.n1_rounds} of {s.rounds} rounds the caches could undo nothing (N=1), and speculation gains nothing "
             'then; open the models with rewind="auto" and without max_kv_size'
         )
-    if s.resting_rounds > MOST * s.rounds:
+    # Where the drafter was late, that is said above.
+    if s.resting_rounds > MOST * s.rounds and not s.draft_timeouts:
         yield (
             f"{s.resting_rounds} of {s.rounds} rounds were left to the target alone, since speculating does not pay "
             "here; without a draft nothing would be slower"

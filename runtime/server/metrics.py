@@ -102,6 +102,7 @@ class _OfRuntime(Collector):
             ("lookahead_hits", "Verdicts whose text had been drafted for", statistics.lookahead_hits),
             ("lookahead_misses", "Verdicts whose text had not", statistics.lookahead_misses),
             ("draft_failures", "Drafters that failed and were left behind", statistics.draft_failures),
+            ("draft_timeouts", "Times that the target went on without a late drafter", statistics.draft_timeouts),
         ):
             yield CounterMetricFamily(f"outrider_{name}", text, value=count)
         busy = CounterMetricFamily("outrider_busy_seconds", "Time at work", labels=["model"])
