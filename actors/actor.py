@@ -18,7 +18,6 @@ from actors.session import Session
 from actors.worker import Job, JobError, Worker
 from protocol.books import Books, Commit, State
 from protocol.chunks import ChunkSize
-from protocol.errors import OutriderError
 from protocol.held import Held, Plan
 from protocol.messages import Close, Message
 from protocol.prices import Prices
@@ -109,14 +108,14 @@ class Actor(ABC, Generic[S]):
         # A session that is over here may still be spoken to by the other side.
         if (part := self._parts.get(message.session)) is None:
             return
+        if isinstance(message, Close):
+            self.close_session(message)
+            return
         try:
             part.receive(message)
         except Exception as error:  # whatever it is: the other sessions know nothing of it
             part.is_in_disorder = True
-            if isinstance(error, OutriderError):
-                part.session.end(error)
-            else:
-                self._fail(part, error)
+            self._fail(part, error)
             part.scope.cancel()
 
     @property
@@ -173,7 +172,7 @@ class Actor(ABC, Generic[S]):
 
     @abstractmethod
     def _fail(self, part: S, error: Exception) -> None:
-        """Have a session do without this actor, or end, because of an error that is not ours."""
+        """Have a session do without this actor, or end, because of an error."""
 
     @abstractmethod
     def _join(self, session: Session) -> S:

@@ -18,8 +18,8 @@ from actors.session import Session
 from actors.worker import Job, Step, Steps, Worker
 from protocol.books import Commit, State
 from protocol.errors import ProtocolError
-from protocol.lookahead import Auto, Policy, View, policy_for
-from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict
+from protocol.lookahead import Auto, Chain, Policy, View, policy_for
+from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD, Settings
@@ -37,8 +37,6 @@ MOST_ROWS = 32
 FEW_BEHIND = 8
 # Rounds for which the drafter leaves the target alone at a time.
 REST = 8
-# Seconds for which a job of the drafter's may run before it is taken to hang.
-LONGEST_JOB_S = 30.0
 # Rounds before its end at which a rest is prolonged, if it is: soon enough for the target to work ahead all the time.
 SAY_SO_BEFORE = 2
 
@@ -75,7 +73,7 @@ class DraftPart(Part):
         session: Session,
         context_length: int | None,
         policy: Policy,
-        hear: Callable[[DraftPart, Verdict | Overdue], None],
+        hear: Callable[[DraftPart, Verdict | Due | Overdue], None],
     ) -> None:
         super().__init__(session)
         self._hear = hear
@@ -95,8 +93,8 @@ class DraftPart(Part):
         self.drafting: Drafting | None = None
 
     def receive(self, message: Message) -> None:
-        """Take a verdict, and answer it; or hear that an answer came too late."""
-        if not isinstance(message, Verdict | Overdue):
+        """Take a verdict, and answer it; or hear that an answer is late."""
+        if not isinstance(message, Verdict | Due | Overdue):
             raise ProtocolError(f"the drafter was handed {message!r}")
         # At once, whatever the task is waiting for: where the text was drafted for, the next proposal
         # is there already.
@@ -154,7 +152,7 @@ class DraftPart(Part):
 
     def next_expansion(self, now: float, slack: float = 0.0) -> Node | None:
         """What to draft after next, or None to do nothing until something changes."""
-        if self.books.state not in (State.PROPOSING, State.VERIFYING):
+        if self.books.state not in (State.PROPOSING, State.VERIFYING) or not self.is_ready:
             return None
         return self.policy.expansion(self.view(now, slack))
 
@@ -166,6 +164,16 @@ class DraftPart(Part):
         nodes = self.policy.proposal(self.view(now, slack))
         if nodes is None:
             return None
+        return self.proposal(nodes)
+
+    def proposal_by_now(self, now: float) -> Proposal:
+        """What has been drafted by now, as much as can be of use; maybe nothing."""
+        most = self.policy.most if isinstance(self.policy, Chain) else MAX_LOOKAHEAD
+        return self.proposal(self.tree.chain()[: min(most, self.view(now).limit)])
+
+    def proposal(self, nodes: list[Node]) -> Proposal:
+        """A proposal of these."""
+        books = self.books
         guesses = [node.guess for node in nodes if node.guess is not None]
         probs = () if books.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
         return Proposal(self.id, books.round, books.next_position, tuple(guess.token for guess in guesses), probs)
@@ -249,10 +257,7 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         return super().is_alive and not self._hangs()
 
     def _hangs(self) -> bool:
-        began = self.worker.job_began
-        if began is not None and self.worker.clock() - began > LONGEST_JOB_S:
-            return True
-        return any(part.is_late for part in list(self._parts.values()))
+        return self.worker.is_hanging or any(part.is_late for part in list(self._parts.values()))
 
     def _join(self, session: Session) -> DraftPart:
         policy = self._make_policy(session.opened.settings, self.prices)
@@ -446,25 +451,33 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
     def _propose(self, part: DraftPart) -> None:
         now = self.worker.clock()
         if (proposal := part.next_proposal(now, self._slack(part, now))) is not None:
-            part.books.propose(proposal)
-            self._target.send_nowait(proposal)
-            part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
-            self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
+            self._send(part, proposal)
 
-    def _hear(self, part: DraftPart, message: Verdict | Overdue) -> None:
-        if isinstance(message, Overdue):
-            self._hear_of_lateness(part, message)
-        else:
-            self._hear_verdict(part, message)
+    def _send(self, part: DraftPart, proposal: Proposal) -> None:
+        now = self.worker.clock()
+        part.books.propose(proposal)
+        self._target.send_nowait(proposal)
+        part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
+        self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
-    def _hear_of_lateness(self, part: DraftPart, overdue: Overdue) -> None:
-        """End what is being drafted, as soon as that can be, and catch up."""
-        was_resting = part.books.state is State.RESTING
-        # In a rest it only says that the target, when it said this, had not heard yet that the drafter is ready.
-        if part.books.rest(overdue) and not was_resting:
-            part.is_late = part.is_late or part.is_ready
-            part.is_ready = False
-            self._reconsider(part)
+    def _hear(self, part: DraftPart, message: Verdict | Due | Overdue) -> None:
+        match message:
+            case Verdict():
+                self._hear_verdict(part, message)
+            case Due():
+                self._hear_of_lateness(part, message)
+            case Overdue():
+                part.books.rest(message)
+                self._reconsider(part)
+
+    def _hear_of_lateness(self, part: DraftPart, due: Due) -> None:
+        """Propose what there is, end what is being drafted as soon as that can be, and catch up."""
+        # Also where the two have crossed: the target goes on alone until it hears that the drafter is ready.
+        part.is_late = part.is_late or part.is_ready
+        part.is_ready = False
+        if part.books.state is State.PROPOSING and part.books.round == due.round:
+            self._send(part, part.proposal_by_now(self.worker.clock()))
+        self._reconsider(part)
 
     def _hear_verdict(self, part: DraftPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""

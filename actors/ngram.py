@@ -13,7 +13,7 @@ from actors.session import Session
 from protocol.books import Commit, State
 from protocol.errors import ProtocolError
 from protocol.lookahead import LEAST_REACH, UNPRICED, Auto, Chain, Policy, View
-from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict
+from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.ngram import PromptLookup
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
@@ -31,7 +31,9 @@ REST = 3
 class LookupPart(Part):
     """The lookup's part in one session: its books, the index over its text, and what was found there."""
 
-    def __init__(self, session: Session, policy: Policy, hear: Callable[[LookupPart, Verdict | Overdue], None]) -> None:
+    def __init__(
+        self, session: Session, policy: Policy, hear: Callable[[LookupPart, Verdict | Due | Overdue], None]
+    ) -> None:
         super().__init__(session)
         self._hear = hear
         opened = session.opened
@@ -44,7 +46,7 @@ class LookupPart(Part):
 
     def receive(self, message: Message) -> None:
         """Take a verdict, and answer it; or hear that the prompt takes too long."""
-        if not isinstance(message, Verdict | Overdue):
+        if not isinstance(message, Verdict | Due | Overdue):
             raise ProtocolError(f"the drafter was handed {message!r}")
         self._hear(self, message)
         self.wake()
@@ -150,19 +152,24 @@ class LookupActor(Drafter[LookupPart]):
         return LookupPart(session, self._make_policy(session.opened.settings, self.prices), self._hear)
 
     async def _take_part(self, part: LookupPart) -> None:
-        await part.index_text()
-        self._target.send_nowait(Ready(part.id))
-        self._answer(part)
+        try:
+            await part.index_text()
+            self._target.send_nowait(Ready(part.id))
+            self._answer(part)
+        except Exception as error:  # whatever it is: it costs speed, never text
+            self._fail(part, error)
+            return
         while part.books.state is not State.CLOSED:
             await part.change()
 
-    def _hear(self, part: LookupPart, message: Verdict | Overdue) -> None:
-        if isinstance(message, Overdue):
-            part.books.rest(message)
-            if part.is_ready:
+    def _hear(self, part: LookupPart, message: Verdict | Due | Overdue) -> None:
+        match message:
+            case Verdict():
+                self._hear_verdict(part, message)
+            case Due():  # it answers at once, so that has crossed its answer
                 self._target.send_nowait(Ready(part.id))
-        else:
-            self._hear_verdict(part, message)
+            case Overdue():
+                part.books.rest(message)
 
     def _hear_verdict(self, part: LookupPart, verdict: Verdict) -> None:
         """Move on to what a verdict has committed, and answer it."""

@@ -120,7 +120,6 @@ class SimulatedWorker:
         # trio's lock is fair: jobs are done in the order in which they were handed in.
         self._turn = trio.Lock()
         self._busy_seconds = 0.0
-        self._job_began: float | None = None
 
     async def __aenter__(self) -> SimulatedWorker:
         return self
@@ -136,9 +135,9 @@ class SimulatedWorker:
         return True
 
     @property
-    def job_began(self) -> float | None:
-        """See `Worker.job_began`."""
-        return self._job_began
+    def is_hanging(self) -> bool:
+        """See `Worker.is_hanging`."""
+        return False
 
     @property
     def busy_seconds(self) -> float:
@@ -176,14 +175,13 @@ class SimulatedWorker:
         return self._turn.statistics().tasks_waiting > 0 or trio.current_effective_deadline() == -math.inf
 
     async def _do(self, job: Job[T]) -> outcome.Outcome[T]:
-        began = self._job_began = self.clock()
+        began = self.clock()
         seconds = self._price(job)
         if self._shared is not None and job.kind in _COMPUTES:
             await self._shared.compute(seconds)
         else:
             await _pass(seconds)
         result = job.run()
-        self._job_began = None
         job.began, job.ended = began, self.clock()
         return result
 

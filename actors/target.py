@@ -31,7 +31,7 @@ from protocol.books import Commit, State
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.held import Plan
-from protocol.messages import Likelihood, Message, Open, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Close, Due, Likelihood, Message, Open, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
@@ -57,6 +57,7 @@ class TargetPart(Part):
         self.was_plain = False  # the round before
         self.was_single_step = False  # the last verify pass: the cache could have undone nothing
         self.is_drafter_ready = False  # it has read the text, and its proposals can be waited for
+        self.is_alone = False  # until the drafter is ready
 
     @property
     def seconds_per_token(self) -> float:
@@ -70,9 +71,8 @@ class TargetPart(Part):
                 if not self.books.propose(message):
                     self.session.counts.stale_proposals += 1
             case Ready():
-                self.is_drafter_ready = True
+                self.is_drafter_ready, self.is_alone = True, False
             case Rest():
-                self.is_drafter_ready = True
                 self.books.rest(message)
             case Withdraw():
                 self.books.withdraw(message)
@@ -137,14 +137,15 @@ class TargetActor(ModelActor[TargetPart]):
                     self._note(part, "finish")
         except JobError as error:
             await self._end_or_break(part, error)
-        except OutriderError as error:
-            session.end(error)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the consumer has gone, or the runtime has ended the session
         except Exception as error:  # whatever it is: it came up in this session, and the others go on
             self._fail(part, error)
         finally:
             session.end()
+            # A session that failed takes no place at the drafter, also while nobody has read that it did.
+            if part.books.state is not State.CLOSED and self.drafter is not None:
+                self.drafter.send_nowait(Close(part.id))
 
     async def _end_or_break(self, part: TargetPart, error: JobError) -> None:
         """End a session one of whose jobs failed; and the runtime, if the model does not work any more.
@@ -166,6 +167,9 @@ class TargetActor(ModelActor[TargetPart]):
             self._fail(part, cause if isinstance(cause, Exception) else error)
 
     def _fail(self, part: TargetPart, error: Exception) -> None:
+        if isinstance(error, OutriderError):
+            part.session.end(error)
+            return
         failure = StreamFailedError(
             f"this stream failed, and no other: {type(error).__name__}: {error}; the model itself works"
         )
@@ -198,6 +202,8 @@ class TargetActor(ModelActor[TargetPart]):
         self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
+            if part.is_alone and part.books.state in (State.PROPOSING, State.RESTING):
+                self._go_on_alone(part)
         if commit.round > 0:  # the first waits for the other's prefill
             if proposal is None:
                 # The first after a proposal cannot work ahead, nor can what it costs be avoided.
@@ -210,8 +216,6 @@ class TargetActor(ModelActor[TargetPart]):
 
     async def _wait_for_proposal(self, part: TargetPart) -> None:
         """Wait until the drafter has proposed, or leaves the round to the target, or is waited for no longer."""
-        if part.books.state is State.RESTING and not part.is_drafter_ready:
-            self._go_on_alone(part)
         for _ in range(TURNS_OF_AN_ANSWER):
             if part.books.state is not State.PROPOSING:
                 return
@@ -224,10 +228,20 @@ class TargetActor(ModelActor[TargetPart]):
                 await self._deliver(part.session)
                 await part.change()
             if part.books.state is State.PROPOSING and trio.current_time() >= began + self._patience_s(part):
-                part.is_drafter_ready = False
-                part.session.counts.draft_timeouts += 1
-                self._note(part, "overdue")
-                self._go_on_alone(part)
+                await self._wait_no_longer(part)
+
+    async def _wait_no_longer(self, part: TargetPart) -> None:
+        """Have the drafter propose what it has, if it can have anything; go on alone afterwards."""
+        part.session.counts.draft_timeouts += 1
+        self._note(part, "overdue")
+        has_read_the_prompt = part.is_drafter_ready
+        part.is_drafter_ready, part.is_alone = False, True
+        if not has_read_the_prompt:
+            self._go_on_alone(part)
+        elif self.drafter is not None:
+            self.drafter.send_nowait(Due(part.id, part.books.round))
+            while part.books.state is State.PROPOSING:  # a few turns of the event loop
+                await part.change()
 
     def _patience_s(self, part: TargetPart) -> float:
         """Seconds for which the drafter is waited for."""
@@ -238,7 +252,7 @@ class TargetActor(ModelActor[TargetPart]):
         return proposal_wait_s(self.prices, num_steps, len(self._parts))
 
     def _go_on_alone(self, part: TargetPart) -> None:
-        """Leave a drafter that is overdue behind for another round or two, unless it was heard already."""
+        """Leave a drafter that is overdue behind for another round or two."""
         # Always for a round more than the one that begins, so that decoding can be a pass ahead.
         if part.books.rests_until - part.books.round < ROUNDS_ALONE:
             overdue = Overdue(part.id, part.books.round + ROUNDS_ALONE)

@@ -29,8 +29,9 @@ class PooledThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Work, OnEnd] | None] = queue.SimpleQueue()
+        self._is_left = False
         # A daemon, since a thread that hangs in a model must not keep the process from ending. The others are ended in
-        # order by `_join_idle_threads`: one that is in MLX when the interpreter exits may abort the process.
+        # order by `_join_threads`: one that is in MLX when the interpreter exits may abort the process.
         self._thread = threading.Thread(target=self._run, name=IDLE, daemon=True)
         self._thread.start()
 
@@ -40,9 +41,21 @@ class PooledThread:
         self._work.put((work, on_end))
 
     def end(self) -> None:
-        """Have an idle thread end, and wait for that."""
+        """Have the thread end once its work is done, and wait for that, but not for long."""
         self._work.put(None)
         self._thread.join(JOIN_TIMEOUT_S)
+
+    def leave_to_itself(self) -> None:
+        """Have the thread end once its work is done, if that is ever; the end of the process waits a moment for it."""
+        with _lock:
+            self._is_left = True
+            _left.append(self)
+        self._work.put(None)
+
+    def _give_back(self) -> None:
+        with _lock:
+            if not self._is_left:
+                _idle.append(self)
 
     def _run(self) -> None:
         try:
@@ -59,7 +72,7 @@ class PooledThread:
                     on_end(result)
                     return
                 # Idle before that is said: whoever opens another runtime then finds this thread.
-                _give_back(self)
+                self._give_back()
                 on_end(result)
                 del given, work, on_end, result, synchronized  # and with them what they refer to
         finally:
@@ -68,34 +81,37 @@ class PooledThread:
 
 
 _idle: list[PooledThread] = []
+_left: list[PooledThread] = []
 _lock = threading.Lock()
 
 
-def run_on_thread(name: str, work: Work, on_end: OnEnd) -> None:
+def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
     """Do a piece of work on an idle thread, or on a new one where there is none.
 
     Args:
         name: of the thread, for as long as it does the work.
         work: what to do. If it raises, the thread is not used again.
         on_end: called on that thread with the outcome; must not raise.
+
+    Returns: the thread, which is somebody else's once the work is done.
     """
     with _lock:
         thread = _idle.pop() if _idle else None
-    (thread or PooledThread()).start(name, work, on_end)
-
-
-def _give_back(thread: PooledThread) -> None:
-    with _lock:
-        _idle.append(thread)
+    thread = thread or PooledThread()
+    thread.start(name, work, on_end)
+    return thread
 
 
 @atexit.register
-def _join_idle_threads() -> None:
+def _join_threads() -> None:
     with _lock:
-        threads, _idle[:] = list(_idle), []
+        threads = [*_idle, *_left]
+        _idle.clear()
+        _left.clear()
     for thread in threads:
         thread.end()
 
 
 # A child process has none of its parent's threads.
 os.register_at_fork(after_in_child=_idle.clear)
+os.register_at_fork(after_in_child=_left.clear)

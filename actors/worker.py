@@ -28,10 +28,13 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 
-# A job that nobody waits for any more is taken to hang after so many seconds, beyond LONGEST_JOBS times the longest
-# job that its worker has done. Only workers whose loss can be borne give up a job.
+# A job is taken to hang once it has run for so many seconds, and SLOWEST times as long as the slowest that its worker
+# has done would have taken for as many tokens. Loading takes as long as it takes. Only workers whose loss can be borne
+# give up a job, and only where somebody waits for the worker, or for the job to end after its cancellation.
 HANG_TIMEOUT_S = 10.0
-LONGEST_JOBS = 4.0
+SLOWEST = 4.0
+# Seconds after which a job that may be given up is looked at again, at least.
+WATCH_INTERVAL_S = 0.05
 
 
 @attrs.define(eq=False)
@@ -151,8 +154,8 @@ class Worker(Protocol):
         ...
 
     @property
-    def job_began(self) -> float | None:
-        """When the job that is running began, in seconds on the worker's clock; None where none is."""
+    def is_hanging(self) -> bool:
+        """Whether the job that is running takes very much longer than it should; may be asked in any thread."""
         ...
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
@@ -200,7 +203,6 @@ class _Waiting:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     begun: bool = False
     taken_back: bool = False
-    over: trio.Event | None = None  # set once the job is over, where somebody watches for that
 
 
 class HangError(OutriderError):
@@ -228,9 +230,8 @@ class ThreadWorker:
             actor: whose it is; names the thread and the spans.
             device: where its jobs compute; None for MLX's default.
             on_event: called in trio's thread with the span of each finished job.
-            may_be_given_up: whether a job that hangs is waited for no longer than HANG_TIMEOUT_S and some, once it is
-                cancelled or the worker is left. The worker then does no jobs any more, and its thread is left to
-                itself.
+            may_be_given_up: whether a job that hangs is given up where it was cancelled, another job waits behind it,
+                or the worker is left. The worker then does no jobs any more, and its thread is left to itself.
         """
         self._actor = actor
         self._device = device
@@ -238,15 +239,18 @@ class ThreadWorker:
         self._may_be_given_up = may_be_given_up
         self._jobs: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0
-        self._longest_job_s = 0.0
-        self._job_began: float | None = None  # written on the thread alone
+        self._longest_job_s = self._longest_token_s = 0.0
+        # Written on the thread alone.
+        self._running: Job[Any] | None = None
+        self._job_began: float | None = None
+        self._is_watched = False
         self._unfinished: set[_Waiting] = set()
         self._death: BaseException | None = None
         self._stopped = trio.Event()
 
     async def __aenter__(self) -> ThreadWorker:
         self._trio_token = trio.lowlevel.current_trio_token()
-        run_on_thread(f"outrider-{self._actor}", self._do_jobs, self._announce_end)
+        self._thread = run_on_thread(f"outrider-{self._actor}", self._do_jobs, self._announce_end)
         return self
 
     @trio.lowlevel.enable_ki_protection
@@ -269,11 +273,6 @@ class ThreadWorker:
     def is_alive(self) -> bool:
         """See `Worker.is_alive`."""
         return not self._stopped.is_set()
-
-    @property
-    def job_began(self) -> float | None:
-        """See `Worker.job_began`."""
-        return self._job_began
 
     @property
     def busy_seconds(self) -> float:
@@ -300,6 +299,8 @@ class ThreadWorker:
             raise self._dead(waiting.job)
         self._unfinished.add(waiting)
         self._jobs.put(waiting)
+        if self._job_began is not None:
+            self._watch()
         if meanwhile is not None:
             meanwhile()
 
@@ -308,9 +309,7 @@ class ThreadWorker:
                 if waiting.begun:
                     if waiting.steps is not None:
                         waiting.steps.interrupt()
-                    if self._may_be_given_up:
-                        waiting.over = trio.Event()
-                        trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs, waiting.over)
+                    self._watch()
                     return trio.lowlevel.Abort.FAILED
                 waiting.taken_back = True
                 self._unfinished.discard(waiting)
@@ -321,14 +320,36 @@ class ThreadWorker:
     # --- a job that hangs -------------------------------------------------------------------------
 
     @property
-    def _hang_timeout_s(self) -> float:
-        return HANG_TIMEOUT_S + LONGEST_JOBS * self._longest_job_s if self._may_be_given_up else math.inf
+    def is_hanging(self) -> bool:
+        """See `Worker.is_hanging`."""
+        began, timeout_s = self._job_began, self._hang_timeout_s
+        return began is not None and self.clock() - began > timeout_s
 
-    async def _give_up_if_it_hangs(self, over: trio.Event) -> None:
-        with trio.move_on_after(self._hang_timeout_s):
-            await over.wait()
-        if not over.is_set() and not self._stopped.is_set():
-            self._give_up()
+    @property
+    def _hang_timeout_s(self) -> float:
+        job = self._running
+        if not self._may_be_given_up or (job is not None and job.kind == "load"):
+            return math.inf
+        num_tokens = 0 if job is None else job.num_tokens
+        return HANG_TIMEOUT_S + SLOWEST * max(self._longest_job_s, num_tokens * self._longest_token_s)
+
+    def _watch(self) -> None:
+        """See to it that the job that is running is given up if it hangs."""
+        if self._may_be_given_up and not self._is_watched:
+            self._is_watched = True
+            trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs)
+
+    async def _give_up_if_it_hangs(self) -> None:
+        """Look at the job that is running, and at those after it, until nobody waits for any."""
+        while self._unfinished and not self._stopped.is_set():
+            began = self._job_began
+            left_s = self._hang_timeout_s - (0.0 if began is None else self.clock() - began)
+            if began is not None and left_s <= 0.0:
+                self._give_up()
+                break
+            with trio.move_on_after(max(left_s, WATCH_INTERVAL_S)):
+                await self._stopped.wait()
+        self._is_watched = False
 
     def _give_up(self) -> None:
         """Leave the thread to itself, and whoever waits for one of its jobs, too."""
@@ -341,6 +362,7 @@ class ThreadWorker:
             seconds,
         )
         self._jobs.put(None)
+        self._thread.leave_to_itself()
         self._end(HangError(f"a job had not ended after {seconds:.0f} s"))
 
     # --- on the thread ----------------------------------------------------------------------------
@@ -360,10 +382,11 @@ class ThreadWorker:
 
     def _do(self, waiting: _Waiting, job: Job[Any]) -> Job[Any] | None:
         """Do a job, or a step; returns the step that follows it."""
-        began = self._job_began = time.perf_counter()
+        began = time.perf_counter()
+        self._running, self._job_began = job, began
         result = job.run()
         ended = time.perf_counter()
-        self._job_began = None
+        self._running = self._job_began = None
         following = None
         if waiting.steps is not None and isinstance(result, outcome.Value):
             # Whoever waits for the worker comes first: sessions have their turns after each step.
@@ -396,7 +419,10 @@ class ThreadWorker:
         steps = waiting.steps
         job.began, job.ended = began, ended
         self._busy_seconds += job.seconds
-        self._longest_job_s = max(self._longest_job_s, job.seconds)
+        if job.kind != "load":
+            self._longest_job_s = max(self._longest_job_s, job.seconds)
+        if job.num_tokens > 0:
+            self._longest_token_s = max(self._longest_token_s, job.seconds / job.num_tokens)
         if self._on_event is not None:
             round = job.round if steps is None else steps.round
             self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round))
@@ -405,8 +431,6 @@ class ThreadWorker:
             result = steps.hand_over(job, result.value, goes_on)
         if not goes_on:
             self._unfinished.discard(waiting)
-            if waiting.over is not None:
-                waiting.over.set()
             trio.lowlevel.reschedule(waiting.task, result)
 
     def _end(self, death: BaseException | None) -> None:
@@ -415,8 +439,11 @@ class ThreadWorker:
         self._death = death
         while self._unfinished and death is not None:
             waiting = self._unfinished.pop()
-            if waiting.over is not None:
-                waiting.over.set()
+            # Where the thread comes back after all, it does nothing more for sessions that are over.
+            with waiting.lock:
+                waiting.taken_back = True
+                if waiting.steps is not None:
+                    waiting.steps.interrupt()
             trio.lowlevel.reschedule(waiting.task, outcome.Error(self._dead(waiting.job)))
         self._stopped.set()
 

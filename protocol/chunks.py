@@ -16,6 +16,8 @@ SMALLEST, LARGEST = 16, 2048
 MAX_PASS_S = 0.2
 # A size is as cheap as the cheapest if it costs no more than this factor above it, per token.
 AS_CHEAP = 1.1
+# Passes after which larger sizes than the present one are tried anew.
+RETRY_PASSES = 16
 # Where the text depends on how it is cut into passes, it is cut as mlx-lm cuts it.
 FIXED_SIZE = 2048
 
@@ -28,11 +30,17 @@ class ChunkSize:
     """
 
     _seconds_per_token: dict[int, Mean] = attrs.field(factory=dict, init=False)  # by size
+    _num_passes: int = attrs.field(default=0, init=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take note of a pass. One of a size that is not tried, such as the end of a prompt, says little."""
         if SMALLEST <= num_tokens <= LARGEST and num_tokens & (num_tokens - 1) == 0:
             self._seconds_per_token.setdefault(num_tokens, Mean(memory=8.0)).observe(seconds / num_tokens)
+            self._num_passes += 1
+            if self._num_passes % RETRY_PASSES == 0:
+                # A larger size may have been slow but once, for something else that the machine did.
+                for size in [size for size in self._seconds_per_token if size > num_tokens]:
+                    del self._seconds_per_token[size]
 
     def __call__(self) -> int:
         """Tokens for the next pass."""

@@ -10,8 +10,9 @@ A session, seen from outside (drafter on the left, target on the right):
     Verdict   <─────────────────  "of those I accepted n, and this token comes next"
       … one proposal and one verdict a round, in turn …
     Ready     ─────────────────>  "I have read the text: you can wait for my proposals"
-    Overdue   <─────────────────  "I wait for you no longer, and go alone until round r"; the drafter reads what
-                                  is committed meanwhile, and says Ready again
+    Due       <─────────────────  "round r cannot wait: propose what you have", which may be nothing
+    Overdue   <─────────────────  "until round r I go alone", as long as the drafter, which reads what is committed
+                                  meanwhile, has not said Ready again
     Rest      ─────────────────>  "until round r, go alone": where speculating does not pay at present
     Withdraw  ─────────────────>  "I draft no more for this session" (a failure, or nothing to offer)
     Close     ─────────────────>  both, from the runtime
@@ -172,10 +173,27 @@ class Ready:
 
 
 @attrs.frozen
-class Overdue:
-    """The target stops waiting for the drafter, and decodes by itself for a while.
+class Due:
+    """The target waits no longer for the proposal of a round.
 
-    A proposal for the round that crosses this message is dropped, and its tokens are not judged.
+    The drafter answers at once, in the event loop and not on its thread, with the tokens that it has drawn by now. So
+    whether a token is proposed depends on when it was drawn, and not on which token it is: otherwise the rejection rule
+    would not be exact. (A token that ends a text ends a chain, too, and makes a proposal that is ready earlier.)
+
+    Attributes:
+        session, round: what it belongs to.
+    """
+
+    session: int = attrs.field(validator=ge(0))
+    round: int = attrs.field(validator=ge(0))
+
+
+@attrs.frozen
+class Overdue:
+    """The target decodes by itself for a while, since the drafter was late or has not read the prompt yet.
+
+    It is said right behind the verdict of a round, or before the drafter has drawn anything. What the drafter may have
+    drawn for the rounds until then is not proposed, whichever tokens those are.
 
     Attributes:
         session: what it belongs to.
@@ -201,4 +219,4 @@ class Close:
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | Proposal | Ready | Overdue | Rest | Verdict | Withdraw | Close
+Message = Open | Proposal | Ready | Due | Overdue | Rest | Verdict | Withdraw | Close

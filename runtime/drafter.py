@@ -122,9 +122,11 @@ class DrafterPlace:
                 del get  # and with it the model, once the actor lets go of it
                 async with trio.open_nursery() as nursery:
                     await nursery.start(actor.serve)
+                    # Where whoever attaches it is cancelled by now, this task ends here, and no drafter was there.
+                    task_status.started()
+                    await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
                     self._target.drafter = actor.mailbox
                     self._target.beside_another = isinstance(actor, DraftActor)
-                    task_status.started()
         finally:
             has_ended.set()

@@ -92,7 +92,7 @@ class Runtime:
     ) -> None:
         self._prices = prices
         self._nursery = nursery
-        self._places = Places(max_streams, self._begin_session)
+        self._places = Places(max_streams, self._begin_session, lambda: self._closed is None and target.is_serving)
         self._target = target
         self._drafter = drafter
         self._tokenizer = tokenizer

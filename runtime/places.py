@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-
-import trio
 
 from actors.session import Session
 
@@ -17,14 +14,16 @@ class Places:
     models and the memory for caches. What a slow consumer has still to read of a text that is over takes no place.
     """
 
-    def __init__(self, most: int | None, begin: Callable[[Session], None]) -> None:
+    def __init__(self, most: int | None, begin: Callable[[Session], None], can_begin: Callable[[], bool]) -> None:
         """All free.
 
         Args:
             most: places, >= 1; None for no bound.
             begin: hands a session to the actors; never waits.
+            can_begin: whether the actors still take sessions.
         """
         self._most = most
+        self._can_begin = can_begin
         self._begin = begin
         self._num_taken = 0
         self._waiting: dict[int, Session] = {}
@@ -53,5 +52,5 @@ class Places:
     def _leave(self) -> None:
         self._num_taken -= 1
         # Where the actors are being cancelled, what waits is about to be told that the runtime is closed.
-        if self._waiting and trio.current_effective_deadline() > -math.inf:
+        if self._waiting and self._can_begin():
             self._take(self._waiting.pop(next(iter(self._waiting))))

@@ -53,6 +53,14 @@ def test_large_passes_that_buy_nothing_are_not_made() -> None:
     assert passes[-1] == 64
 
 
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    chunk_size = ChunkSize()
+    for number in range(60):
+        n = chunk_size()
+        chunk_size.observe(n, 0.05 if number == 1 else 0.01 + n * 1e-5)
+    assert chunk_size() == LARGEST
+
+
 def test_a_device_that_gets_slower_has_shorter_passes() -> None:
     chunk_size = ChunkSize()
     for _ in range(10):

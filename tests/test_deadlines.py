@@ -70,7 +70,7 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
                 assert got == continuation(PROMPT, 40)
             # Forty passes at most, and one long wait.
             assert trio.current_time() < 41 * DECODE_S + max(UNPRICED_PROPOSAL_WAIT_S, PROPOSAL_FACTOR * 64 * 0.5) + 10
-            if simulation.draft_worker is not None and simulation.draft_worker.job_began is not None:
+            if stream.statistics().draft_timeouts:
                 assert statistics.draft_timeouts == 1
                 assert len(simulation.instants("overdue", "target")) == 1
                 assert simulation.runtime.health() == runtime.Health(target=True, draft=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -576,17 +577,37 @@ async def test_a_cancelled_job_of_a_worker_that_may_not_be_given_up_is_waited_fo
     assert gate.is_done
 
 
-async def test_when_a_job_began_is_known_while_it_runs() -> None:
+@pytest.mark.usefixtures("impatience")
+async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog: Any) -> None:
     gate = Gate()
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-        assert worker.job_began is None
-        before = worker.clock()
-        nursery.start_soon(worker.run, job(gate))
-        await gate.begun()
-        assert worker.job_began is not None
-        assert before <= worker.job_began <= worker.clock()
-        gate.let_go_on()
-    assert worker.job_began is None
+    behind: list[Any] = []
+    async with ThreadWorker("draft", may_be_given_up=True) as worker:
+        async with trio.open_nursery() as nursery:
+
+            async def fail(call: Callable[[], Any]) -> None:
+                with pytest.raises(JobError, match="HangError"):
+                    await worker.run(job(call))
+
+            nursery.start_soon(fail, gate)
+            await gate.begun()
+            nursery.start_soon(fail, lambda: behind.append("done"))
+        assert not worker.is_alive
+        thread = worker._thread
+    assert "hangs" in caplog.text
+    # Where the thread comes back after all, it does not do what it was said not to have done.
+    gate.let_go_on()
+    thread.end()
+    assert behind == []
+
+
+async def test_loading_never_hangs_and_a_long_pass_may_take_as_long_as_its_tokens_should() -> None:
+    async with ThreadWorker("draft", may_be_given_up=True) as worker:
+        worker._longest_job_s = worker._longest_token_s = 0.01
+        worker._running = job(lambda: None, num_tokens=2048)
+        assert worker._hang_timeout_s == pytest.approx(10.0 + 4.0 * 20.48)
+        worker._running = Job("load", lambda: None)
+        assert worker._hang_timeout_s == math.inf
+        worker._running = None
 
 
 async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
