@@ -21,14 +21,17 @@ from actors.mlx_options import CacheOptions, Rewind
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown
-from protocol.settings import NGRAM, Settings
-from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
+from protocol.settings import MISSING, NGRAM, Settings
+from protocol.synonyms import NOTES, SYNONYMS, meant
 from runtime.trained_drafters import refusal, trained_drafter_at
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
 REWINDS = get_args(Rewind)
+
+# What mlx-lm's wrapper of a tokenizer, and the reading of prompts, take for granted.
+_OF_A_TOKENIZER = ("encode", "decode", "get_vocab", "eos_token_id")
 
 
 @attrs.frozen
@@ -43,12 +46,19 @@ def check_source(role: str, source: Any) -> Source:
     """What names a model, checked as far as that goes without opening it.
 
     Raises:
-        SettingsError: neither a path, a hub id nor a pair (model, tokenizer).
+        SettingsError: missing, or neither a path, a hub id nor a pair (model, tokenizer).
         ModelError: a path at which there is no model.
     """
+    if source is MISSING:
+        raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
     if isinstance(source, tuple):
         if len(source) != 2 or not isinstance(source[0], Module):
             raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {shown(source)}")
+        if source[1] is not None and any(not hasattr(source[1], name) for name in _OF_A_TOKENIZER):
+            raise SettingsError(
+                f"the tokenizer in {role} must be one of transformers', mlx-lm's wrapper of one, or None, "
+                f"got {shown(source[1])}; mlx_lm.load gives (model, tokenizer)"
+            )
         return source
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {shown(source)}")
@@ -121,15 +131,30 @@ def check_cache_options(
     return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
 
 
-def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises: SettingsError: there is an option of `open` that it does not have."""
+def check_unknown(
+    options: Mapping[str, Any],
+    known: Iterable[str],
+    *,
+    positional: Iterable[str] = ("target", "draft"),
+    function: str = "open",
+) -> None:
+    """Refuse options that do not exist, and say what they may have been meant for.
+
+    Args:
+        options: those that do not exist, by name.
+        known: the names of those that do.
+        positional: names of further arguments that the function has.
+        function: its name.
+
+    Raises: SettingsError: there is one.
+    """
     settings = {field.name for field in attrs.fields(Settings)}
     for name in options:
         here = SYNONYMS.get(name)
         note = f" ({NOTES[name]})" if name in NOTES else ""
         if name in settings:
             hint = "it is a setting of stream() and the like"
-        elif here in OPEN_ARGUMENTS:
+        elif here in {*known, *positional}:
             hint = f"it is {here}= here{note}"
         elif here in settings:
             hint = f"it is {here}=, a setting of stream() and the like{note}"
@@ -137,7 +162,7 @@ def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
             hint = f"did you mean {near!r}?"
         else:
             hint = f"the options are {', '.join(known)}"
-        raise SettingsError(f"open() has no option {name!r}; {hint}")
+        raise SettingsError(f"{function}() has no option {shown(name)}; {hint}")
 
 
 def check_integer(name: str, value: Any, low: int) -> None:

@@ -93,8 +93,8 @@ class Recorder(ABC):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingsError(
-                f"the trace cannot be written to {str(self.path)!r}: {reason}; name a file in a directory that exists "
-                "and can be written"
+                f"the trace cannot be written to {shown(str(self.path))}: {reason}; name a file in a directory that "
+                "exists and can be written"
             ) from error
         return self
 

@@ -99,6 +99,8 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}, {}),
         ({"lookahead": 0}, {"lookahead": 0}),
         ({"lookahead": 5}, {"lookahead": 5}),
+        ({"draft_temperature": 0.5}, {"draft_temperature": 0.5}),
+        ({"draft_temperature": None}, {}),
         ({"lookahead": "auto"}, {}),
         ({"acceptance": "rejection", **SAMPLED}, {"acceptance": "rejection", **SAMPLED}),
         ({"stop": "☂"}, {"stop": "☂"}),
@@ -211,6 +213,8 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
     [
         ({"temprature": 1}, "temprature", "no field \"temprature\" here; did you mean 'temperature'?"),
         ({"max_new_tokens": 1}, "max_new_tokens", "did you mean 'max_tokens'?"),
+        ({"draft_tokens": 1}, "draft_tokens", "did you mean 'lookahead'?"),
+        ({"draft_temperature": -1}, "draft_temperature", "draft_temperature must be at least 0, got -1"),
         ({"functions": []}, "functions", "there are no tools here; leave it out"),
         ({"zzz": 1}, "zzz", "leave it out"),
         ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
