@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown
+from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from runtime.tables import Row, Sheet, show_table
 from runtime.terminal import Display, Output, printing, warnings_at_the_end
@@ -157,7 +157,9 @@ def _plot_file(name: str) -> Path:
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise SettingsError(f"plot must name a file that ends in {' or '.join(PLOT_SUFFIXES)}, got {shown(name)}")
     if not path.parent.is_dir():
-        raise SettingsError(f"plot must name a file in a directory that exists, and {shown(str(path.parent))} does not")
+        raise SettingsError(
+            f"plot must name a file in a directory that exists, and {shown_path(str(path.parent))} does not"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("plot needs matplotlib, which is not installed: pip install 'outrider[plot]'")
     return path

@@ -20,7 +20,7 @@ from actors.mlx_model import MLXModel, load, tokenizer_wrapper
 from actors.mlx_options import CacheOptions, Rewind
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
-from protocol.reprs import shown
+from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.synonyms import NOTES, SYNONYMS, meant
 from runtime.trained_drafters import refusal, trained_drafter_at
@@ -69,12 +69,14 @@ def check_source(role: str, source: Any) -> Source:
         exists, has_config = path.exists(), (path / "config.json").is_file()
     except OSError as error:
         raise ModelError(
-            f"{role} {shown(str(source))} cannot be looked at: {error.strerror}; "
+            f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
             "give a directory with a model, or a hub id"
         ) from error
     if exists:
         if not has_config:
-            raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
+            raise ModelError(
+                f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
+            )
         if role == "draft" and (kind := trained_drafter_at(path)) is not None:
             raise ModelError(refusal(str(source), kind))
         return path
@@ -84,7 +86,7 @@ def check_source(role: str, source: Any) -> Source:
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"{role} {name!r} does not exist; give a directory with a model, or a hub id")
+        raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError
 from tokenizers import Tokenizer
 
 from protocol.errors import ModelError, SettingsError
-from protocol.reprs import shown
+from protocol.reprs import shown, shown_path
 from runtime.draft_families import small_models
 from runtime.trained_drafters import trained_drafter
 
@@ -73,7 +73,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     config = _config(directory)
     if config is None:
         raise ModelError(
-            f"target {os.fspath(target)!r} has no config.json that can be read; give a directory with a model"
+            f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
     room = _num_bytes(directory) * MOST_OF_THE_TARGET
     vocabulary = _vocabulary(directory)
@@ -111,7 +111,9 @@ def _directory(target: Any, cache_dir: str | Path | None) -> Path:
     except HFValidationError:
         config = None
     if not isinstance(config, str):
-        raise ModelError(f"target {shown(os.fspath(target))} is not on this disk; give a directory, or open it once")
+        raise ModelError(
+            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
+        )
     return Path(config).parent.resolve()
 
 
