@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -135,9 +135,9 @@ def check_cache_options(
 
 def check_unknown(
     options: Mapping[str, Any],
-    known: Iterable[str],
+    known: Collection[str],
     *,
-    positional: Iterable[str] = ("target", "draft"),
+    positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
     """Refuse options that do not exist, and say what they may have been meant for.

@@ -28,7 +28,7 @@ from scripted import ScriptedModel
 
 from protocol.settings import settings_from
 from runtime.server.answering import Limits
-from runtime.server.requests import ChatRequest, CompletionRequest
+from runtime.server.requests import ChatRequest, CompletionRequest, read
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -99,8 +99,6 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}, {}),
         ({"lookahead": 0}, {"lookahead": 0}),
         ({"lookahead": 5}, {"lookahead": 5}),
-        ({"draft_temperature": 0.5}, {"draft_temperature": 0.5}),
-        ({"draft_temperature": None}, {}),
         ({"lookahead": "auto"}, {}),
         ({"acceptance": "rejection", **SAMPLED}, {"acceptance": "rejection", **SAMPLED}),
         ({"stop": "☂"}, {"stop": "☂"}),
@@ -126,6 +124,14 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
         assert (usage["proposed_tokens"] > 0) is (wanted.get("lookahead") != 0)
 
     simulated_server(test, limits=Limits(max_tokens=24))
+
+
+@pytest.mark.parametrize(
+    ("draft_temperature", "wanted"), [(0.5, {"draft_temperature": 0.5}), (0, {"draft_temperature": 0}), (None, {})]
+)
+def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperature: Any, wanted: Any) -> None:
+    body = json.dumps({**DEF, "draft_temperature": draft_temperature}).encode()
+    assert read(CompletionRequest, body).settings() == wanted
 
 
 # Null in the requests of some clients.
