@@ -16,6 +16,7 @@ import trio
 
 from actors.worker import Job, Steps, as_job_error
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 from protocol.trace import Actor, Event, Span, SpanKind
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Contention:
         Raises: SettingsError: it is not.
         """
         if not 0 <= kappa <= 1:
-            raise SettingsError(f"contention must be in [0, 1], got {kappa!r}; use 0 for separate hardware")
+            raise SettingsError(f"contention must be in [0, 1], got {shown(kappa)}; use 0 for separate hardware")
         self.kappa = kappa
         self._running: list[_Running] = []
         self._changed_at = 0.0

@@ -26,13 +26,14 @@ import attrs
 import mlx.core as mx
 from attrs.validators import ge, lt, optional
 
+from protocol.reprs import shown
 from protocol.settings import Settings
 from protocol.stops import Stop
 
 
 def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple) or not all(isinstance(t, int) and t >= 0 for t in value):
-        raise ValueError(f"{attribute.name} must be a tuple of token ids >= 0, got {value!r}")
+        raise ValueError(f"{attribute.name} must be a tuple of token ids >= 0, got {shown(value)}")
 
 
 @attrs.frozen

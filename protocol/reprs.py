@@ -44,6 +44,11 @@ def excerpt(text: str, most: int = 40) -> str:
     return repr(piece if piece == text else piece[:-1] + "…")
 
 
+def shown_path(path: str) -> str:
+    """`repr` of a path or a hub id: whole, unless it is longer than 1000 characters and hardly one."""
+    return excerpt(path, 1000)
+
+
 def brief(name: str, values: dict[str, Any]) -> str:
     """A representation as a call, `Name(field=value, …)`, of at most 200 characters.
 

@@ -24,6 +24,10 @@ MAX_STOP_LENGTH = 1000
 # What stands for prompt lookup where a draft model could be named; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
 
+# The default of an argument that must be given. Python would refuse a call without it before a name that the argument
+# has elsewhere (`target_model`) could get its hint.
+MISSING: Any = attrs.NOTHING
+
 
 def _integer(low: int, high: int | None = None, *, or_none: str | None = None, or_auto: bool = False) -> Any:
     """A validator for whole numbers; `or_none` says what None means where it is allowed."""
@@ -152,7 +156,7 @@ def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not callable(value):
         raise SettingsError(
-            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {value!r}"
+            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {shown(value)}"
         )
 
 
@@ -364,5 +368,6 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
             raise SettingsError(
-                f"{name} must be at most the target's vocabulary of {vocab_size} ids, got {getattr(settings, name)}"
+                f"{name} must be at most the target's vocabulary of {vocab_size} ids, "
+                f"got {shown(getattr(settings, name))}"
             )

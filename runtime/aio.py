@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from protocol.reprs import shown
+from protocol.settings import MISSING
 from runtime.aio_thread import AioThread
 from runtime.deferred_opening import deferred_opening
 
@@ -38,7 +39,7 @@ _HOMES = {
 }
 
 
-def open(target: Source, draft: Source | None = None, **options: Any) -> Opening:
+def open(target: Source = MISSING, draft: Source | None = None, **options: Any) -> Opening:
     """`runtime.open` for asyncio: load the models, and keep them at work until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes it as the block is left; after `rt = await runtime.aio.open(…)`,

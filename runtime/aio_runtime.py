@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from protocol.errors import WrongEventLoopError
+from protocol.settings import MISSING
 from runtime import engine, streaming
 from runtime.aio_conversation import Conversation
 from runtime.aio_many import Completions, MergedSource, TokenStreams
@@ -104,13 +105,13 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
         await stream.opened()
         return stream
 
-    async def attach_draft(self, draft: Source, *, draft_device: Device = None) -> None:
+    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Any) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
         """
         evaluate_here(draft)
-        await self._done_in_trio(partial(self._runtime.attach_draft, draft, draft_device=draft_device))
+        await self._done_in_trio(partial(self._runtime.attach_draft, draft, draft_device=draft_device, **unknown))
 
     async def detach_draft(self) -> None:
         """Let go of the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.

@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from protocol.errors import PromptError, SettingsError
+from protocol.reprs import shown
 from runtime.model_arguments import Models
 from runtime.signals import quitting, until_signal
 from runtime.tables import Row as TableRow
@@ -148,9 +149,9 @@ def _check_plot(file: str | None) -> Path | None:
         return None
     path = Path(file)
     if path.suffix not in PLOT_FORMATS:
-        raise SettingsError(f"plot must be a file that ends in {', '.join(PLOT_FORMATS)}, got {file!r}")
+        raise SettingsError(f"plot must be a file that ends in {', '.join(PLOT_FORMATS)}, got {shown(file)}")
     if not path.absolute().parent.is_dir():
-        raise SettingsError(f"plot {file!r} is in no directory that exists; make {path.parent} first")
+        raise SettingsError(f"plot {shown(file)} is in no directory that exists; make {path.parent} first")
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path

@@ -18,6 +18,7 @@ from pathlib import Path
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 
 VARIABLE = "OUTRIDER_BLAS"
 OPENBLAS = "openblas"
@@ -78,7 +79,7 @@ def choose(
         return None
     if wanted != OPENBLAS:
         if "/" not in wanted and ".so" not in wanted:
-            raise SettingsError(f"blas must be {_ALLOWED}, got {wanted!r}")
+            raise SettingsError(f"blas must be {_ALLOWED}, got {shown(wanted)}")
         if not exists(path := os.path.abspath(os.path.expanduser(wanted))):
             raise SettingsError(f'there is no BLAS library at {path}; give the path of one, or "{OPENBLAS}"')
         return path
@@ -141,19 +142,20 @@ def put_in_front(wanted: str, *, num_workers: int = WORKERS) -> None:
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(
-            f'blas {wanted!r} is for Linux: elsewhere MLX has a fast one of its own; leave it "{SYSTEM}"'
+            f'blas {shown(wanted)} is for Linux: elsewhere MLX has a fast one of its own; leave it "{SYSTEM}"'
         )
     library = choose(wanted, os.uname().machine)
     if library == _in_front.library:
         return
     if _in_front.library is not None:
         raise SettingsError(
-            f"blas {wanted!r} comes too late: {VARIABLE} has put {_in_front.library} in front; change or unset it"
+            f"blas {shown(wanted)} comes too late: {VARIABLE} has put {_in_front.library} in front; change or unset it"
         )
     assert library is not None
     if is_mlx_imported():
         raise SettingsError(
-            f"blas {wanted!r} comes too late: mlx is imported already; set {VARIABLE} and import runtime before mlx"
+            f"blas {shown(wanted)} comes too late: mlx is imported already; set {VARIABLE} and import runtime "
+            "before mlx"
         )
     # Read by the library as it is loaded, and before numpy or a child process does the same.
     threads = num_threads(os.environ, num_usable_cores(), num_workers)

@@ -21,6 +21,7 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
+from protocol.reprs import shown
 from runtime.model_arguments import Models
 from runtime.settings_arguments import settings_of
 from runtime.signals import quitting
@@ -405,7 +406,9 @@ class Chat:
         name, _, rest = line.partition(" ")
         argument = rest.strip()
         if (command := COMMANDS.get(name)) is None:
-            raise PromptError(f'there is no command {name!r}; "/help" lists them, and "/{name}" says it to the model')
+            raise PromptError(
+                f'there is no command {shown(name)}; "/help" lists them, and "/{name[:100]}" says it to the model'
+            )
         if bool(argument) != (command.argument is not None):
             raise PromptError(f'it is "{name} {command.argument}"' if command.argument else f"{name} stands alone")
         await command.obey(self, argument)

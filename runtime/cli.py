@@ -24,6 +24,7 @@ from typing import Any
 import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
+from protocol.reprs import shown
 from protocol.settings import NGRAM
 from runtime import bench_command, blas, chat_command, generate_command, serve_command
 from runtime.flags import elsewhere, in_flags
@@ -81,19 +82,24 @@ class _Parser(argparse.ArgumentParser):
 
     def _hint(self, unknown: list[str]) -> str:
         """What to type in place of flags that there are not, as far as that is known."""
-        shown = [
+        flags = [
             name
             for name, action in self._option_string_actions.items()
             if name.startswith("--") and action.help != argparse.SUPPRESS
         ]
-        hints = [hint for name in unknown if name[:1] == "-" and (hint := elsewhere(name.partition("=")[0], shown))]
+        by_request = self.get_default("command") is serve
+        hints = [
+            hint
+            for name in unknown
+            if name[:1] == "-" and (hint := elsewhere(name.partition("=")[0], flags, by_request=by_request))
+        ]
         return "".join(f"; {hint}" for hint in hints)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             near = difflib.get_close_matches(str(value), action.choices, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(action.choices)}"
-            raise argparse.ArgumentError(None, f"there is no command {value!r}; {hint}")
+            raise argparse.ArgumentError(None, f"there is no command {shown(value)}; {hint}")
         super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:

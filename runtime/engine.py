@@ -30,7 +30,7 @@ from protocol.errors import (
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.settings import NGRAM, Settings, SettingsLike, check_vocabulary_size, settings_from
+from protocol.settings import MISSING, NGRAM, Settings, SettingsLike, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from protocol.turns import Turns
@@ -46,7 +46,7 @@ from runtime.reading import Arrivals, Progress, Reading
 from runtime.saved_session import SavedStream
 from runtime.saving import Models
 from runtime.session_file import SessionFile
-from runtime.sources import Device, Source
+from runtime.sources import Device, Source, check_unknown
 from runtime.streaming import Completion, TokenStream, complete
 from runtime.text import GrowingText, Prompt, StopFinder
 from runtime.thinking import Answer
@@ -371,13 +371,14 @@ class Runtime:
 
     # --- the drafter ------------------------------------------------------------------------------
 
-    async def attach_draft(self, draft: Source, *, draft_device: Device = None) -> None:
+    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Any) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         It is checked and timed as by `open`. Streams that are under way go on without.
 
         Args:
             draft, draft_device: as for `open`; "ngram" looks up without a model.
+            **unknown: refused.
 
         Raises: and then the runtime is as it was:
             DrafterAttachedError: there is one, or one is being loaded.
@@ -387,6 +388,7 @@ class Runtime:
         Cancellation: waits for the load; the runtime is as it was.
         """
         with self._while_open():
+            check_unknown(unknown, ("draft", "draft_device"), positional=(), function="attach_draft")
             await self._drafter.attach(draft, draft_device)
 
     async def detach_draft(self) -> None:

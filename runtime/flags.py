@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import attrs
 
 from protocol.settings import Settings
-from protocol.synonyms import OPEN_ARGUMENTS, meant
+from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 
+_SETTINGS = {field.name for field in attrs.fields(Settings)}
 _NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
+# Settings that no request to a server has a field for.
+_NO_FIELDS = _NO_FLAGS | {"min_tokens_to_keep", "prefill_step_size", "xtc_special_tokens"}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"spread", "verify_slope"}
-_NAMES = {field.name for field in attrs.fields(Settings)} | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
+_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
 
 # Names that are words as well ("stop", "lookahead") mean the argument only where they begin a message, or with "=".
 _ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}
@@ -48,19 +51,26 @@ _ELSEWHERE = {
 }
 
 
-def elsewhere(given: str, known: Sequence[str]) -> str | None:
+def elsewhere(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
     """What to do in place of a flag that there is not.
 
     Args:
         given: as it was typed, without a value.
         known: flags that there are.
+        by_request: whether the command is a server, whose requests have the settings for fields.
 
     Returns: a hint; None where nothing comes to mind.
     """
     if given in _ELSEWHERE:
         return _ELSEWHERE[given]
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
-    near = meant(given.lstrip("-").replace("-", "_"), names)
+    name = given.lstrip("-").replace("-", "_")
+    setting = SYNONYMS.get(name, name)
+    if setting in _SETTINGS and setting not in names:
+        # Whatever flag is spelt alike is for something else.
+        has_field = by_request and setting not in _NO_FIELDS
+        return f'each request sets this, by its field "{setting}"' if has_field else None
+    near = meant(name, names)
     return None if near is None else f"did you mean {names[near]}?"
 
 

@@ -22,7 +22,7 @@ from actors.warm_up import warm_up
 from actors.worker import Job, JobError, ThreadWorker, Worker
 from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
-from protocol.settings import NGRAM, SettingsLike, keywords_of
+from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from runtime.drafter import LoadedDrafter
 from runtime.engine import Events, Runtime, running
@@ -47,7 +47,7 @@ logger = logging.getLogger("outrider")
 @asynccontextmanager
 @trio.lowlevel.enable_ki_protection
 async def open(
-    target: Source,
+    target: Source = MISSING,
     draft: Source | None = None,
     *,
     target_device: Device = None,
@@ -94,7 +94,7 @@ async def open(
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
     Raises: before the block is entered, with nothing left half open:
-        SettingsError: an option is unknown or out of its range.
+        SettingsError: the target is missing, or an option is unknown or out of its range.
         ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
             way to rewind that was insisted on.
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -230,7 +230,7 @@ async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrap
 
 
 async def serve(
-    target: Source,
+    target: Source = MISSING,
     draft: Source | None = None,
     *,
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,

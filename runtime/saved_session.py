@@ -193,8 +193,8 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
             raise SessionFileError(
-                f"{named(path)} was saved with {name}={was!r}, and this runtime has {now!r}; "
-                f"open it with {name}={was!r}"
+                f"{named(path)} was saved with {name}={shown(was)}, and this runtime has {shown(now)}; "
+                f"open it with {name}={shown(was)}"
             )
 
 

@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
+from protocol.reprs import shown
 from runtime.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.model_arguments import Models
 from runtime.signals import quitting, until_signal
@@ -292,8 +293,8 @@ def _check_origin(origin: str) -> None:
     """Raises: SettingsError: no page has such an origin, and it would silently let none in."""
     if not _ORIGIN.fullmatch(origin) or _USUAL_PORT.fullmatch(origin):
         raise SettingsError(
-            f"--allow-origin {origin!r} is not what a browser calls an origin: give scheme and host in small letters, "
-            "and the port where it is not the usual one, with nothing behind, such as https://example.org"
+            f"--allow-origin {shown(origin)} is not what a browser calls an origin: give scheme and host in small "
+            "letters, and the port where it is not the usual one, with nothing behind, such as https://example.org"
         )
 
 
@@ -309,7 +310,7 @@ def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host {host!r} is no address: {error}") from error
+        raise SettingsError(f"--host {shown(host)} is no address: {error}") from error
     family, kind, protocol, _, address = found[0]
     if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise SettingsError(

@@ -23,6 +23,7 @@ import attrs
 
 from actors.tensor import DTYPES, Tensor
 from protocol.errors import SessionFileError
+from protocol.reprs import shown_path
 
 VERSION = 1
 
@@ -372,7 +373,7 @@ def _no_constant(name: str) -> NoReturn:
 
 def shown(path: SessionFile) -> str:
     """A file by its path, or by its class."""
-    return repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else f"<{type(path).__name__}>"
+    return shown_path(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else f"<{type(path).__name__}>"
 
 
 def named(path: SessionFile) -> str:

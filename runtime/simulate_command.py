@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from runtime.tables import Row, Sheet, show_table
 from runtime.terminal import Display, Output, printing, warnings_at_the_end
@@ -144,7 +145,7 @@ def _lookaheads(text: str) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
-                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {text!r}; "
+                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
                 "plain decoding and the automatic lookahead are always compared"
             )
         values.add(int(part))
@@ -154,9 +155,11 @@ def _lookaheads(text: str) -> list[int]:
 def _plot_file(name: str) -> Path:
     path = Path(name).expanduser()
     if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise SettingsError(f"plot must name a file that ends in {' or '.join(PLOT_SUFFIXES)}, got {name!r}")
+        raise SettingsError(f"plot must name a file that ends in {' or '.join(PLOT_SUFFIXES)}, got {shown(name)}")
     if not path.parent.is_dir():
-        raise SettingsError(f"plot must name a file in a directory that exists, and {str(path.parent)!r} does not")
+        raise SettingsError(
+            f"plot must name a file in a directory that exists, and {shown_path(str(path.parent))} does not"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("plot needs matplotlib, which is not installed: pip install 'outrider[plot]'")
     return path

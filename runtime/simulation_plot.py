@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.reprs import shown_path
 from runtime.simulate_command import Comparison, Decoding, in_words
 from runtime.terminal import OutputError
 
@@ -42,7 +43,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         try:
             figure.savefig(path, format=path.suffix[1:].lower(), metadata={"Date": None} if is_svg else {})
         except OSError as error:
-            raise OutputError(f"cannot write the plot to {str(path)!r}: {error.strerror}") from error
+            raise OutputError(f"cannot write the plot to {shown_path(str(path))}: {error.strerror}") from error
 
 
 def _draw_on(axes: Axes, comparison: Comparison) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -20,15 +20,18 @@ from actors.mlx_model import MLXModel, load, tokenizer_wrapper
 from actors.mlx_options import CacheOptions, Rewind
 from actors.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
-from protocol.reprs import shown
-from protocol.settings import NGRAM, Settings
-from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
+from protocol.reprs import shown, shown_path
+from protocol.settings import MISSING, NGRAM, Settings
+from protocol.synonyms import NOTES, SYNONYMS, meant
 from runtime.trained_drafters import refusal, trained_drafter_at
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
 REWINDS = get_args(Rewind)
+
+# What mlx-lm's wrapper of a tokenizer, and the reading of prompts, take for granted.
+_OF_A_TOKENIZER = ("encode", "decode", "get_vocab", "eos_token_id")
 
 
 @attrs.frozen
@@ -43,12 +46,19 @@ def check_source(role: str, source: Any) -> Source:
     """What names a model, checked as far as that goes without opening it.
 
     Raises:
-        SettingsError: neither a path, a hub id nor a pair (model, tokenizer).
+        SettingsError: missing, or neither a path, a hub id nor a pair (model, tokenizer).
         ModelError: a path at which there is no model.
     """
+    if source is MISSING:
+        raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
     if isinstance(source, tuple):
         if len(source) != 2 or not isinstance(source[0], Module):
             raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {shown(source)}")
+        if source[1] is not None and any(not hasattr(source[1], name) for name in _OF_A_TOKENIZER):
+            raise SettingsError(
+                f"the tokenizer in {role} must be one of transformers', mlx-lm's wrapper of one, or None, "
+                f"got {shown(source[1])}; mlx_lm.load gives (model, tokenizer)"
+            )
         return source
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {shown(source)}")
@@ -59,12 +69,14 @@ def check_source(role: str, source: Any) -> Source:
         exists, has_config = path.exists(), (path / "config.json").is_file()
     except OSError as error:
         raise ModelError(
-            f"{role} {shown(str(source))} cannot be looked at: {error.strerror}; "
+            f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
             "give a directory with a model, or a hub id"
         ) from error
     if exists:
         if not has_config:
-            raise ModelError(f"{role} {str(source)!r} has no config.json; give a directory in Hugging Face layout")
+            raise ModelError(
+                f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
+            )
         if role == "draft" and (kind := trained_drafter_at(path)) is not None:
             raise ModelError(refusal(str(source), kind))
         return path
@@ -74,7 +86,7 @@ def check_source(role: str, source: Any) -> Source:
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"{role} {name!r} does not exist; give a directory with a model, or a hub id")
+        raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
 
 
@@ -121,15 +133,30 @@ def check_cache_options(
     return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
 
 
-def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises: SettingsError: there is an option of `open` that it does not have."""
+def check_unknown(
+    options: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    positional: Collection[str] = ("target", "draft"),
+    function: str = "open",
+) -> None:
+    """Refuse options that do not exist, and say what they may have been meant for.
+
+    Args:
+        options: those that do not exist, by name.
+        known: the names of those that do.
+        positional: names of further arguments that the function has.
+        function: its name.
+
+    Raises: SettingsError: there is one.
+    """
     settings = {field.name for field in attrs.fields(Settings)}
     for name in options:
         here = SYNONYMS.get(name)
         note = f" ({NOTES[name]})" if name in NOTES else ""
         if name in settings:
             hint = "it is a setting of stream() and the like"
-        elif here in OPEN_ARGUMENTS:
+        elif here in {*known, *positional}:
             hint = f"it is {here}= here{note}"
         elif here in settings:
             hint = f"it is {here}=, a setting of stream() and the like{note}"
@@ -137,7 +164,7 @@ def check_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
             hint = f"did you mean {near!r}?"
         else:
             hint = f"the options are {', '.join(known)}"
-        raise SettingsError(f"open() has no option {name!r}; {hint}")
+        raise SettingsError(f"{function}() has no option {shown(name)}; {hint}")
 
 
 def check_integer(name: str, value: Any, low: int) -> None:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError
 from tokenizers import Tokenizer
 
 from protocol.errors import ModelError, SettingsError
+from protocol.reprs import shown, shown_path
 from runtime.draft_families import small_models
 from runtime.trained_drafters import trained_drafter
 
@@ -72,7 +73,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     config = _config(directory)
     if config is None:
         raise ModelError(
-            f"target {os.fspath(target)!r} has no config.json that can be read; give a directory with a model"
+            f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
     room = _num_bytes(directory) * MOST_OF_THE_TARGET
     vocabulary = _vocabulary(directory)
@@ -100,16 +101,19 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
 
 def _directory(target: Any, cache_dir: str | Path | None) -> Path:
     if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
-        raise SettingsError(f"target must be a path or a hub id, got {target!r}")
+        raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
     path = Path(target).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    with suppress(OSError):  # a name that is too long for a path, for one
+        if path.is_dir():
+            return path.resolve()
     try:
         config = try_to_load_from_cache(os.fspath(target), "config.json", cache_dir=cache_dir)
     except HFValidationError:
         config = None
     if not isinstance(config, str):
-        raise ModelError(f"target {os.fspath(target)!r} is not on this disk; give a directory, or open it once")
+        raise ModelError(
+            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
+        )
     return Path(config).parent.resolve()
 
 

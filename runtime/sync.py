@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import trio
 
 from protocol.errors import WrongEventLoopError
+from protocol.settings import MISSING, settings_from
 from runtime import engine, streaming
 from runtime.bridge import Commits, RuntimeHandle, own, own_of_many
 from runtime.deferred_opening import deferred_opening, evaluate_here
@@ -38,7 +39,7 @@ __all__ = ["Conversation", "Runtime", "TokenStream", "generate_sync", "open_sync
 T = TypeVar("T")
 
 
-def open_sync(target: Source, draft: Source | None = None, **options: Any) -> Runtime:
+def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Any) -> Runtime:
     """`runtime.open` without an event loop: load the models, and keep them at work until the runtime is closed.
 
     `with runtime.open_sync(…) as rt` closes it as the block is left; after `rt = runtime.open_sync(…)`, `rt.close()`
@@ -60,7 +61,9 @@ def open_sync(target: Source, draft: Source | None = None, **options: Any) -> Ru
     return Runtime(thread, thread.start())
 
 
-def generate_sync(prompt: Prompt, *, target: Source, draft: Source | None = None, **keywords: Any) -> Completion:
+def generate_sync(
+    prompt: Prompt, *, target: Source = MISSING, draft: Source | None = None, **keywords: Any
+) -> Completion:
     """Load the models, generate one text, and let go of everything again.
 
     Args:
@@ -75,6 +78,7 @@ def generate_sync(prompt: Prompt, *, target: Source, draft: Source | None = None
     check_no_event_loop("generate_sync")
     options = {name: value for name, value in keywords.items() if name in OPTIONS}
     settings = {name: value for name, value in keywords.items() if name not in OPTIONS}
+    settings_from(settings)  # before the models are loaded
     with open_sync(target, draft, **options) as runtime:
         return runtime.generate(prompt, **settings)
 
@@ -160,7 +164,7 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         made = self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **settings))
         return self._begin(lambda: made)
 
-    def attach_draft(self, draft: Source, *, draft_device: Device = None) -> None:
+    def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Any) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         Args, Raises: as `runtime.Runtime.attach_draft`.
@@ -168,7 +172,7 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         Interrupting: a Ctrl-C waits for the load; the runtime is as it was.
         """
         evaluate_here(draft)
-        self._done_in_trio(partial(self._runtime.attach_draft, draft, draft_device=draft_device))
+        self._done_in_trio(partial(self._runtime.attach_draft, draft, draft_device=draft_device, **unknown))
 
     def detach_draft(self) -> None:
         """Let go of the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.

@@ -340,6 +340,12 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     else:
         yield "acceptance", "nothing was proposed"
     yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
+    if s.resting_rounds:
+        yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
+    if s.draft_timeouts:
+        yield "late drafter", f"{s.draft_timeouts:,} times, and the target went on without it"
+    if s.draft_failures:
+        yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
     yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
     yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
     yield "peak memory", _size(s.peak_memory)

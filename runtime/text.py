@@ -324,7 +324,7 @@ def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper) -> Non
     theirs = {i: token for token, i in draft.get_vocab().items()}
     different = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
     if different or not ours.keys() & theirs.keys():
-        examples = ", ".join(f"id {i} is {ours[i]!r} and {theirs[i]!r}" for i in different[:3])
+        examples = ", ".join(f"id {i} is {shown(ours[i])} and {shown(theirs[i])}" for i in different[:3])
         raise VocabularyMismatchError(
             f"target and draft use different vocabularies: {len(different)} of {len(ours)} ids differ "
             f"({examples or 'they share none'}); use a draft model with the target's tokenizer"

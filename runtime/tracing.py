@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 import trio
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown
+from protocol.reprs import shown, shown_path
 from protocol.trace import Actor, Event, Instant, Span
 from runtime.timeline import render, texts_of
 
@@ -93,8 +93,8 @@ class Recorder(ABC):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingsError(
-                f"the trace cannot be written to {str(self.path)!r}: {reason}; name a file in a directory that exists "
-                "and can be written"
+                f"the trace cannot be written to {shown_path(str(self.path))}: {reason}; name a file in a directory "
+                "that exists and can be written"
             ) from error
         return self
 

@@ -263,6 +263,8 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
         ({"target": ""}, "target must be a path, a hub id or a pair"),
         ({"target": 5}, "target must be a path, a hub id or a pair"),
         ({"target": ("a path", None)}, "must be (model, tokenizer or None)"),
+        ({"target": (target(), "x")}, "the tokenizer in target must be one of transformers', mlx-lm's wrapper"),
+        ({"draft": (target(), object())}, "the tokenizer in draft must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (None,)}, "must be (model, tokenizer or None)"),
         ({"draft": ["owner/name"]}, "draft must be a path, a hub id or a pair"),
     ],

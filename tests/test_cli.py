@@ -410,6 +410,9 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
         ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
         ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
+        ({"resting_rounds": 1234}, "undrafted", "1,234 rounds, in which speculating did not pay"),
+        ({"draft_timeouts": 3}, "late drafter", "3 times, and the target went on without it"),
+        ({"draft_failures": 2}, "failed drafter", "2 times, and the target went on without it"),
         ({"target_busy": 0.968, "draft_busy": 0.5}, "busy", "target 97%, draft 50%"),
         ({"advice": ('use lookahead="auto"',)}, "advice", 'use lookahead="auto"'),
         ({"peak_memory": 61_340_000}, "peak memory", "61.3 MB"),
@@ -418,6 +421,11 @@ def statistics(**changes: Any) -> runtime.Statistics:
 )
 def test_each_figure_has_its_unit(numbers, name, value):
     assert dict(runtime.terminal._rows(statistics(**numbers)))[name] == value
+
+
+def test_what_never_happened_has_no_row():
+    rows = dict(runtime.terminal._rows(statistics()))
+    assert not {"undrafted", "late drafter", "failed drafter"} & set(rows)
 
 
 def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):

@@ -13,11 +13,12 @@ from scripted import ScriptedModel, simulated, truthful
 
 import runtime
 from protocol.prices import Estimates
-from protocol.reprs import MOST_CHARACTERS, excerpt, shown
-from protocol.settings import settings_from
+from protocol.reprs import MOST_CHARACTERS, excerpt, shown, shown_path
+from protocol.settings import check_vocabulary_size, settings_from
 from protocol.statistics import Counts
+from runtime import session_file
 from runtime.saved_session import SavedSession
-from runtime.sources import check_source
+from runtime.sources import check_source, check_unknown
 
 LONG = "long text " * 1000
 
@@ -135,6 +136,7 @@ def test_a_model_in_the_place_of_its_path_is_not_printed_whole(source):
         {"stop_tokens": [LONG]},
         {"logit_bias": [LONG] * 999},
         {"logits_processors": [llama()] * 2 + [LONG]},
+        {"sampler": [LONG] * 999},
         {"seed": np.zeros((100, 100))},
         {"ignore_eos": LONG},
         {LONG: 1},
@@ -145,3 +147,30 @@ def test_a_value_of_any_size_leaves_an_error_that_can_be_read(settings):
     with pytest.raises(runtime.SettingsError) as caught:
         settings_from(settings)
     assert len(str(caught.value)) < 900 if LONG in settings else len(str(caught.value)) < 400
+
+
+def test_a_number_that_python_would_not_write_is_refused_for_a_vocabulary():
+    with pytest.raises(runtime.SettingsError, match=r"top_k must be at most .* got <a whole number of \d+ bits>"):
+        check_vocabulary_size(runtime.Settings(top_k=10**5000), vocab_size=64)
+
+
+def test_a_path_is_shown_whole_unless_it_is_none():
+    path = "/directory" * 20
+    assert shown_path(path) == repr(path)
+    assert shown_path(LONG) == repr(LONG[:999] + "…")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: check_unknown({LONG: 1}, ("draft",)),
+        lambda: check_source("target", "/".join("x" * 9000)),
+        lambda: runtime.suggest_draft(llama()),
+        lambda: session_file.read("/".join("x" * 9000)),
+    ],
+    ids=["option", "path", "model", "session file"],
+)
+def test_an_error_is_short_whatever_was_given(refused):
+    with pytest.raises(runtime.OutriderError) as caught:
+        refused()
+    assert len(str(caught.value)) < 1200

@@ -28,7 +28,7 @@ from scripted import ScriptedModel
 
 from protocol.settings import settings_from
 from runtime.server.answering import Limits
-from runtime.server.requests import ChatRequest, CompletionRequest
+from runtime.server.requests import ChatRequest, CompletionRequest, read
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -126,6 +126,14 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
     simulated_server(test, limits=Limits(max_tokens=24))
 
 
+@pytest.mark.parametrize(
+    ("draft_temperature", "wanted"), [(0.5, {"draft_temperature": 0.5}), (0, {"draft_temperature": 0}), (None, {})]
+)
+def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperature: Any, wanted: Any) -> None:
+    body = json.dumps({**DEF, "draft_temperature": draft_temperature}).encode()
+    assert read(CompletionRequest, body).settings() == wanted
+
+
 # Null in the requests of some clients.
 NOT_HERE = (
     "reasoning_effort",
@@ -211,6 +219,8 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
     [
         ({"temprature": 1}, "temprature", "no field \"temprature\" here; did you mean 'temperature'?"),
         ({"max_new_tokens": 1}, "max_new_tokens", "did you mean 'max_tokens'?"),
+        ({"draft_tokens": 1}, "draft_tokens", "did you mean 'lookahead'?"),
+        ({"draft_temperature": -1}, "draft_temperature", "draft_temperature must be at least 0, got -1"),
         ({"functions": []}, "functions", "there are no tools here; leave it out"),
         ({"zzz": 1}, "zzz", "leave it out"),
         ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1"),

@@ -111,6 +111,8 @@ def test_each_family_is_found_by_its_types_and_sizes(family: draft_families.Fami
         ("not an id", runtime.ModelError, "is not on this disk"),
         ("", runtime.SettingsError, "must be a path or a hub id"),
         (7, runtime.SettingsError, "must be a path or a hub id"),
+        ("x" * 5000, runtime.ModelError, "^.{,1020}is not on this disk"),
+        (list(range(10**6)), runtime.SettingsError, "must be a path or a hub id, got .{,200}$"),
     ],
 )
 def test_a_target_that_is_not_there_is_refused(target: Any, error: type, complaint: str, cache: Path) -> None:

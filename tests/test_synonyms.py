@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import re
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
+import trio
+from models import llama
 
 import runtime
 from protocol.settings import Settings, settings_from
 from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
 from runtime import cli
+from runtime.flags import elsewhere, flag
+from runtime.server.requests import CompletionRequest
 
 SETTINGS = {field.name for field in attrs.fields(Settings)}
 
@@ -44,11 +51,70 @@ def test_the_arguments_of_open_are_those_that_it_has() -> None:
         ("kv_bit", "did you mean 'kv_bits'?"),
     ],
 )
-async def test_open_says_what_it_is_called(name: str, hint: str) -> None:
+@pytest.mark.parametrize("models", [("/no/such/model",), ()], ids=["a target", "no target"])
+async def test_open_says_what_it_is_called(models: tuple[str, ...], name: str, hint: str) -> None:
     with pytest.raises(runtime.SettingsError) as refusal:
-        async with runtime.open("/no/such/model", **{name: 1}):
+        async with runtime.open(*models, **{name: 1}):
             pass
     assert str(refusal.value) == f"open() has no option {name!r}; {hint}"
+
+
+MISSING = "target is missing; give a path, a hub id or a pair (model, tokenizer)"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target_model": "x"}, "open() has no option 'target_model'; it is target= here"),
+        ({"draft_model": "x"}, "open() has no option 'draft_model'; it is draft= here"),
+        ({}, MISSING),
+    ],
+)
+async def test_every_way_to_open_says_what_is_missing(options: dict[str, Any], said: str) -> None:
+    async def under_asyncio() -> None:
+        async with runtime.aio.open(**options):
+            pass
+
+    with pytest.raises(runtime.SettingsError, match=re.escape(said)):
+        await runtime.serve(**options)
+    for ask in (partial(runtime.open_sync, **options), partial(asyncio.run, under_asyncio())):
+        with pytest.raises(runtime.SettingsError, match=re.escape(said)):
+            await trio.to_thread.run_sync(ask)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "x"}, "there is no setting 'model'; it is target= of open()"),
+        ({"target_model": "x"}, "there is no setting 'target_model'; it is target= of open()"),
+        # Before a model is loaded: there is none.
+        ({"target": "/no/such/model", "draft_model": "x"}, "there is no setting 'draft_model'; it is draft= of open()"),
+        ({}, MISSING),
+    ],
+)
+def test_a_single_text_says_what_its_models_are_called(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=re.escape(said)):
+        runtime.generate_sync("hi", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"draft_model": "x"}, "attach_draft() has no option 'draft_model'; it is draft= here"),
+        ({"model": "x"}, "attach_draft() has no option 'model'; the options are draft, draft_device"),
+        ({"device": "cpu"}, "attach_draft() has no option 'device'; did you mean 'draft_device'?"),
+        ({}, "draft is missing; give a path, a hub id or a pair (model, tokenizer)"),
+    ],
+)
+def test_attaching_a_drafter_says_what_it_is_called(options: dict[str, Any], said: str) -> None:
+    async def under_asyncio() -> None:
+        async with runtime.aio.open((llama(seed=1), None)) as rt:
+            await rt.attach_draft(**options)
+
+    with runtime.open_sync((llama(seed=1), None)) as rt, pytest.raises(runtime.SettingsError, match=re.escape(said)):
+        rt.attach_draft(**options)
+    with pytest.raises(runtime.SettingsError, match=re.escape(said)):
+        asyncio.run(under_asyncio())
 
 
 @pytest.mark.parametrize(
@@ -81,6 +147,10 @@ def test_a_stream_says_what_it_is_called(name: str, hint: str) -> None:
         (["chat", "--assistant-model", "x"], "did you mean --draft?"),
         (["serve", "--method", "ngram"], "did you mean --draft?"),
         (["bench", "--target-model=x"], "did you mean --target?"),
+        (["serve", "--num-draft-tokens", "3"], 'each request sets this, by its field "lookahead"'),
+        (["serve", "--lookahead=3"], 'each request sets this, by its field "lookahead"'),
+        (["serve", "--temp", "1"], 'each request sets this, by its field "temperature"'),
+        (["serve", "--max-new-tokens", "9"], "did you mean --max-tokens?"),
         (["generate", "hi", "--extra-eos-token", "x"], "--stop ends a text before another one"),
         (["generate", "hi", "--adapter-path", "x"], "an adapter is fused into its model first, by mlx_lm.fuse"),
     ],
@@ -89,6 +159,18 @@ def test_a_command_says_what_it_is_called(arguments: list[str], hint: str, capfd
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert capfd.readouterr().err.rstrip().endswith(f"; {hint}")
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "temp"])
+def test_a_command_without_a_setting_suggests_no_flag_in_its_place(name: str, capfd: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", f"--{name.replace('_', '-')}=1"])
+    assert "; " not in capfd.readouterr().err
+
+
+def test_a_server_says_of_just_those_settings_that_requests_set_them() -> None:
+    said = {name for name in SETTINGS if elsewhere(flag(name), ["--port"], by_request=True) is not None}
+    assert said == SETTINGS & set(CompletionRequest.model_fields)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

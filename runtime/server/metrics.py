@@ -117,6 +117,10 @@ class _OfRuntime(Collector):
             ("acceptance_rate", "Drafted tokens that stood, of those judged; NaN before any was", acceptance_rate),
             ("peak_memory_bytes", "Most memory that MLX has held at once", statistics.peak_memory),
             ("healthy", "1 while the target is at work, and texts come", float(status != "broken")),
-            ("degraded", "1 while texts come, but undrafted, since the drafter has ended", float(status == "degraded")),
+            (
+                "degraded",
+                "1 while texts come undrafted: the drafter has ended, hangs or is late",
+                float(status == "degraded"),
+            ),
         ):
             yield GaugeMetricFamily(f"outrider_{name}", text, value=value)

@@ -139,7 +139,7 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
             "/health": {
                 "get": {
                     "operationId": "health",
-                    "summary": "Whether texts come; degraded where they come undrafted, since the drafter has ended",
+                    "summary": "Whether texts come; degraded while the drafter has ended, hangs or is late",
                     "responses": {
                         status: {"description": said, "content": {"application/json": {"schema": _ref("HealthReport")}}}
                         for status, said in (("200", "They do"), ("503", "They do not: the target has failed"))

@@ -193,11 +193,11 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 def _instead(place: tuple[int | str, ...], fields: Sequence[str]) -> str:
     unknown = str(place[-1])
-    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(place) == 1 else []
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
-    if unknown in SYNONYMS and SYNONYMS[unknown] in fields and not near:
-        near = [SYNONYMS[unknown]]
+    if SYNONYMS.get(unknown) in fields:
+        return f"did you mean {SYNONYMS[unknown]!r}?"
+    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(place) == 1 else []
     return f"did you mean {near[0]!r}?" if near else "leave it out"
 
 

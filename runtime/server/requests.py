@@ -145,6 +145,9 @@ class Request(Body):
     # The runtime's own.
     top_k: int | None = Field(None, ge=0)
     min_p: _Probability | None = None
+    draft_temperature: float | None = Field(
+        None, ge=0, le=1e6, description="the drafter's own; the default is the temperature"
+    )
     xtc_probability: _Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0, le=1e6)] | None = None
@@ -214,6 +217,7 @@ _AS_THEY_ARE = (
     "frequency_penalty",
     "top_k",
     "min_p",
+    "draft_temperature",
     "xtc_probability",
     "xtc_threshold",
     "repetition_penalty",
