@@ -3,84 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from protocol.errors import RuntimeClosedError, StreamBusyError
+from protocol.errors import StreamBusyError
 from runtime.aio_thread import settled
-from runtime.merged import Merged
+from runtime.bridge_many import MergedHandle, MergedSource
 from runtime.reading import Token
 from runtime.relay import Relay
 from runtime.streaming import Completion
 
-_CLOSED = "these generations were closed, or their runtime was; begin others with generate_many() or stream_many()"
-
 T = TypeVar("T")
 
 
-class MergedSource(Generic[T]):
-    """What comes of many prompts, as a source for a relay.
-
-    Attributes:
-        error: of the generation that failed, if one did.
-    """
-
-    def __init__(self, merged: Merged[T]) -> None:
-        self.error: Exception | None = None
-        self._merged = merged
-
-    async def take(self) -> Sequence[tuple[int, T]]:
-        """See `Source.take`."""
-        # Whatever reading a text raises is for who wanted it; here, it would end trio.
-        try:
-            following = await self._merged._next()
-        except Exception as error:
-            self.error = error
-            return ()
-        return () if following is None else (following, *self._merged._there())
-
-    def rest(self) -> Sequence[tuple[int, T]]:
-        """See `Source.rest`."""
-        return ()
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        self._merged._close()
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts there are."""
-        return self._merged._num_prompts
-
-    def is_last(self, item: T) -> bool:
-        """Whether nothing more comes of an item's prompt."""
-        return self._merged._is_last(item)
-
-
-class MergedStream(Generic[T]):
+class MergedStream(MergedHandle[T]):
     """As `runtime.merged.Merged`, for asyncio: a cancelled task ends all generations, as a cancel scope does."""
 
     def __init__(self, relay: Relay[MergedSource[T], tuple[int, T]], check_loop: Callable[[], None]) -> None:
-        """Nothing was given so far.
+        """Nothing was given so far; as `MergedHandle`, and:
 
         Args:
-            relay: of what comes; it must not know this object.
             check_loop: raises where this is used in another loop than its own.
         """
-        self._relay = relay
+        super().__init__(relay)
         self._check_loop = check_loop
-        self._arrived: deque[tuple[int, T]] = deque()
-        self._num_given = 0  # prompts, with all that came of them
         self._is_waiting = False
-        self._is_closed = False
 
     def __repr__(self) -> str:
-        source = self._relay.source
-        of = "" if source is None else f" of {source.num_prompts}"
-        state = "over or closed" if self._is_closed else "under way"
-        return f"<outrider aio.{type(self).__name__}, {state}: {self._num_given}{of} given>"
+        return f"<outrider aio.{type(self).__name__}, {self._state}>"
 
     def __aiter__(self) -> Self:
         return self
@@ -114,10 +65,6 @@ class MergedStream(Generic[T]):
     ) -> None:
         self._close()
 
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self._relay.hang_up()
-
     async def _next(self) -> tuple[int, T] | None:
         """The next item; None once all have been given."""
         self._check_loop()
@@ -126,37 +73,18 @@ class MergedStream(Generic[T]):
         self._is_waiting = True
         try:
             await settled(self._relay.begun)
-            if self._relay.failure is not None:
-                self._close()
-                raise self._relay.failure
-            source = self._relay.source
-            assert source is not None
-            is_done = self._num_given == source.num_prompts
-            if is_done or self._is_closed or self._arrived:
-                await asyncio.sleep(0)
-            else:
+            source = self._begun()
+            if self._must_ask(source):
                 arrived = await settled(self._relay.ask())
                 self._arrived.extend(arrived)
+            else:
+                await asyncio.sleep(0)
         except (asyncio.CancelledError, GeneratorExit):
             self._close()
             raise
         finally:
             self._is_waiting = False
-        if is_done:
-            return None
-        if self._is_closed or not self._arrived:
-            self._close()
-            raise source.error or RuntimeClosedError(_CLOSED)
-        following = self._arrived.popleft()
-        self._num_given += source.is_last(following[1])
-        if self._num_given == source.num_prompts:
-            self._close()
-        return following
-
-    def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._relay.hang_up()
+        return self._following(source)
 
 
 class Completions(MergedStream[Completion]):

@@ -10,19 +10,19 @@ from protocol.errors import WrongEventLoopError
 from protocol.settings import MISSING
 from runtime import engine, streaming
 from runtime.aio_conversation import Conversation
-from runtime.aio_many import Completions, MergedSource, TokenStreams
+from runtime.aio_many import Completions, TokenStreams
 from runtime.aio_streaming import TokenStream
 from runtime.aio_thread import AioThread, asyncio_loop, result_of
-from runtime.bridge import Commits, RuntimeHandle, own, own_of_many
+from runtime.bridge import Commits, RuntimeHandle, own
+from runtime.bridge_many import MergedSource, begin_many
 from runtime.deferred_opening import evaluate_here
-from runtime.many import ManyPrompt, check_max_concurrent
+from runtime.many import ManyPrompt
 from runtime.session_file import SessionFile
 from runtime.sources import Device, Source
 from runtime.streaming import Completion, complete
 from runtime.text import Prompt
 
 T = TypeVar("T")
-M = TypeVar("M")
 
 
 class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
@@ -57,8 +57,9 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
         Raises: as `stream`; what is wrong with a prompt, or settings of its own, comes when the completions are
             waited for.
         """
-        make = self._make_many(self._runtime.generate_many, prompts, max_concurrent, settings)
-        return Completions(self._relay(lambda: MergedSource(make())), self._check_loop)
+        self._check(settings)
+        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, settings)
+        return Completions(self._relay(lambda: MergedSource(begin())), self._check_loop)
 
     def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all of them as they come.
@@ -67,8 +68,9 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
 
         Raises: as `generate_many`.
         """
-        make = self._make_many(self._runtime.stream_many, prompts, max_concurrent, settings)
-        return TokenStreams(self._relay(lambda: MergedSource(make())), self._check_loop)
+        self._check(settings)
+        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        return TokenStreams(self._relay(lambda: MergedSource(begin())), self._check_loop)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
@@ -130,14 +132,6 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
         """
         self._check_loop()
         await self._thread.end()
-
-    def _make_many(
-        self, make: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: dict[str, Any]
-    ) -> Callable[[], M]:
-        """What begins the generations of many prompts, in trio's thread."""
-        self._check(settings)
-        check_max_concurrent(max_concurrent)
-        return partial(make, own_of_many(prompts), max_concurrent=max_concurrent, **settings)
 
     def _begin(self, open_stream: Callable[[], streaming.TokenStream]) -> TokenStream:
         """Relay what a stream gives that is opened in trio's thread."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +21,6 @@ from protocol.statistics import Counts, Statistics
 from runtime import conversation, engine, streaming
 from runtime.errand import Errand
 from runtime.health import Health
-from runtime.many import ManyPrompt, is_list, with_settings
 from runtime.relay import Relay, S
 from runtime.session_file import SessionFile
 from runtime.text import Prompt
@@ -305,13 +304,3 @@ def own(prompt: Prompt) -> Prompt:
     if isinstance(prompt, list):
         return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
     return prompt
-
-
-def own_of_many(prompts: Iterable[ManyPrompt]) -> Iterable[ManyPrompt]:
-    """Likewise many prompts, some with settings of their own."""
-    return [_own_with_settings(prompt) for prompt in prompts] if is_list(prompts) else prompts
-
-
-def _own_with_settings(prompt: ManyPrompt) -> ManyPrompt:
-    alone, settings = with_settings(prompt)
-    return (own(alone), dict(settings)) if settings else own(alone)

@@ -22,19 +22,21 @@ import trio
 from protocol.errors import WrongEventLoopError
 from protocol.settings import MISSING, settings_from
 from runtime import engine, streaming
-from runtime.bridge import Commits, RuntimeHandle, own, own_of_many
+from runtime.bridge import Commits, RuntimeHandle, own
+from runtime.bridge_many import MergedSource, begin_many
 from runtime.deferred_opening import deferred_opening, evaluate_here
-from runtime.many import ManyPrompt, check_max_concurrent
+from runtime.many import ManyPrompt
 from runtime.opening import OPTIONS
 from runtime.session_file import SessionFile
 from runtime.sources import Device, Source
 from runtime.streaming import Completion, completion_of
 from runtime.sync_conversation import Conversation
+from runtime.sync_many import TokenStreams
 from runtime.sync_streaming import TokenStream
 from runtime.sync_thread import SyncThread, result_of
 from runtime.text import Prompt
 
-__all__ = ["Conversation", "Runtime", "TokenStream", "generate_sync", "open_sync"]
+__all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
 T = TypeVar("T")
 
@@ -122,13 +124,28 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         Interrupting: a Ctrl-C ends all of them; what was generated until then is lost.
         """
         self._check(settings)
-        check_max_concurrent(max_concurrent)
-        owned = own_of_many(prompts)
+        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, settings)
 
         async def complete_all() -> list[Completion]:
-            return await self._runtime.generate_many(owned, max_concurrent=max_concurrent, **settings)
+            return await begin()
 
         return self._done_in_trio(complete_all)
+
+    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+
+        Args: as `runtime.Runtime.generate_many`.
+
+        Returns: an iterator over pairs (index of the prompt, token), and a context manager.
+
+        Raises: as `runtime.Runtime.generate_many`, and:
+            WrongEventLoopError: this is a trio program, whose event loop would stand still.
+
+        Interrupting: a Ctrl-C ends all generations.
+        """
+        self._check(settings)
+        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        return TokenStreams(self._relay(lambda: MergedSource(begin())), self)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.

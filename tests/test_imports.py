@@ -139,6 +139,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/engine.py",
         "runtime/grammar.py",
         "runtime/server/grammar_process.py",  # the program of another process
+        "runtime/sync_many.py",
         "runtime/sync_streaming.py",
         "runtime/sync_thread.py",
     }

@@ -68,6 +68,24 @@ def ids(completion: runtime.Completion) -> list[int]:
     return [token.id for token in completion.tokens]
 
 
+Begin = Callable[..., runtime.sync.TokenStream | runtime.sync.TokenStreams]
+
+
+def one(rt: runtime.sync.Runtime, **settings: Any) -> runtime.sync.TokenStream:
+    return rt.stream(PROMPT, **settings)
+
+
+def two_in_turn(rt: runtime.sync.Runtime, **settings: Any) -> runtime.sync.TokenStreams:
+    return rt.stream_many([PROMPT] * 2, max_concurrent=1, **settings)
+
+
+one_or_many = pytest.mark.parametrize("begin", [one, two_in_turn])
+
+
+def id_of(item: runtime.Token | tuple[int, runtime.Token]) -> int:
+    return item[1].id if isinstance(item, tuple) else item.id
+
+
 def the_next_text_is_right(rt: runtime.sync.Runtime) -> None:
     completion = rt.generate(PROMPT, max_tokens=12, **SETTINGS)
     assert ids(completion) == text(12)
@@ -189,6 +207,62 @@ def test_many_prompts_are_completed_in_their_order() -> None:
             rt.generate_many([PROMPT, []])
 
 
+def test_tokens_of_many_prompts_come_with_the_index_of_their_prompt() -> None:
+    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+    with opened() as rt:
+        texts: list[list[runtime.Token]] = [[] for _ in prompts]
+        with rt.stream_many(iter(prompts), max_concurrent=2, max_tokens=6) as stream:
+            for index, token in stream:
+                assert token.index == len(texts[index])
+                texts[index].append(token)
+            assert repr(stream) == "<outrider sync.TokenStreams, over or closed: 5 of 5 given>"
+            assert next(stream, None) is None
+        assert [[token.id for token in tokens] for tokens in texts] == [text(6, prompt) for prompt in prompts]
+        assert {tokens[-1].finish_reason for tokens in texts} == {"length"}
+        own = rt.stream_many([(PROMPT, {"max_tokens": 2}), PROMPT], max_tokens=3)
+        assert sorted(index for index, _ in own) == [0, 0, 1, 1, 1]
+        assert list(rt.stream_many([])) == []
+
+
+def test_many_prompts_of_which_one_will_not_do_begin_nothing() -> None:
+    passes = Passes()
+    with opened(trace=passes) as rt:
+        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]"):
+            rt.stream_many([PROMPT, []])
+        with pytest.raises(runtime.PromptError, match="sequence of prompts"):
+            rt.stream_many("one")
+        with pytest.raises(runtime.SettingsError, match="max_concurrent"):
+            rt.stream_many([PROMPT], max_concurrent=0)
+        assert passes.num_of == {}
+        the_next_text_is_right(rt)
+
+
+def test_the_first_of_many_that_fails_ends_the_others_with_its_error() -> None:
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("no such word")
+
+    with opened() as rt:
+        stream = rt.stream_many([PROMPT, (PROMPT, {"logits_processors": [fail]})], **LONG)
+        with pytest.raises(runtime.ProcessorError, match="no such word") as raised:
+            list(stream)
+        assert "prompts[1] failed" in raised.value.__notes__[0]
+        the_next_text_is_right(rt)
+
+
+def test_a_stream_that_is_saved_in_its_middle_goes_on_in_another_runtime(tmp_path: Path) -> None:
+    with opened() as rt:
+        stream = rt.stream(PROMPT, max_tokens=24, **SETTINGS)
+        given = [next(stream).id for _ in range(7)]
+        size = stream.save(tmp_path / "stream")
+        assert (tmp_path / "stream").stat().st_size == size
+        assert given + [token.id for token in stream] == text(24)
+    with opened() as rt, rt.load_stream(tmp_path / "stream") as resumed:
+        tokens = list(resumed)
+        assert given + [token.id for token in tokens] == text(24)
+        assert tokens[0].index == 7
+        assert resumed.finish_reason == "length"
+
+
 def test_bad_input_is_an_error_at_once() -> None:
     passes = Passes()
     with opened(trace=passes) as rt:
@@ -252,29 +326,28 @@ def test_several_threads_stream_at_once_over_one_handle() -> None:
         assert rt.statistics().generated_tokens == 6 * 16
 
 
-def test_a_stream_has_one_consumer() -> None:
+@one_or_many
+def test_a_stream_has_one_consumer(begin: Begin) -> None:
     held = Held(target())
     with opened(held) as rt, let_go_on_after(held), ThreadPoolExecutor(1) as pool:
-        stream = rt.stream(PROMPT, **LONG)
-        next(stream)
-        while stream._in_use.acquire(blocking=False):
-            # Until the thread below waits for a token.
-            stream._in_use.release()
-            held.hold()
-            waiting = pool.submit(lambda: [next(stream).id for _ in range(40)])
-            held.wait_until_in()
+        held.hold()
+        stream = begin(rt, **LONG)
+        waiting = pool.submit(lambda: [id_of(next(stream)) for _ in range(40)])
+        while not stream._in_use.locked():
+            pass  # until that thread waits: the first token comes no sooner than the model is let go on
         with pytest.raises(runtime.StreamBusyError, match="another thread"):
             next(stream)
         held.let_go_on()
-        assert waiting.result() == text(41)[1:]
+        assert waiting.result() == text(40)
 
 
-def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> None:
+@one_or_many
+def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it(begin: Begin) -> None:
     rt = opened()
-    stream = rt.stream(PROMPT, max_tokens=12, **SETTINGS)
+    stream = begin(rt, max_tokens=12, **SETTINGS)
     del rt
     gc.collect()
-    assert [token.id for token in stream] == text(12)
+    assert [id_of(item) for item in stream] == text(12) * (1 if begin is one else 2)
     threads = outrider_threads()
     assert len(threads) == 3
     del stream
@@ -285,12 +358,13 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> Non
             thread.join(60)
 
 
-def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once() -> None:
+@one_or_many
+def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once(begin: Begin) -> None:
     held = Held(target())
     with ThreadPoolExecutor(2) as pool:
         with opened(held) as rt, let_go_on_after(held):
             held.hold(after=3)
-            waiting = pool.submit(lambda: list(rt.stream(PROMPT, **LONG)))
+            waiting = pool.submit(lambda: list(begin(rt, **LONG)))
             held.wait_until_in()
             closing = pool.submit(rt.close)
         closing.result()
@@ -298,7 +372,8 @@ def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once() -> None
             waiting.result()
     assert outrider_threads() == []
     rt.close()
-    for call in (rt.stream, rt.generate, lambda prompt: rt.generate_many([prompt])):
+    calls = (rt.stream, rt.generate, lambda prompt: rt.generate_many([prompt]), lambda prompt: rt.stream_many([prompt]))
+    for call in calls:
         with pytest.raises(runtime.RuntimeClosedError, match="open another"):
             call(PROMPT)
     assert rt.statistics().prompt_tokens == len(PROMPT)
@@ -306,49 +381,49 @@ def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once() -> None
 
 # --- ways to end a stream -------------------------------------------------------------------------
 
-Way = Callable[[runtime.sync.Runtime, Callable[[], None]], None]
+Way = Callable[[Callable[[], Any], Callable[[], None]], None]
 
 
-def by_close(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
+def by_close(begin: Callable[[], Any], due: Callable[[], None]) -> None:
+    stream = begin()
     due()
     stream.close()
     stream.close()
-    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+    with pytest.raises(runtime.RuntimeClosedError, match=r"(generations were|stream was) closed"):
         next(stream)
 
 
-def by_close_while_another_thread_waits(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
+def by_close_while_another_thread_waits(begin: Callable[[], Any], due: Callable[[], None]) -> None:
+    stream = begin()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: list(stream))
         due()
         stream.close()
-        with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+        with pytest.raises(runtime.RuntimeClosedError, match=r"(generations were|stream was) closed"):
             waiting.result()
 
 
-def by_leaving(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
-    with rt.stream(PROMPT, **LONG):
+def by_leaving(begin: Callable[[], Any], due: Callable[[], None]) -> None:
+    with begin():
         due()
 
 
-def by_dropping(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
+def by_dropping(begin: Callable[[], Any], due: Callable[[], None]) -> None:
+    stream = begin()
     due()
     del stream
     gc.collect()
 
 
-def by_breaking_out(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
-    for _ in rt.stream(PROMPT, **LONG):
+def by_breaking_out(begin: Callable[[], Any], due: Callable[[], None]) -> None:
+    for _ in begin():
         due()
         break
 
 
-def by_raising(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
+def by_raising(begin: Callable[[], Any], due: Callable[[], None]) -> None:
     def read() -> None:
-        for _ in rt.stream(PROMPT, **LONG):
+        for _ in begin():
             due()
             raise ValueError("the consumer's own")
 
@@ -356,14 +431,17 @@ def by_raising(rt: runtime.sync.Runtime, due: Callable[[], None]) -> None:
         read()
 
 
+@one_or_many
 @pytest.mark.parametrize(
     "way", [by_close, by_close_while_another_thread_waits, by_leaving, by_dropping, by_breaking_out, by_raising]
 )
-def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way) -> None:
+def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, begin: Begin) -> None:
     held, passes = Held(target()), Passes()
     with opened(held, trace=passes) as rt, let_go_on_after(held):
         held.hold(after=6)  # past the prompt
-        way(rt, held.wait_until_in)
+        way(lambda: begin(rt, **LONG), held.wait_until_in)
+        while rt.num_streams > 0:
+            pass  # trio's thread hears of it meanwhile
         num_passes = passes.num_of[0]
         held.let_go_on()
         gc.collect()
@@ -382,8 +460,18 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
         for _ in rt.stream(PROMPT, **LONG):
             pass
 
+    def read_many(rt: runtime.sync.Runtime) -> None:
+        for _ in rt.stream_many([PROMPT] * 3, **LONG):
+            pass
+
     with opened(held, trace=passes) as rt, let_go_on_after(held):
-        for act in (read, lambda rt: rt.generate(PROMPT, **LONG), lambda rt: rt.generate_many([PROMPT] * 3, **LONG)):
+        acts = (
+            read,
+            read_many,
+            lambda rt: rt.generate(PROMPT, **LONG),
+            lambda rt: rt.generate_many([PROMPT] * 3, **LONG),
+        )
+        for act in acts:
             passes.num_of.clear()
             held._may_go_on.clear()
             held.hold(after=6, when_in=press_ctrl_c)
@@ -442,6 +530,7 @@ def test_trio_is_told_to_use_what_is_made_for_it() -> None:
                 lambda: runtime.generate_sync(PROMPT, target=(target(), None)),
                 lambda: rt.stream(PROMPT),
                 lambda: rt.generate_many([PROMPT]),
+                lambda: rt.stream_many([PROMPT]),
                 rt.close,
             ]
             for call in calls:
