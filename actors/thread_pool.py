@@ -76,8 +76,18 @@ class PooledThread:
                 on_end(result)
                 del given, work, on_end, result, synchronized  # and with them what they refer to
         finally:
-            # Without this, a process whose threads ran compiled models may abort as it exits.
-            mx.clear_streams()
+            release_streams()
+
+
+def release_streams() -> None:
+    """Have MLX let go of the calling thread, at its end.
+
+    Otherwise a process in whose threads MLX was used, or imported, may abort as it exits.
+    """
+    try:
+        mx.synchronize()
+    finally:
+        mx.clear_streams()
 
 
 _idle: list[PooledThread] = []

@@ -6,10 +6,12 @@ prompt, then never holds up the callers, and no event loop has to know of the ot
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from importlib import import_module
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 import outcome
@@ -114,6 +116,8 @@ class TrioThread(ABC, Generic[T]):
 
     def _run(self) -> None:
         self._outcome = outcome.capture(trio.run, self._main)
+        if "mlx.core" in sys.modules:  # it may have been imported here
+            import_module("actors.thread_pool").release_streams()
         # In this order: who waits for the start then sees that it has come to nothing.
         self.answer(self._ended, None)
         self.answer(self._started, None)

@@ -835,7 +835,8 @@ async def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_lin
 async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless):
     expected = await text_of(endless, "w1 " * 5000, 5)
     async with terminal() as (screen, stderr):
-        arguments = ["generate", "w1 " * 5000, "--target", endless, "--max-tokens", "5", "--stats"]
+        sizes = ["--max-tokens", "5", "--prefill-step-size", "2048"]
+        arguments = ["generate", "w1 " * 5000, "--target", endless, *sizes, "--stats"]
         async with outrider(*arguments, stdout=-1, stderr=stderr) as process:
             os.close(stderr)
             shown = await read_all(screen)

@@ -82,7 +82,7 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
         expected = await direct(server, body, **{"max_tokens": 24, **wanted})
         seen = watched_streams(server)
         answer = await server.ask(path, {**body, "max_tokens": 24, **fields})
-        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, "prefill_step_size": 512, **wanted})
+        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
         assert answer.text == expected.text != plain.text
         assert answer.json["usage"]["completion_tokens"] == len(expected.tokens)
         assert answer.json["choices"][0]["finish_reason"] == expected.finish_reason
@@ -119,7 +119,7 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
         seen = watched_streams(server)
         answer = await server.ask(path, {**body, **fields})
         assert answer.status == 200
-        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, "prefill_step_size": 512, **wanted})
+        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
         usage = answer.json["usage"]
         assert (usage["proposed_tokens"] > 0) is (wanted.get("lookahead") != 0)
 
