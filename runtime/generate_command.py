@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from contextlib import AsyncExitStack
@@ -21,6 +22,8 @@ from runtime.settings_arguments import settings_of, value
 from runtime.signals import quitting, until_signal
 from runtime.terminal import Display, Outcome, Output, OutputError, print_statistics, warnings_at_the_end
 from runtime.tracing import ChromeFile, TimelineFile
+
+logger = logging.getLogger("outrider")
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -298,3 +301,5 @@ async def _stream_text(
                     generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
+        if schema is not None and generated.finish_reason == "length":
+            logger.warning("the JSON is incomplete, cut off at %d tokens; raise --max-tokens", len(generated.tokens))

@@ -163,6 +163,9 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
     assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
     assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
+    # Cut off, it is no JSON, and that is said.
+    assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json"), "--max-tokens", "3") == 0
+    assert "the JSON is incomplete, cut off at 3 tokens; raise --max-tokens" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

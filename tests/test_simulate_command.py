@@ -167,9 +167,9 @@ def test_what_is_unusual_in_a_scenario_is_named():
     [
         (["--acceptance", "1.5"], "acceptance must be a finite number in [0, 1], got 1.5"),
         (["--acceptance", "nan"], "acceptance must be a finite number in [0, 1], got nan"),
-        (["--cost-ratio", "0"], "cost_ratio must be a finite number above 0, got 0.0"),
+        (["--cost-ratio", "0"], "--cost-ratio must be a finite number above 0, got 0.0"),
         (["--contention", "-1"], "contention must be a finite number in [0, 1], got -1.0"),
-        (["--verify-slope", "inf"], "verify_slope must be a finite number of at least 0, got inf"),
+        (["--verify-slope", "inf"], "--verify-slope must be a finite number of at least 0, got inf"),
         (["--seed", "-1"], "seed must be a whole number"),
         (["--tokens", "0"], "tokens must be at least 1, got 0"),
         (["--lookahead", "1,0"], "lookahead must be whole numbers in [1, 64], separated by commas, got '1,0'"),
