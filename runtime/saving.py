@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import attrs
 import trio
@@ -15,6 +16,7 @@ from actors.fingerprint import vocabulary_digest
 from actors.mlx_model import MLXModel
 from actors.saved_line import FilledLine, SavedModel
 from actors.target import TargetActor
+from actors.worker import HangError, JobError
 from protocol.errors import SessionFileError
 from protocol.messages import Open
 from runtime import saved_session
@@ -28,6 +30,10 @@ logger = logging.getLogger("outrider")
 
 # Rounds that a save waits for at most, so that what is cached is of use.
 _MOST_ROUNDS = 4
+# Seconds for which a save waits for the draft model.
+DRAFTER_WAIT_S = 10.0
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -58,9 +64,23 @@ class Models:
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
             target=await saved_line.save(self.target, tokens),
-            draft=None if self.draft is None else await saved_line.save(self.draft, tokens),
+            draft=await self._of_drafter(lambda draft: saved_line.save(draft, tokens)),
         )
         return await saved_session.write(path, session)
+
+    async def _of_drafter(self, ask: Callable[[DraftActor], Awaitable[T]]) -> T | None:
+        """What the draft model has for a file; None where there is none, or where it does not answer.
+
+        A session is whole without it: the draft model then reads the text again.
+        """
+        if self.draft is None:
+            return None
+        try:
+            with trio.move_on_after(DRAFTER_WAIT_S):
+                return await ask(self.draft)
+        except (JobError, HangError) as error:
+            logger.warning("what the draft model has cached is not saved: %s", error)
+        return None
 
     async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
         """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
@@ -73,7 +93,7 @@ class Models:
         saved_session.check_path(path)
         progress()  # makes room for what comes next, where the models wait for a slow reader
         target = await saved_line.take(self.target, opened.session)
-        draft = None if self.draft is None else await saved_line.take(self.draft, opened.session)
+        draft = await self._of_drafter(lambda draft: saved_line.take(draft, opened.session))
         for _ in range(_MOST_ROUNDS):
             now = progress()
             decided = [token for commit in now.commits for token in commit.tokens]
@@ -81,8 +101,7 @@ class Models:
             # A recurrent cache is of no use before there is a token that it has not read.
             if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
                 break
-            if self.draft is not None:
-                await saved_line.let_pass(self.draft)
+            await self._of_drafter(saved_line.let_pass)
             await saved_line.let_pass(self.target)
         session = SavedSession(
             messages=(),
@@ -93,7 +112,7 @@ class Models:
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
             target=await saved_line.save(self.target, tokens, target),
-            draft=None if self.draft is None else await saved_line.save(self.draft, tokens, draft),
+            draft=await self._of_drafter(lambda actor: saved_line.save(actor, tokens, draft)),
             stream=SavedStream(opened.seed, now),
         )
         return await saved_session.write(path, session)

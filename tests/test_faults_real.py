@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +205,28 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
                 await anext(unread)
     assert "the draft model hangs" in caplog.text
     hanging.let_go_on.set()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("runtime.saving.DRAFTER_WAIT_S", 0.05)
+    target, draft = pair()
+    hanging, file = Hanging(draft), io.BytesIO()
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            hanging.hang_at = hanging.num_calls + 6
+            got: list[int] = []
+            async with rt.stream(PROMPT, max_tokens=40, lookahead=2) as stream:
+                async for token in stream:
+                    got.append(token.id)
+                    if len(got) == 30:
+                        await stream.save(file)
+            assert got == greedy(target, PROMPT, 40)
+            hanging.let_go_on.set()
+        file.seek(0)
+        async with runtime.open((target, None)) as rt:
+            stream = await rt.load_stream(file)
+            assert [token.id async for token in stream] == got[30:]
 
 
 @pytest.mark.usefixtures("impatience")
