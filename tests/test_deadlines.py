@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import trio
 from scripted import (
+    VOCAB_SIZE,
     Price,
     ScriptedModel,
     agreeing,
     continuation,
     ids,
+    markov,
     priced,
     read_into,
     run,
@@ -30,7 +32,7 @@ from protocol.deadlines import (
     prompt_wait_s,
     proposal_wait_s,
 )
-from protocol.prices import Prices
+from protocol.prices import Prices, WidthPrice
 
 PROMPT = [5, 6, 7, 8, 9]
 DECODE_S = 8.0  # see `scripted.PRICES`
@@ -141,6 +143,38 @@ async def test_a_slow_consumer_is_not_mistaken_for_a_late_drafter(autojump_clock
         await read_into(got, stream, pause=500.0)
         assert got == continuation(PROMPT, 120)
         assert stream.statistics().draft_timeouts == 0
+
+
+async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clock: Any) -> None:
+    # A drawn stop ends a proposal, which is in time then; with any other token it needs another slow step, and is late.
+    stop, num_texts = 7, 300
+    row = [0.5 if token in (stop, 8) else 0.0 for token in range(VOCAB_SIZE)]
+    target, draft = ScriptedModel(markov([row] * VOCAB_SIZE)), ScriptedModel(markov([row] * VOCAB_SIZE))
+    num_stops = num_timeouts = 0
+    async with simulated(
+        target,
+        draft,
+        price=priced(verify=0.1, decode=0.1, prefill=0.01),
+        draft_price=lambda job: 0.0 if job.kind != "draft" else 1.0 if job.round == 0 else 0.1,
+    ) as simulation:
+        for seed in range(num_texts):
+            prices = simulation.runtime._prices.draft_alone = WidthPrice()
+            for _ in range(200):
+                prices.observe(1, 0.1)
+            completion = await simulation.runtime.generate(
+                PROMPT,
+                max_tokens=12,
+                lookahead=4,
+                temperature=1.0,
+                seed=seed,
+                acceptance="rejection",
+                stop_tokens=[stop],
+            )
+            num_stops += completion.tokens[0].id == stop
+            num_timeouts += completion.statistics.draft_timeouts
+    assert num_timeouts > num_texts / 3
+    # Four standard deviations; where late proposals were dropped, it was three out of four.
+    assert abs(num_stops - num_texts / 2) < 4 * (num_texts / 4) ** 0.5
 
 
 # --- the waits ------------------------------------------------------------------------------------
