@@ -80,7 +80,7 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
             assert await text_of(simulation, [1, 2], max_tokens=12, lookahead=2) == continuation([1, 2], 12)
             assert trio.current_time() < FOREVER_S
 
-    for nth in (1, 2, 3, 5, 8, 13, 21):
+    for nth in (1, 2, 5, 13):
         run(hang_in, nth)
 
 
