@@ -99,10 +99,13 @@ class Actor(ABC, Generic[S]):
                 async for message in self._inbox:
                     self._hand_over(message)
             finally:
-                # A nursery closes when the last task in it ends, which may be long before the runtime is left.
-                self._nursery = None
-                for call in self._when_over:
-                    call()
+                self._take_no_more_sessions()
+
+    def _take_no_more_sessions(self) -> None:
+        # A nursery closes when the last task in it ends, which may be long before the runtime is left.
+        self._nursery = None
+        for call in self._when_over:
+            call()
 
     def _hand_over(self, message: Message) -> None:
         # A session that is over here may still be spoken to by the other side.
@@ -161,6 +164,10 @@ class Actor(ABC, Generic[S]):
             with part.scope:
                 await self._take_part(part)
         finally:
+            # Outside of the session's own scope: the actor is being cancelled. `serve` may have a message to take before
+            # it hears of that, and nobody shall see a session end in a runtime that is still open.
+            if trio.current_effective_deadline() == -math.inf:
+                self._take_no_more_sessions()
             del self._parts[part.id]
             part.is_over.set()
             part.session.leave()
