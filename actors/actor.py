@@ -164,8 +164,8 @@ class Actor(ABC, Generic[S]):
             with part.scope:
                 await self._take_part(part)
         finally:
-            # Outside of the session's own scope: the actor is being cancelled. `serve` may have a message to take before
-            # it hears of that, and nobody shall see a session end in a runtime that is still open.
+            # Outside of the session's own scope, so the actor is being cancelled. `serve` may have a message to take
+            # before it hears of that, and nobody shall see a session end in a runtime that is still open.
             if trio.current_effective_deadline() == -math.inf:
                 self._take_no_more_sessions()
             del self._parts[part.id]

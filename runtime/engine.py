@@ -500,12 +500,13 @@ class Runtime:
         return stream
 
     def _begin_session(self, session: Session) -> None:
-        if self._draft is None and session.opened.drafted:
-            # The drafter was detached while this one waited for its place.
+        draft = self._draft
+        if (draft is None or not draft.is_serving) and session.opened.drafted:
+            # The drafter was detached while this one waited for its place, or everything is about to end.
             session.opened = attrs.evolve(session.opened, drafted=False)
         self._target.open_session(session)
-        if self._draft is not None and session.opened.drafted:
-            self._draft.open_session(session)
+        if draft is not None and session.opened.drafted:
+            draft.open_session(session)
 
     def _end_session_soon(self, session: int) -> None:
         """End a session, from any thread; harmless where it is over."""
