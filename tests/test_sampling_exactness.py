@@ -245,7 +245,11 @@ def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
 
 
 @pytest.mark.slow
-def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap() -> None:
+def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each token is to have been drafted, however long that took.
+    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 1e9)
     (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
     pairs = judged(tokens)
     overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
@@ -257,7 +261,12 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
 
 
 @pytest.mark.slow
-def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted() -> None:
+def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each token is to have been drafted, however long that took.
+    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 1e9)
+
     # Tables for which it would show, were the two drawn with the same noise: one row, turned by its context.
     def turned(row: Sequence[float]) -> list[list[float]]:
         return [[row[(token - last) % 4] for token in range(4)] for last in range(4)]
