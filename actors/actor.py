@@ -12,15 +12,15 @@ from typing import Generic, TypeVar
 
 import trio
 
-from actors.kept_lines import Begun, KeptLines
 from actors.model import Line, Model
+from actors.prefix_cache import Begun, KeptLines
 from actors.session import Session
-from actors.worker import Job, JobError, Worker
-from protocol.books import Books, Commit, State
-from protocol.chunks import ChunkSize
-from protocol.held import Held, Plan
+from actors.workers.worker import Job, JobError, Worker
+from protocol.cached_tokens import Held, Plan
 from protocol.messages import Close, Message
+from protocol.prefill_chunks import ChunkSize
 from protocol.prices import Prices
+from protocol.session_state import Books, Commit, State
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
 

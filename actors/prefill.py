@@ -7,10 +7,10 @@ from functools import partial
 from typing import Literal
 
 from actors.model import Line
-from actors.worker import Job, Worker
-from protocol.chunks import FIXED_SIZE, ChunkSize
-from protocol.held import Held, Plan
+from actors.workers.worker import Job, Worker
+from protocol.cached_tokens import Held, Plan
 from protocol.messages import Open
+from protocol.prefill_chunks import FIXED_SIZE, ChunkSize
 
 # Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
 # begins a thought, is left out where a template repeats the answer.

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from actors.shaping import Shaping
-from protocol.books import Commit
+from actors.sampling.logits_pipeline import Shaping
 from protocol.errors import OutriderError
 from protocol.messages import Open
+from protocol.session_state import Commit
 from protocol.statistics import Counts
-from protocol.stops import Stop
+from protocol.stop_strings import Stop
 
 
 @attrs.define(eq=False)

@@ -12,12 +12,12 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
 from actors.model import Line, Model, Rung
-from actors.peaks import Peaks
 from actors.prefill import prefill
 from actors.probe import PROBED, probe
+from actors.sampling.logit_check import Peaks
+from actors.sampling.logits_pipeline import Shaping, Tail
 from actors.session import Session
-from actors.shaping import Shaping, Tail
-from actors.worker import Job, JobError, Worker
+from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import (
     Judgement,
     choices,
@@ -27,17 +27,17 @@ from protocol.acceptance import (
     judge_by_rejection,
     likelihoods,
 )
-from protocol.books import Commit, State
+from protocol.cached_tokens import Plan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.held import Plan
 from protocol.messages import Close, Due, Likelihood, Message, Open, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
+from protocol.session_state import Commit, State
 from protocol.settings import MAX_LOOKAHEAD
+from protocol.target_queue import Turns
 from protocol.trace import Event
-from protocol.turns import Turns
 
 T = TypeVar("T")
 

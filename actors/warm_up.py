@@ -13,10 +13,10 @@ import mlx.core as mx
 import trio
 
 from actors.model import Line, Model
-from actors.shaping import NOTHING, Shaping
+from actors.sampling.logits_pipeline import NOTHING, Shaping
 from actors.target import PlainDecoder
-from actors.worker import Job, JobError, Worker
-from protocol.held import Plan
+from actors.workers.worker import Job, JobError, Worker
+from protocol.cached_tokens import Plan
 from protocol.messages import Open
 from protocol.prices import Prices
 from protocol.settings import Settings

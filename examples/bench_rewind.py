@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from runtime import blas
+from runtime.loading import blas
 
 if "--openblas" in sys.argv:
     blas.put_in_front(blas.OPENBLAS)  # before mlx is imported
@@ -31,13 +31,13 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import lfm2
 
 import actors.target
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from actors.model import Rung
-from actors.worker import Job, ThreadWorker
+from actors.workers.worker import Job, ThreadWorker
 from protocol.prices import WidthPrice
 from protocol.replay import ReplayDebt
-from runtime.engine import running
+from runtime.engine.runtime import running
 
 VOCAB_SIZE = 4096
 PROMPT = tuple(range(7, 39))

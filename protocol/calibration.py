@@ -6,7 +6,7 @@ import math
 
 import attrs
 
-from protocol.tree import Guess
+from protocol.lookahead_tree import Guess
 
 # Confidence is corrected in logits, by an offset that is known at so many places and interpolated between them.
 NUM_PLACES = 7

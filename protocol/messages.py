@@ -28,7 +28,7 @@ from attrs.validators import ge, lt, optional
 
 from protocol.reprs import shown
 from protocol.settings import Settings
-from protocol.stops import Stop
+from protocol.stop_strings import Stop
 
 
 def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

@@ -201,7 +201,7 @@ RATE_MEMORY = 40.0
 
 @attrs.define
 class Prices:
-    """All that a runtime measures of its models, for the rules of `protocol.lookahead`.
+    """All that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
 
     It outlives the streams: what one has learnt, the next begins with.
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.processors import LogitsProcessor, Sampler
+from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
 from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 

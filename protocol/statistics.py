@@ -11,8 +11,8 @@ from typing import Literal
 import attrs
 
 from protocol.advice import advise
-from protocol.books import Commit
 from protocol.prices import Estimates
+from protocol.session_state import Commit
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from protocol.reprs import brief
 
 if TYPE_CHECKING:
     # Not at run time: it would bring in MLX, which a mistake on the command line need not wait for.
-    from protocol.books import Commit
+    from protocol.session_state import Commit
 
 Actor = Literal["target", "draft"]
 SpanKind = Literal["load", "warm-up", "probe", "open", "prefill", "draft", "verify", "decode", "close", "save"]

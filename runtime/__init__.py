@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from runtime.shadows import check_packages
+from runtime.name_collisions import check_packages
 
 # Before anything is imported from them.
 check_packages("protocol", "actors")
@@ -41,21 +41,21 @@ TYPE_CHECKING = False  # typing's, which takes a while to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from protocol.processors import Checkpointed, LogitsProcessor, stateless
+    from protocol.logits_processors import Checkpointed, LogitsProcessor, stateless
     from protocol.settings import Settings
     from protocol.statistics import Statistics
     from protocol.trace import Event, Instant, Span
     from runtime import aio, sync
-    from runtime.conversation import Conversation
-    from runtime.demo import DEMO_DRAFT, DEMO_TARGET
-    from runtime.engine import Runtime, stream
-    from runtime.grammar import Grammar
-    from runtime.health import Health
-    from runtime.many import Completions, TokenStreams
-    from runtime.opening import open, serve
-    from runtime.reading import Token, TopLogprob
-    from runtime.streaming import Completion, TokenStream
-    from runtime.suggestions import Suggestion, suggest_draft
+    from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
+    from runtime.engine.health import Health
+    from runtime.engine.opening import open, serve
+    from runtime.engine.runtime import Runtime, stream
+    from runtime.generation.conversation import Conversation
+    from runtime.generation.grammar import Grammar
+    from runtime.generation.many_prompts import Completions, TokenStreams
+    from runtime.generation.token_reader import Token, TopLogprob
+    from runtime.generation.token_stream import Completion, TokenStream
+    from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
     from runtime.sync import generate_sync, open_sync
 
     __version__: str
@@ -118,41 +118,40 @@ __all__ = [
 # place.
 _MODULES = ("aio", "sync")
 _HOMES = {
-    "Runtime": "runtime.engine",
-    "open": "runtime.opening",
-    "serve": "runtime.opening",
-    "stream": "runtime.engine",
-    "Completions": "runtime.many",
-    "Grammar": "runtime.grammar",
-    "Health": "runtime.health",
-    "Completion": "runtime.streaming",
-    "Conversation": "runtime.conversation",
-    "Token": "runtime.reading",
-    "TokenStream": "runtime.streaming",
-    "TokenStreams": "runtime.many",
-    "TopLogprob": "runtime.reading",
+    "Runtime": "runtime.engine.runtime",
+    "open": "runtime.engine.opening",
+    "serve": "runtime.engine.opening",
+    "stream": "runtime.engine.runtime",
+    "Completions": "runtime.generation.many_prompts",
+    "Grammar": "runtime.generation.grammar",
+    "Health": "runtime.engine.health",
+    "Completion": "runtime.generation.token_stream",
+    "Conversation": "runtime.generation.conversation",
+    "Token": "runtime.generation.token_reader",
+    "TokenStream": "runtime.generation.token_stream",
+    "TokenStreams": "runtime.generation.many_prompts",
+    "TopLogprob": "runtime.generation.token_reader",
     "generate_sync": "runtime.sync",
     "open_sync": "runtime.sync",
     "Statistics": "protocol.statistics",
 }
 # Of these, none imports mlx.
-_LIGHT_MODULES = ("blas",)
 _LIGHT_HOMES = {
-    "Checkpointed": "protocol.processors",
-    "LogitsProcessor": "protocol.processors",
-    "stateless": "protocol.processors",
+    "Checkpointed": "protocol.logits_processors",
+    "LogitsProcessor": "protocol.logits_processors",
+    "stateless": "protocol.logits_processors",
     "Settings": "protocol.settings",
     "Event": "protocol.trace",
     "Instant": "protocol.trace",
     "Span": "protocol.trace",
-    "Suggestion": "runtime.suggestions",
-    "suggest_draft": "runtime.suggestions",
-    "DEMO_DRAFT": "runtime.demo",
-    "DEMO_TARGET": "runtime.demo",
+    "Suggestion": "runtime.doctor.draft_suggestions",
+    "suggest_draft": "runtime.doctor.draft_suggestions",
+    "DEMO_DRAFT": "runtime.loading.demo",
+    "DEMO_TARGET": "runtime.loading.demo",
 }
 
 if os.environ.get("OUTRIDER_BLAS"):
-    from runtime import blas
+    from runtime.loading import blas
 
     blas.obey_environment()
 
@@ -160,12 +159,10 @@ if os.environ.get("OUTRIDER_BLAS"):
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in _LIGHT_MODULES:
-        return import_module(f"runtime.{name}")
     if name in _LIGHT_HOMES:
         home = _LIGHT_HOMES[name]
     elif name in _HOMES or name in _MODULES:
-        import_module("runtime.blas").check()
+        import_module("runtime.loading.blas").check()
         if name in _MODULES:
             return import_module(f"runtime.{name}")
         home = _HOMES[name]

@@ -20,14 +20,14 @@ def main() -> int:
 
     Returns: the exit status.
 
-    Raises: SystemExit: see `runtime.cli.main`.
+    Raises: SystemExit: see `runtime.cli.main.main`.
     """
     # A shell starts what it puts in the background with SIGINT ignored, which is to stay so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(STATUS))
-    from runtime import cli
+    from runtime.cli.main import main as run
 
-    return cli.main()
+    return run()
 
 
 if __name__ == "__main__":

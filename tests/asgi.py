@@ -17,7 +17,7 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 
 from protocol.settings import Settings, settings_from
 from runtime.server.app import Service, application
-from runtime.server.grammar_checker import Cost, Outcome
+from runtime.server.grammars.checker import Cost, Outcome
 from runtime.server.timelines import Timelines
 
 T = TypeVar("T")

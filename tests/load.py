@@ -29,7 +29,7 @@ import mlx.core as mx
 import trio
 from raw_http import Client, ask, connect, request
 
-from runtime.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
+from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
 
 MAX_STREAMS = 4
 STALLED_S = 5

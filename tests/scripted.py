@@ -23,16 +23,16 @@ import trio
 import trio.testing
 
 from actors.actor import PREFIX_CACHE_BYTES, Part
-from actors.draft import DraftActor, MakePolicy, policy_by_settings
-from actors.kept_lines import Begun
+from actors.drafters.draft_actor import DraftActor, MakePolicy, policy_by_settings
 from actors.model import Rung
-from actors.simulated import SimulatedWorker
-from actors.worker import Job, JobError, Steps, as_job_error
+from actors.prefix_cache import Begun
+from actors.workers.simulated_worker import SimulatedWorker
+from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.trace import Event, Instant, Span
 from runtime import Token
-from runtime.engine import Events, Runtime, running
+from runtime.engine.runtime import Events, Runtime, running
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
 
 import runtime
 from protocol.trace import Event, Instant, Span
-from runtime.trio_thread import TrioThread
+from runtime.bridge.trio_thread import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
@@ -752,7 +752,7 @@ IMPORTS = """
 import asyncio, sys, threading
 import runtime
 
-SLOW = ("mlx_lm", "transformers", "mlx", "numpy", "jinja2", "tokenizers", "runtime.aio_runtime")
+SLOW = ("mlx_lm", "transformers", "mlx", "numpy", "jinja2", "tokenizers", "runtime.aio.runtime")
 imported_in = {}
 
 class Finder:

@@ -31,13 +31,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from actors.probe import probe
-from actors.simulated import SimulatedWorker
-from actors.worker import Job, ThreadWorker
+from actors.workers.simulated_worker import SimulatedWorker
+from actors.workers.worker import Job, ThreadWorker
 from protocol.errors import ModelError
-from runtime.engine import Runtime, running
+from runtime.engine.runtime import Runtime, running
 
 PROMPT = [11, 7, 52, 29, 40]
 NUM_TOKENS = 72

@@ -27,15 +27,11 @@ import trio
 from models import Padded, greedy, llama, mamba, near, save
 
 import runtime
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
-from actors.worker import Job, ThreadWorker
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.workers.worker import Job, ThreadWorker
 from protocol.trace import Span
-from runtime import bench_command, cli
-from runtime.bench import Benchmark, Measured, Plan, Row, measure
-from runtime.bench_setup import order
-from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates
-from runtime.contenders import (
+from runtime.bench.contenders import (
     PLAIN,
     Cast,
     Contender,
@@ -49,6 +45,11 @@ from runtime.contenders import (
     timed,
     within,
 )
+from runtime.bench.one_stream import Benchmark, Measured, Plan, Row, measure
+from runtime.bench.setup import order
+from runtime.cli import bench_command
+from runtime.cli import main as cli
+from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
@@ -110,7 +111,7 @@ def test_what_is_out_of_range_is_refused(changes, complaint):
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
 def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monkeypatch):
-    import runtime.contenders
+    import runtime.bench.contenders
 
     asked: list[dict[str, Any]] = []
 
@@ -119,10 +120,10 @@ def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monke
         return iter(())
 
     for name in ("generate_step", "speculative_generate_step"):
-        monkeypatch.setattr(runtime.contenders, name, steps)
+        monkeypatch.setattr(runtime.bench.contenders, name, steps)
     options = small(kv_bits=8, kv_group_size=32, quantized_kv_start=9).cache_options
     target, draft = object(), object()
-    assert list(runtime.contenders._mlx_lm_steps(target, draft, (1,), num_draft_tokens, 16, 0.0, options)) == []
+    assert list(runtime.bench.contenders._mlx_lm_steps(target, draft, (1,), num_draft_tokens, 16, 0.0, options)) == []
     (keywords,) = asked
     assert (keywords["kv_bits"], keywords["kv_group_size"], keywords["quantized_kv_start"]) == (8, 32, 9)
 
@@ -438,14 +439,14 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
 
 async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
     opened = []
-    import runtime.contenders
+    import runtime.bench.contenders
 
     def running(*arguments: Any, **options: Any) -> Any:
         opened.append(arguments)
         return real(*arguments, **options)
 
-    real = runtime.contenders.running
-    monkeypatch.setattr(runtime.contenders, "running", running)
+    real = runtime.bench.contenders.running
+    monkeypatch.setattr(runtime.bench.contenders, "running", running)
     target, draft = pair
     await measure((target, None), (draft, None), small())
     assert len(opened) == 3
@@ -583,7 +584,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
     assert "measured by outrider lookahead auto" in out
     assert "contention" in out
     if sys.platform == "linux":
-        assert f"linear algebra  {runtime.blas.blas_in_use()}" in out
+        assert f"linear algebra  {runtime.loading.blas.blas_in_use()}" in out
 
 
 def test_json_has_all_that_was_measured(saved, capsys):
@@ -704,7 +705,7 @@ def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
         bench_command.read_prompts(tmp_path / "missing.txt")
 
 
-class Interrupted(runtime.terminal.Display):
+class Interrupted(runtime.terminal.display.Display):
     """Has a signal sent to the process when something is about to be done."""
 
     at = ""
@@ -740,7 +741,7 @@ def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monk
         await trio.sleep_forever()  # as long as it takes to let go of the models
         raise AssertionError
 
-    monkeypatch.setattr(runtime.bench, "measure", measure_then_signal)
+    monkeypatch.setattr(runtime.bench.one_stream, "measure", measure_then_signal)
     assert cli.main(arguments(saved, "--json")) == 0
     assert json.loads(capsys.readouterr().out)["is_complete"]
 
@@ -758,7 +759,7 @@ NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(
 @pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
 def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(saved):
     def machine(**variables: str) -> dict[str, str]:
-        code = f"import sys; from runtime.cli import main; sys.exit(main({asked!r}))"
+        code = f"import sys; from runtime.cli.main import main; sys.exit(main({asked!r}))"
         inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, *THREAD_VARIABLES)}
         environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
         done = subprocess.run(
@@ -769,7 +770,7 @@ def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(sa
         return said
 
     asked = arguments(saved, "--json", "--repeats", "1", "--blas", "openblas")
-    cores = runtime.blas.num_usable_cores()
+    cores = runtime.loading.blas.num_usable_cores()
     theirs_to_decide = machine()
     assert theirs_to_decide["linear algebra"].startswith("OpenBLAS")
     expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's models"

@@ -13,11 +13,12 @@ from models import greedy, llama, mamba, near, save
 from test_bench import Interrupted, outrider_threads
 
 import runtime
-from runtime import bench_command, cli
-from runtime.bench_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan, StreamsRow, measure_streams
-from runtime.contenders import Moment
-from runtime.demo import STREAM_PROMPTS
-from runtime.stream_contenders import BATCHED, Group, StreamStage, Way, grouped
+from runtime.bench.contenders import Moment
+from runtime.bench.many_stream_contenders import BATCHED, Group, StreamStage, Way, grouped
+from runtime.bench.many_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan, StreamsRow, measure_streams
+from runtime.cli import bench_command
+from runtime.cli import main as cli
+from runtime.loading.demo import STREAM_PROMPTS
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21], [34, 55])
 ONE_BY_ONE, AT_ONCE = Way("one after another", "auto"), Way("at once", "auto")
@@ -203,7 +204,7 @@ async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no cache to merge")
 
-    monkeypatch.setattr(runtime.stream_contenders, "BatchGenerator", refuse)
+    monkeypatch.setattr(runtime.bench.many_stream_contenders, "BatchGenerator", refuse)
     result = await measure_streams((target, None), (draft, None), small())
     assert result.is_complete
     assert [row.failure for row in result.rows if row.kind == "batched"] == ["no cache to merge"] * 2

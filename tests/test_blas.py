@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import runtime
-from runtime import blas, cli
-from runtime.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe, num_threads
+from runtime.cli import main as cli
+from runtime.loading import blas
+from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe, num_threads
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +38,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def outrider(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run(f"import sys; from runtime.cli import main; sys.exit(main({list(arguments)!r}))", **variables)
+    return run(f"import sys; from runtime.cli.main import main; sys.exit(main({list(arguments)!r}))", **variables)
 
 
 # What a process that computes in float32 finds; the symbol is looked for among all that is global.
@@ -55,7 +56,9 @@ print(json.dumps({
 """
 
 
-def look_around(before: str = "import runtime; from runtime import blas", **variables: str) -> dict[str, object]:
+def look_around(
+    before: str = "import runtime; from runtime.loading import blas", **variables: str
+) -> dict[str, object]:
     done = run(before + LOOK_AROUND, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     found: dict[str, object] = json.loads(done.stdout)
@@ -202,7 +205,7 @@ def test_threads_are_said_where_they_are_known(threads, said):
 
 
 def test_mlx_is_not_imported_before_a_model_is_needed():
-    code = "import sys, runtime, runtime.cli, runtime.terminal; print('mlx.core' in sys.modules); runtime.open"
+    code = "import sys, runtime, runtime.cli.main; print('mlx.core' in sys.modules); runtime.open"
     done = run(code + "; print('mlx.core' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
 
@@ -257,15 +260,14 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 @pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
 @pytest.mark.parametrize(("user", "set_to"), [({}, 3), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
 def test_threads_can_be_changed_later_unless_the_user_set_them(user, set_to):
-    before = "import runtime; from runtime import blas; blas.set_threads_in_front(3)"
+    before = "import runtime; from runtime.loading import blas; blas.set_threads_in_front(3)"
     assert look_around(before, **{VARIABLE: "openblas"}, **user)["threads"] == set_to
 
 
 @linux
 def test_asking_twice_for_the_same_is_no_error(copy):
-    before = (
-        "import runtime; from runtime import blas; blas.put_in_front({!r}); import mlx.core; blas.put_in_front({!r})"
-    )
+    put = "blas.put_in_front({!r})"
+    before = f"import runtime; from runtime.loading import blas; {put}; import mlx.core; {put}"
     assert look_around(before.format(copy, copy))["blas"] == "libmine.so"
 
 
@@ -275,7 +277,8 @@ def test_asking_twice_for_the_same_is_no_error(copy):
 @linux
 def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy):
     done = run(
-        f"import mlx.core{chr(10)}import runtime; runtime.open; print(runtime.blas.blas_in_use())", **{VARIABLE: copy}
+        f"import mlx.core{chr(10)}import runtime; runtime.open; print(runtime.loading.blas.blas_in_use())",
+        **{VARIABLE: copy},
     )
     assert done.returncode == 0
     assert done.stdout.startswith("reference BLAS")
@@ -354,7 +357,7 @@ def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
 
 @linux
 def test_a_target_alone_has_all_threads(copy):
-    code = "import os, sys; from runtime.cli import main; main({}); print(os.environ['OPENBLAS_NUM_THREADS'])"
+    code = "import os, sys; from runtime.cli.main import main; main({}); print(os.environ['OPENBLAS_NUM_THREADS'])"
     alone = ["generate", "", "--draft", "none", "--blas", copy]
     assert run(code.format(alone)).stdout == f"{blas.num_usable_cores()}\n"
     pair = ["generate", "", "--blas", copy]

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import protocol.books
-from protocol.books import TRANSITIONS, Books, Commit, State
+import protocol.session_state
 from protocol.errors import ProtocolError
 from protocol.messages import Close, Open, Overdue, Proposal, Rest, Verdict, Withdraw
+from protocol.session_state import TRANSITIONS, Books, Commit, State
 from protocol.settings import Settings
-from protocol.stops import Stop
+from protocol.stop_strings import Stop
 
 SESSION = 7
 PROMPT = (1, 2, 3)
@@ -140,7 +140,7 @@ def test_a_message_that_the_table_does_not_have_is_an_error(state, event):
 def test_the_docstring_draws_the_table_as_it_is():
     # VERIFYING   Verdict  PROPOSING   …
     drawn = set()
-    for line in (protocol.books.__doc__ or "").splitlines():
+    for line in (protocol.session_state.__doc__ or "").splitlines():
         match line.split():
             case [state, event, following, *_] if state in State.__members__ and following in State.__members__:
                 drawn.add((State[state], event, State[following]))

@@ -23,10 +23,18 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 
 import runtime
-from actors.mlx_cache import can_checkpoint, can_read_at_once, can_trim_after, checkpoint_bytes, lengths, snapshot, trim
-from actors.mlx_line import MLXLine
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.cache_rewind import (
+    can_checkpoint,
+    can_read_at_once,
+    can_trim_after,
+    checkpoint_bytes,
+    lengths,
+    snapshot,
+    trim,
+)
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXLine
 from actors.model import Rung
 from protocol.errors import ModelError, RewindError, SettingsError
 

@@ -25,11 +25,11 @@ from mlx_lm.models.cache import (
 from models import gemma3_text, llama, mamba
 from test_cache_ladder import SUBJECTS, TEXT, WINDOW, Subject, subject
 
-from actors.line_state import LineRecord, LineState, recall, record
-from actors.mlx_cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
-from actors.mlx_line import MLXLine
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXLine
+from actors.mlx.sequence_state import LineRecord, LineState, recall, record
 from actors.model import Rung
 from protocol.errors import RewindError
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.calibration import Calibration
-from protocol.tree import Guess
+from protocol.lookahead_tree import Guess
 
 TRUTH: dict[str, Callable[[float], float]] = {
     "says what it knows": lambda raw: raw,

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from runtime.simulation import Scenario, played
+from runtime.simulation.simulation import Scenario, played
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700

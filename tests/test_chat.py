@@ -17,8 +17,9 @@ from test_cli import broken_weights, outrider, read_all, save_model, terminal
 from test_conversation import THINKING_TEMPLATE, pair, says, tokenizer
 
 import runtime
-from runtime import chat_command, cli
-from runtime.terminal import Display, Outcome, Output
+from runtime.cli import chat_command
+from runtime.cli import main as cli
+from runtime.terminal.display import Display, Outcome, Output
 
 MAX = ("--max-tokens", "6")
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from runtime.conversation import Conversation
-from runtime.text import ROLES, encode_prompt
+from runtime.generation.conversation import Conversation
+from runtime.generation.text import ROLES, encode_prompt
 
 WORDS = ["<unk>", *ROLES, "hello", "world", ":", "called"]
 CHAT = """\

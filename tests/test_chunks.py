@@ -11,8 +11,8 @@ from models import greedy, prompt_of
 from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
 
 import runtime
-from actors.worker import Job
-from protocol.chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, ChunkSize
+from actors.workers.worker import Job
+from protocol.prefill_chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, ChunkSize
 from protocol.trace import Span
 
 

@@ -29,10 +29,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-import runtime.terminal
+import runtime.terminal.display
 from protocol.trace import Event, Span
-from runtime import cli, generate_command
-from runtime.signals import until_signal
+from runtime.cli import generate_command
+from runtime.cli import main as cli
+from runtime.terminal.signals import until_signal
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "w1 w2 w3"
@@ -321,7 +322,7 @@ def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
     with (tmp_path / "out").open("w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        runtime.terminal.Output().write_now("né")
+        runtime.terminal.display.Output().write_now("né")
     assert (tmp_path / "out").read_text() == "n?"
 
 
@@ -423,17 +424,17 @@ def statistics(**changes: Any) -> runtime.Statistics:
     ],
 )
 def test_each_figure_has_its_unit(numbers, name, value):
-    assert dict(runtime.terminal._rows(statistics(**numbers)))[name] == value
+    assert dict(runtime.terminal.display._rows(statistics(**numbers)))[name] == value
 
 
 def test_what_never_happened_has_no_row():
-    rows = dict(runtime.terminal._rows(statistics()))
+    rows = dict(runtime.terminal.display._rows(statistics()))
     assert not {"undrafted", "late drafter", "failed drafter"} & set(rows)
 
 
 def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    runtime.terminal.print_statistics(statistics())
+    runtime.terminal.display.print_statistics(statistics())
     err = capfd.readouterr().err
     assert "peak memory" in err
     assert "\x1b" not in err
@@ -570,7 +571,7 @@ def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
-    runtime.terminal.say("error: not found:\n\n    try this\nor that\n")
+    runtime.terminal.display.say("error: not found:\n\n    try this\nor that\n")
     assert capfd.readouterr().err == "outrider: error: not found: try this or that\n"
 
 
@@ -589,7 +590,7 @@ def test_a_closed_stdout_is_an_error(endless, monkeypatch, capfd):
 
 
 def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
-    with runtime.terminal.warnings_at_the_end():
+    with runtime.terminal.display.warnings_at_the_end():
         try:
             raise ValueError("no more room")
         except ValueError as error:
@@ -663,7 +664,7 @@ async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_print
     assert "peak memory" in err
 
 
-class Interrupted(runtime.terminal.Display):
+class Interrupted(runtime.terminal.display.Display):
     """Has a signal sent to the process at the first event of a kind."""
 
     kind = ""
@@ -704,7 +705,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         await trio.sleep(1)  # as the way out of a runtime is
         raise AssertionError("the signal was not heard")
 
-    await until_signal(work, generated, runtime.terminal.Display())
+    await until_signal(work, generated, runtime.terminal.display.Display())
     assert cli._status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
@@ -751,15 +752,15 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
     async def work() -> None:
         with trio.CancelScope(shield=True):  # as a load is
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.ECHO_S / 2)
+            await trio.sleep(runtime.terminal.display.ECHO_S / 2)
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.ECHO_S)
+            await trio.sleep(runtime.terminal.display.ECHO_S)
             assert statuses == []
             signal.raise_signal(signal.SIGTERM)
             await trio.sleep(1)
             assert statuses == [143]
 
-    await until_signal(work, generated, runtime.terminal.Display(), quit_now=statuses.append)
+    await until_signal(work, generated, runtime.terminal.display.Display(), quit_now=statuses.append)
     assert generated.signal == signal.SIGINT
     assert statuses == [143]
 
@@ -805,7 +806,7 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
     os.set_blocking(writing, True)
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        output = runtime.terminal.Output()
+        output = runtime.terminal.display.Output()
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(output.write, "y")
@@ -857,7 +858,7 @@ async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endl
 
 
 def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
-    with runtime.terminal.Display() as display:
+    with runtime.terminal.display.Display() as display:
         display.loading([runtime.DEMO_TARGET])
         display.stopping()
         display.reading(5000, 2048)

@@ -15,8 +15,8 @@ from test_cli import ROOT, environment
 
 import runtime
 from protocol.errors import OutriderError
-from runtime.signals import ACKNOWLEDGE_S, quitting, until_signal
-from runtime.terminal import Display, Outcome
+from runtime.terminal.display import Display, Outcome
+from runtime.terminal.signals import ACKNOWLEDGE_S, quitting, until_signal
 
 # Modules of which the import, wherever it is, ends in a Ctrl-C.
 INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the signal was not heard')\n"

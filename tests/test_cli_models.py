@@ -10,11 +10,11 @@ import pytest
 from test_cli import save_model
 
 import runtime
-import runtime.opening
+import runtime.engine.opening
 from protocol.synonyms import OPEN_ARGUMENTS
-from runtime import cli
-from runtime.flags import in_flags
-from runtime.model_arguments import OPTIONS
+from runtime.cli import main as cli
+from runtime.cli.flags import in_flags
+from runtime.cli.model_arguments import OPTIONS
 
 # In words that the tiny model has.
 TEMPLATE = (
@@ -114,7 +114,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         options.update(given)
         raise OpenedError
 
-    monkeypatch.setattr(runtime.opening, "open", open)
+    monkeypatch.setattr(runtime.engine.opening, "open", open)
     return options
 
 

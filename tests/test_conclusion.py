@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.conclusion import Findings, conclude
+from runtime.doctor.conclusion import Findings, conclude
 
 WIDTHS = (1, 2, 3, 5, 9)
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 import runtime
 from protocol.messages import Open
 from protocol.settings import Settings
-from runtime.text import GrowingText, apply_chat_template
-from runtime.thinking import Answer
+from runtime.generation.reasoning import Answer
+from runtime.generation.text import GrowingText, apply_chat_template
 
 TEMPLATE = """\
 {%- for message in messages -%}

@@ -23,7 +23,7 @@ from scripted import (
 )
 
 import runtime
-from actors.worker import Job
+from actors.workers.worker import Job
 from protocol.deadlines import (
     LEAST_PROMPT_WAIT_S,
     LEAST_PROPOSAL_WAIT_S,

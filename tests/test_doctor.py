@@ -18,8 +18,8 @@ from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 
 import runtime
 from actors.model import Rung
-from runtime import cli
-from runtime.doctor import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
+from runtime.cli import main as cli
+from runtime.doctor.report import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,12 @@ from test_cache_ladder import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
 from test_schedules import COSTS, by_turns, tuples
 
 import runtime
-from actors.draft import DraftActor
-from actors.draft_steps import Drafted, DraftSteps, FellBack, Refused
+from actors.drafters.draft_actor import DraftActor
+from actors.drafters.draft_steps import Drafted, DraftSteps, FellBack, Refused
 from actors.session import Session
 from protocol.acceptance import likeliest
-from protocol.held import Held
-from protocol.leash import Leash
+from protocol.cached_tokens import Held
+from protocol.draft_budget import Leash
 from protocol.messages import Open
 from protocol.settings import Settings
 

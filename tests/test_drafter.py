@@ -30,9 +30,9 @@ from scripted import (
 )
 
 import runtime
-from actors.simulated import SimulatedWorker
+from actors.workers.simulated_worker import SimulatedWorker
 from protocol.trace import Event
-from runtime.drafter import LoadedDrafter
+from runtime.engine.drafter_slot import LoadedDrafter
 
 PROMPT = tuple(prompt_of(17))
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "lookahead": 3}

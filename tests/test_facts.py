@@ -31,8 +31,8 @@ from models import (
 )
 
 import runtime
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from protocol.errors import RewindError
 
 
@@ -64,7 +64,7 @@ def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
     return keys, -keys
 
 
-# --- threads: why a model has one of its own, and what may cross (actors.worker) ------------------
+# --- threads: why a model has one of its own, and what may cross (actors.workers.worker) ------------------
 
 
 def test_a_stream_works_on_the_thread_that_made_it_and_on_no_other() -> None:
@@ -112,7 +112,7 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
     assert not mx.array_equal(narrow, wide[:16])
 
 
-# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx_cache) ------------
+# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_rewind) ------------
 
 
 @pytest.mark.parametrize(

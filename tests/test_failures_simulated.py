@@ -35,7 +35,7 @@ from protocol.errors import (
     StreamBusyError,
     StreamFailedError,
 )
-from protocol.lookahead import Chain
+from protocol.lookahead_policy import Chain
 from protocol.messages import Message, Proposal, Verdict
 
 PROMPT = [5, 6, 7, 8, 9]

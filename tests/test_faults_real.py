@@ -14,8 +14,8 @@ from models import VOCAB_SIZE, greedy, llama, near, prompt_of
 from scripted import ids
 
 import runtime
-from actors.mlx_line import MLXLine
-from actors.worker import JobError, Step, Steps
+from actors.mlx.sequence import MLXLine
+from actors.workers.worker import JobError, Step, Steps
 
 PROMPT = prompt_of(9)
 
@@ -181,7 +181,7 @@ class Hanging(nn.Module):
 @pytest.fixture
 def impatience(monkeypatch: Any) -> None:
     monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 0.05)
-    monkeypatch.setattr("actors.worker.HANG_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("actors.workers.worker.HANG_TIMEOUT_S", 0.05)
 
 
 @pytest.mark.usefixtures("impatience")
@@ -209,7 +209,7 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("runtime.saving.DRAFTER_WAIT_S", 0.05)
+    monkeypatch.setattr("runtime.persistence.saving.DRAFTER_WAIT_S", 0.05)
     target, draft = pair()
     hanging, file = Hanging(draft), io.BytesIO()
     with trio.fail_after(60):

@@ -14,9 +14,9 @@ from architectures import ARCHITECTURES, build
 from mlx.utils import tree_flatten, tree_unflatten
 from models import Wrapped, gemma3_text, llama, mamba, near, qwen3, save
 
-from actors.fingerprint import fingerprint, vocabulary_digest
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.persistence.fingerprint import fingerprint, vocabulary_digest
 
 
 def changed(model: nn.Module, name: str, change: Callable[[mx.array], mx.array]) -> nn.Module:

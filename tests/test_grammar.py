@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import runtime
 from runtime import Grammar
-from runtime import grammar as grammar_module
-from runtime.grammar import check_json_schema
+from runtime.generation import grammar as grammar_module
+from runtime.generation.grammar import check_json_schema
 
 TOKENIZER = TokenizerWrapper(AutoTokenizer.from_pretrained(runtime.DEMO_TARGET))
 VOCAB_SIZE = 4096

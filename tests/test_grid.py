@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 
-from protocol.lookahead import Auto, Chain
-from runtime.simulation import PROMPT, Scenario, ScriptedDraft, ScriptedTarget, played
+from protocol.lookahead_policy import Auto, Chain
+from runtime.simulation.simulation import PROMPT, Scenario, ScriptedDraft, ScriptedTarget, played
 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)

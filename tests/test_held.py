@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from protocol.cached_tokens import Held, Plan
 from protocol.errors import ProtocolError
-from protocol.held import Held, Plan
 
 # Few ids, so that texts agree by chance as often as they differ.
 TOKENS = st.integers(0, 1)

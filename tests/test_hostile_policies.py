@@ -32,9 +32,9 @@ from scripted import (
 )
 from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 
-from protocol.leash import NO_LEASH, Leash
-from protocol.lookahead import View
-from protocol.tree import Node
+from protocol.draft_budget import NO_LEASH, Leash
+from protocol.lookahead_policy import View
+from protocol.lookahead_tree import Node
 
 # Near the target, so that much of what is proposed stands, and it matters which.
 NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))

@@ -79,7 +79,7 @@ def draws_without_a_key(tree: ast.AST) -> Iterator[str]:
         ("import trio", {"trio"}),
         ("import mlx.nn as nn, os.path", {"mlx.nn", "os.path"}),
         ("from mlx import nn", {"mlx", "mlx.nn"}),
-        ("from actors.worker import Job", {"actors.worker", "actors.worker.Job"}),
+        ("from actors.workers.worker import Job", {"actors.workers.worker", "actors.workers.worker.Job"}),
         ("from . import books", {"protocol", "protocol.books"}),
         ("from .books import Books", {"protocol.books", "protocol.books.Books"}),
         ("def f():\n    import time", {"time"}),
@@ -131,32 +131,36 @@ def test_every_random_number_has_a_key(path):
 
 def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    makers = {"actors/thread_pool.py", "actors/worker.py", "runtime/trio_thread.py"}
+    makers = {"actors/workers/thread_pool.py", "actors/workers/worker.py", "runtime/bridge/trio_thread.py"}
     minders = {
-        "actors/user_code.py",
-        "runtime/aio_thread.py",
-        "runtime/drafter.py",
-        "runtime/engine.py",
-        "runtime/grammar.py",
-        "runtime/server/grammar_process.py",  # the program of another process
-        "runtime/sync_many.py",
-        "runtime/sync_streaming.py",
-        "runtime/sync_thread.py",
+        "actors/sampling/user_code.py",
+        "runtime/aio/thread.py",
+        "runtime/engine/drafter_slot.py",
+        "runtime/engine/runtime.py",
+        "runtime/generation/grammar.py",
+        "runtime/server/grammars/checker_process.py",  # the program of another process
+        "runtime/sync/many_prompts.py",
+        "runtime/sync/token_stream.py",
+        "runtime/sync/thread.py",
     }
     assert threads == makers | minders
 
 
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
-        "runtime/aio_many.py",
-        "runtime/aio_streaming.py",
-        "runtime/aio_thread.py",
-        "runtime/sync.py",
+        "runtime/aio/many_prompts.py",
+        "runtime/aio/token_stream.py",
+        "runtime/aio/thread.py",
+        "runtime/sync/__init__.py",
     }
 
 
 def test_three_modules_talk_to_mlx_lms_caches():
-    assert importers("mlx_lm.models") == {"actors/mlx_options.py", "actors/mlx_cache.py", "actors/mlx_cache_state.py"}
+    assert importers("mlx_lm.models") == {
+        "actors/mlx/cache_options.py",
+        "actors/mlx/cache_rewind.py",
+        "actors/mlx/cache_state.py",
+    }
 
 
 @every_module

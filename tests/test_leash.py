@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_lookahead import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.calibration import Calibration
-from protocol.leash import NO_LEASH, Leash, Worth
-from protocol.lookahead import Auto, Chain, Policy, View
+from protocol.draft_budget import NO_LEASH, Leash, Worth
+from protocol.lookahead_policy import Auto, Chain, Policy, View
+from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.prices import Prices
-from protocol.tree import LOOKED_UP, Guess, LookaheadTree, Node
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=400)
 

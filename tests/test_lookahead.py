@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.lookahead import Auto, Chain, View, policy_for
+from protocol.lookahead_policy import Auto, Chain, View, policy_for
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
-from protocol.tree import Guess, LookaheadTree, Node
 
 ROOT, POSITION = 100, 9
 

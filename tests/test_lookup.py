@@ -34,8 +34,8 @@ from scripted import (
     within,
 )
 
-from actors.ngram import INDEXED_IN_A_ROW, PATIENCE, LookupActor
-from protocol.lookahead import UNPRICED
+from actors.drafters.lookup_actor import INDEXED_IN_A_ROW, PATIENCE, LookupActor
+from protocol.lookahead_policy import UNPRICED
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
 

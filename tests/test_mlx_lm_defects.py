@@ -18,11 +18,11 @@ from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
 
 import runtime
-from actors.mlx_line import MLXLine
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
-from actors.worker import Job, ThreadWorker
-from runtime.engine import running
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXLine
+from actors.workers.worker import Job, ThreadWorker
+from runtime.engine.runtime import running
 
 PROMPT = prompt_of(9, vocab_size=architectures.VOCAB_SIZE)
 NUM_TOKENS = 24

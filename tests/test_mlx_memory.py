@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from actors import mlx_memory
+from actors.mlx import memory as mlx_memory
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 

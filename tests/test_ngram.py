@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
-from protocol.ngram import LONGEST, SHORTEST, Found, PromptLookup, prior
+from protocol.prompt_lookup import LONGEST, SHORTEST, Found, PromptLookup, prior
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=300)
 

@@ -30,7 +30,7 @@ from scripted import (
 )
 
 import runtime
-from actors.peaks import Peaks
+from actors.sampling.logit_check import Peaks
 from protocol.errors import NotANumberError, ProcessorError
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -14,9 +14,9 @@ from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, 
 from test_architectures import greedy as whole_text
 
 import runtime
-from actors.kept_lines import KeptLines
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.prefix_cache import KeptLines
 from protocol.trace import Event, Span
 
 # Several chunks a prompt, the window is full in the first turn or the second, and the tail is cut off for a pin.

@@ -29,9 +29,9 @@ from scripted import (
     within,
 )
 
-from actors.kept_lines import MOST_LINES, KeptLines
+from actors.prefix_cache import MOST_LINES, KeptLines
 from protocol.errors import RewindError
-from runtime.engine import BUFFERED_ROUNDS
+from runtime.engine.runtime import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 LOOKAHEADS = [0, 1, 3, "auto"]

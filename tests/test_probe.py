@@ -14,8 +14,8 @@ from models import VOCAB_SIZE, Wrapped, llama, mamba, prompt_of
 from scripted import ScriptedFailure, ScriptedModel, truthful
 
 import runtime
-from actors.mlx_model import MLXModel
-from actors.mlx_options import CacheOptions
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from actors.probe import probe
 from protocol.errors import ModelError
 

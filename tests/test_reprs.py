@@ -16,9 +16,9 @@ from protocol.prices import Estimates
 from protocol.reprs import MOST_CHARACTERS, excerpt, shown, shown_path
 from protocol.settings import check_vocabulary_size, settings_from
 from protocol.statistics import Counts
-from runtime import session_file
-from runtime.saved_session import SavedSession
-from runtime.sources import check_source, check_unknown
+from runtime.loading.model_sources import check_source, check_unknown
+from runtime.persistence import session_file
+from runtime.persistence.saved_session import SavedSession
 
 LONG = "long text " * 1000
 

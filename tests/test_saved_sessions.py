@@ -27,9 +27,9 @@ from test_cli import save_model
 from test_conversation import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
 
 import runtime
-from actors import saved_line
-from runtime import saved_session, session_file
-from runtime.session_file import Contents
+from actors.persistence import saved_sequence
+from runtime.persistence import saved_session, session_file
+from runtime.persistence.session_file import Contents
 
 VOCAB_SIZE = 4101
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
@@ -602,7 +602,7 @@ def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatc
         if count == step:
             scope.cancel()
 
-    run, run_sync, check = saved_line._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
+    run, run_sync, check = saved_sequence._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
 
     async def noted_run(*args: Any) -> Any:
         count_up()
@@ -616,7 +616,7 @@ def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatc
         trio.from_thread.run_sync(count_up)
         check()
 
-    monkeypatch.setattr(saved_line, "_run", noted_run)
+    monkeypatch.setattr(saved_sequence, "_run", noted_run)
     monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
     monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
 
@@ -745,7 +745,7 @@ async def test_a_target_that_fails_at_a_save_is_not_the_end_of_the_old_file(
         def fail(*_: Any) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(saved_line, "fingerprint", fail)
+        monkeypatch.setattr(saved_sequence, "fingerprint", fail)
         with pytest.raises(runtime.OutriderError, match="no room"):
             await conversation.save(path)
         monkeypatch.undo()

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.fingerprint import Fingerprint
-from actors.line_state import LineRecord
-from actors.saved_line import SavedModel
+from actors.mlx.sequence_state import LineRecord
+from actors.persistence.fingerprint import Fingerprint
+from actors.persistence.saved_sequence import SavedModel
 from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.settings import MAX_SEED, Settings, settings_from
-from runtime import saved_session
-from runtime.saved_session import SavedSession, settings_for_json, settings_of
-from runtime.session_file import Contents, write
+from runtime.persistence import saved_session
+from runtime.persistence.saved_session import SavedSession, settings_for_json, settings_of
+from runtime.persistence.session_file import Contents, write
 
 PRINT = Fingerprint("llama", 1000, "aa", "bb", "cc")
 OTHER = Fingerprint("llama", 1000, "aa", "bb", "dd")

@@ -26,15 +26,16 @@ from test_saved_sessions import cancel_at
 from test_stops import byte_level
 
 import runtime
-from actors import saved_line
-from actors.draft import DraftActor
+from actors.drafters.draft_actor import DraftActor
+from actors.persistence import saved_sequence
 from actors.target import TargetActor
 from actors.tensor import Tensor
-from actors.worker import Job
+from actors.workers.worker import Job
 from protocol.replay import ReplayDebt
 from protocol.settings import Settings
-from runtime import engine, saved_session, session_file
-from runtime.session_file import Contents
+from runtime.engine import runtime as engine
+from runtime.persistence import saved_session, session_file
+from runtime.persistence.session_file import Contents
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NUM_TOKENS = 24
@@ -328,7 +329,7 @@ async def test_what_is_cached_is_left_out_where_it_is_not_known_of_which_tokens(
     async with LLAMA.open(drafted=False) as rt, rt.stream(PROMPT, max_tokens=NUM_TOKENS) as stream:
         await read(stream, 5)
         with monkeypatch.context() as patch:
-            patch.setattr(saved_line, "trio", SimpleNamespace(lowlevel=SimpleNamespace(checkpoint=busy)))
+            patch.setattr(saved_sequence, "trio", SimpleNamespace(lowlevel=SimpleNamespace(checkpoint=busy)))
             await stream.save(tmp_path / "stream")
         assert num_looks == 3
         assert (await saved_session.read(tmp_path / "stream")).target.line is None

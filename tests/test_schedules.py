@@ -44,11 +44,11 @@ from scripted import (
     within,
 )
 
-from actors.draft import MakePolicy, policy_by_settings
-from protocol.books import State
-from protocol.lookahead import Chain, Policy
+from actors.drafters.draft_actor import MakePolicy, policy_by_settings
+from protocol.lookahead_policy import Chain, Policy
 from protocol.messages import Message, Proposal, Verdict
 from protocol.prices import Prices
+from protocol.session_state import State
 from protocol.settings import Settings
 from protocol.statistics import Statistics
 

@@ -23,7 +23,7 @@ import pytest
 from test_cli import HANGS_S, ROOT, environment
 
 import runtime
-from runtime import cli
+from runtime.cli import main as cli
 
 KEY = "s3cret"
 MODEL = "outrider-demo-target"
@@ -356,8 +356,8 @@ def test_a_second_signal_waits_for_nothing() -> None:
 def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
     failing = """
 import sys
-from actors.mlx_line import MLXLine
-from runtime import cli
+from actors.mlx.sequence import MLXLine
+from runtime.cli import main as cli
 feed_lazy, num_passes = MLXLine.feed_lazy, 0
 def fail(line, *arguments):
     raise RuntimeError("the device is gone")
@@ -453,7 +453,7 @@ def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch: Any, c
 
 def test_help_brings_in_neither_mlx_nor_a_server() -> None:
     program = (
-        "import sys\nfrom runtime import cli\ntry:\n    cli.main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom runtime.cli.main import main\ntry:\n    main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'mlx', 'starlette', 'hypercorn', 'pydantic'} & set(sys.modules)))"
     )
     ran = subprocess.run(

@@ -38,14 +38,15 @@ from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, t
 import runtime
 from protocol.statistics import Statistics
 from protocol.trace import Instant
-from runtime.server import timelines, writers
-from runtime.server.answering import Limits
-from runtime.server.answers import ChatChunk, ChatCompletion, Completion
+from runtime.generation.text import apply_chat_template
+from runtime.server import timelines
+from runtime.server.admission import House
 from runtime.server.app import Service, application
-from runtime.server.house import House
-from runtime.server.refusals import Refusal
-from runtime.server.thoughts import Thoughts
-from runtime.text import apply_chat_template
+from runtime.server.endpoint import Limits
+from runtime.server.errors import Refusal
+from runtime.server.openai import serializers
+from runtime.server.openai.reasoning import Thoughts
+from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -185,8 +186,8 @@ def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> N
 
 
 def test_a_part_of_a_character_has_no_bytes() -> None:
-    assert writers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
-    assert writers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+    assert serializers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
+    assert serializers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
 
 
 # --- thoughts -------------------------------------------------------------------------------------

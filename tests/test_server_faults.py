@@ -29,9 +29,9 @@ from scripted import (
 )
 from test_stops import Letters
 
-from runtime.server.answering import Limits
 from runtime.server.app import Service, application
-from runtime.server.connections import Patience, serve
+from runtime.server.connections.listener import Patience, serve
+from runtime.server.endpoint import Limits
 from runtime.server.timelines import Timelines
 
 PROMPT = "outrider"

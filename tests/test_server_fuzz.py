@@ -13,7 +13,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from test_cli import HANGS_S
 from test_serve_command import MODEL, Server, serving
 
-from runtime.server.openapi import description
+from runtime.server.openai.openapi import description
 
 pytestmark = pytest.mark.slow
 

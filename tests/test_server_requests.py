@@ -27,8 +27,8 @@ from pydantic import ValidationError
 from scripted import ScriptedModel
 
 from protocol.settings import settings_from
-from runtime.server.answering import Limits
-from runtime.server.requests import ChatRequest, CompletionRequest, read
+from runtime.server.endpoint import Limits
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, read
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 

@@ -23,13 +23,13 @@ from transformers import AutoTokenizer
 
 import runtime
 from protocol.errors import SettingsError
-from runtime.grammar import grammar_of_schema, tokenizer_json
-from runtime.server import grammar_checker as checker_module
-from runtime.server import schemas as schemas_module
-from runtime.server.client_slots import ClientSlots
-from runtime.server.grammar_checker import CheckerGoneError, GrammarChecker, grammar_checker
-from runtime.server.refusals import Refusal
-from runtime.server.schemas import ANY_OBJECT, Schemas
+from runtime.generation.grammar import grammar_of_schema, tokenizer_json
+from runtime.server.errors import Refusal
+from runtime.server.grammars import checker as checker_module
+from runtime.server.grammars import schemas as schemas_module
+from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
+from runtime.server.grammars.client_slots import ClientSlots
+from runtime.server.grammars.schemas import ANY_OBJECT, Schemas
 
 PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
 # What no look at it finds to be expensive: 99,400,891 remainders.
@@ -339,7 +339,7 @@ async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_wit
 def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
     program = """
 import json, sys, trio
-from runtime.server.grammar_checker import grammar_checker
+from runtime.server.grammars.checker import grammar_checker
 vocabulary, grammar = json.load(open(sys.argv[1]))
 async def main():
     async with grammar_checker(lambda: tuple(vocabulary), cpu_s=600) as check:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from actors.tensor import DTYPES, Tensor
 from protocol.errors import SessionFileError
-from runtime import session_file
-from runtime.session_file import VERSION, Contents, read, write
+from runtime.persistence import session_file
+from runtime.persistence.session_file import VERSION, Contents, read, write
 
 CONTENT = {"messages": [{"role": "user", "content": "Ünïcode \ud800 and \x00"}], "number": 2**64 - 1, "none": None}
 

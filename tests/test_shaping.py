@@ -21,8 +21,8 @@ from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of
 from scipy.stats import chi2
 
 import runtime
-from actors.shaping import NOTHING, Shaping
-from actors.user_code import MOST_STATES
+from actors.sampling.logits_pipeline import NOTHING, Shaping
+from actors.sampling.user_code import MOST_STATES
 from protocol.messages import Open
 from protocol.settings import Settings
 

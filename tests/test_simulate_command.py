@@ -18,13 +18,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from actors.draft import policy_by_settings
-from protocol.lookahead import Chain
+from actors.drafters.draft_actor import policy_by_settings
+from protocol.lookahead_policy import Chain
 from protocol.prices import Prices
 from protocol.settings import Settings
-from runtime import cli, simulate_command, simulation_plot
-from runtime.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
-from runtime.simulation import Scenario, played
+from runtime.cli import main as cli
+from runtime.cli import simulate_command
+from runtime.cli.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
+from runtime.simulation import plot as simulation_plot
+from runtime.simulation.simulation import Scenario, played
 
 ROOT = Path(__file__).parent.parent
 

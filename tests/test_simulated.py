@@ -9,8 +9,8 @@ import attrs
 import pytest
 import trio
 
-from actors.simulated import Contention, SimulatedWorker
-from actors.worker import Job, JobError, Step, Steps
+from actors.workers.simulated_worker import Contention, SimulatedWorker
+from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.errors import SettingsError
 from protocol.trace import Actor, Event, Span, SpanKind
 

@@ -11,8 +11,8 @@ import trio
 
 from actors.model import Line, Model, Rung
 from protocol.errors import RewindError, SettingsError
-from protocol.lookahead import Chain
-from runtime.simulation import PROMPT, VOCAB_SIZE, Scenario, ScriptedDraft, ScriptedTarget, played
+from protocol.lookahead_policy import Chain
+from runtime.simulation.simulation import PROMPT, VOCAB_SIZE, Scenario, ScriptedDraft, ScriptedTarget, played
 
 NUM_POSITIONS = 4000
 

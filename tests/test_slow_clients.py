@@ -17,8 +17,8 @@ from scripted import ScriptedModel, run
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.server.answering import Limits
-from runtime.server.connection import Connection
+from runtime.server.connections.connection import Connection
+from runtime.server.endpoint import Limits
 
 STALLED_S = 2
 RATE = 50_000  # bytes a second

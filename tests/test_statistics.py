@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedModel, agreeing, collect, simulated, truthful
 
-from protocol.books import Commit
 from protocol.prices import Estimates
+from protocol.session_state import Commit
 from protocol.statistics import Counts, Statistics
 
 

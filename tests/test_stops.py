@@ -39,13 +39,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from protocol.books import Commit
 from protocol.errors import SettingsError
 from protocol.messages import Open
+from protocol.session_state import Commit
 from protocol.settings import Settings
-from protocol.stops import Stop, StopMatcher
+from protocol.stop_strings import Stop, StopMatcher
 from runtime import Completion
-from runtime.text import GrowingText, StopFinder
+from runtime.generation.text import GrowingText, StopFinder
 
 Decode = Callable[[list[int]], str]
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import runtime
-from runtime import draft_families
-from runtime.draft_families import FAMILIES, small_models
+from runtime.doctor import draft_families
+from runtime.doctor.draft_families import FAMILIES, small_models
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 

@@ -16,9 +16,9 @@ from models import llama
 import runtime
 from protocol.settings import Settings, settings_from
 from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
-from runtime import cli
-from runtime.flags import elsewhere, flag
-from runtime.server.requests import CompletionRequest
+from runtime.cli import main as cli
+from runtime.cli.flags import elsewhere, flag
+from runtime.server.openai.requests import CompletionRequest
 
 SETTINGS = {field.name for field in attrs.fields(Settings)}
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runtime.bench import Benchmark
-from runtime.bench import Row as BenchRow
-from runtime.bench_command import _sheet as bench_sheet
-from runtime.bench_streams import StreamsBenchmark, StreamsRow
-from runtime.bench_streams_table import _sheet as streams_sheet
-from runtime.simulate_command import _HEADINGS as SIMULATE_HEADINGS
-from runtime.tables import UNBOUNDED, Row, Sheet, show_sections, show_table
-from runtime.terminal import OutputError, print_sections
+from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
+from runtime.bench.one_stream import Benchmark
+from runtime.bench.one_stream import Row as BenchRow
+from runtime.cli.bench_command import _sheet as bench_sheet
+from runtime.cli.many_streams_table import _sheet as streams_sheet
+from runtime.cli.simulate_command import _HEADINGS as SIMULATE_HEADINGS
+from runtime.terminal.display import OutputError, print_sections
+from runtime.terminal.tables import UNBOUNDED, Row, Sheet, show_sections, show_table
 
 MEASURED: dict[str, Any] = {
     "target": "demo",

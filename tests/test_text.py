@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from runtime.text import Detokenizer, encode_prompt
+from runtime.generation.text import Detokenizer, encode_prompt
 
 SCRIPTS = [
     "plain text, and then some",

@@ -17,9 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
 
 import runtime
-from protocol.books import Commit
+from protocol.session_state import Commit
 from protocol.trace import Event, Instant, Span
-from runtime.timeline import PLACE, TEXTS_A_TURN, data_of, render, texts_of
+from runtime.tracing.timeline import PLACE, TEXTS_A_TURN, data_of, render, texts_of
 
 # A browser takes a second to start.
 in_a_browser = pytest.mark.browser

@@ -21,11 +21,12 @@ from models import greedy, llama, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
 
 import runtime
-import runtime.tracing
-from protocol.books import Commit
+import runtime.tracing.trace_files
+from protocol.session_state import Commit
 from protocol.trace import Event, Instant, Span
-from runtime import cli, generate_command
-from runtime.tracing import ChromeFile, ChromeTrace, Recorder, TimelineFile
+from runtime.cli import generate_command
+from runtime.cli import main as cli
+from runtime.tracing.trace_files import ChromeFile, ChromeTrace, Recorder, TimelineFile
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="macOS has no disk that is always full")
 
@@ -414,7 +415,7 @@ async def idle(recorder: Recorder) -> None:
 async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
     path = tmp_path / "trace.json"
     async with ChromeFile(path) as recorder:
-        for event in moments(runtime.tracing.CHUNK - 1):
+        for event in moments(runtime.tracing.trace_files.CHUNK - 1):
             recorder(event)
         await idle(recorder)
         assert path.read_text() == ""
@@ -422,12 +423,12 @@ async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
         await idle(recorder)
         # The chunk is gone from memory, and on disk but for what the file keeps in its buffer.
         assert recorder._events == []
-        assert len(path.read_text()) > runtime.tracing.CHUNK * 50
-    assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.CHUNK
+        assert len(path.read_text()) > runtime.tracing.trace_files.CHUNK * 50
+    assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.trace_files.CHUNK
 
 
 async def test_chunks_make_the_same_text_as_one_go(events, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 7)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 7)
     async with ChromeFile(tmp_path / "trace.json") as recorder:
         for event in events:
             recorder(event)
@@ -452,7 +453,7 @@ class Held(ChromeFile):
 
 
 async def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     async with Held(tmp_path / "trace.json") as recorder:
         async with runtime.open((target(), None), (drafter(), None), trace=recorder) as rt:
             completion = await rt.generate(prompt_of(8), max_tokens=60)
@@ -462,7 +463,7 @@ async def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
 
 
 async def test_what_a_disk_that_hangs_leaves_waiting_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     monkeypatch.setattr(ChromeFile, "most_events", 20)
     async with Held(tmp_path / "trace.json") as recorder:
         for event in moments(8):
@@ -479,7 +480,7 @@ async def test_what_a_disk_that_hangs_leaves_waiting_is_bounded_and_what_is_lost
 
 @needs_dev_full
 async def test_a_full_disk_costs_the_trace_and_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     async with runtime.open((target(), None), (drafter(), None), trace="/dev/full") as rt:
         assert len((await rt.generate(prompt_of(8), max_tokens=60)).tokens) == 60
     assert [record.getMessage() for record in caplog.records] == [
@@ -488,7 +489,7 @@ async def test_a_full_disk_costs_the_trace_and_one_warning(caplog, monkeypatch):
 
 
 async def test_a_disk_that_fails_in_the_middle_is_not_asked_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     asked = []
 
     class Failing(ChromeFile):
@@ -541,7 +542,7 @@ class Disk:
 async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     kind: Any, call: str, at: int, error: OSError, reason: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     disks: list[Disk] = []
 
     class Failing(kind):
@@ -563,7 +564,7 @@ async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
 
 
 async def test_a_directory_that_is_removed_costs_the_trace_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runtime.tracing, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
     where = tmp_path / "traces"
     where.mkdir()
     model = target()
@@ -626,7 +627,7 @@ def test_a_file_that_cannot_be_written_gets_one_line_before_any_model_is_looked_
 
 
 def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
-    class Interrupted(runtime.terminal.Display):
+    class Interrupted(runtime.terminal.display.Display):
         def on_event(self, event: Event) -> None:
             if isinstance(event, Instant) and event.kind == "verdict" and event.round == 3:
                 signal.raise_signal(signal.SIGINT)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import runtime
-from runtime import sources
-from runtime.trained_drafters import trained_drafter
+from runtime.loading import model_sources
+from runtime.loading.trained_drafters import trained_drafter
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -42,9 +42,9 @@ async def test_one_that_was_downloaded_is_recognised_where_it_does_not_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle"}))
-    monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    usual = sources.load
-    monkeypatch.setattr(sources, "load", lambda name: {}[name] if name == "org/head" else usual(name))
+    monkeypatch.setattr(model_sources, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    usual = model_sources.load
+    monkeypatch.setattr(model_sources, "load", lambda name: {}[name] if name == "org/head" else usual(name))
     with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter trained for its target \(EAGLE\)"):
         async with runtime.open(runtime.DEMO_TARGET, draft="org/head"):
             pass

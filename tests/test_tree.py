@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol.errors import ProtocolError
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.randomness import further
-from protocol.tree import Guess, LookaheadTree, Node
 
 ROOT, POSITION = 100, 9
 

@@ -6,12 +6,12 @@ import pytest
 import trio
 
 from protocol.calibration import Calibration
-from protocol.leash import NO_LEASH
-from protocol.lookahead import Auto, View
+from protocol.draft_budget import NO_LEASH
+from protocol.lookahead_policy import Auto, View
+from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
-from protocol.tree import Guess, LookaheadTree
-from protocol.turns import Turns
-from runtime.simulation import PlayedStreams, Scenario, played_streams
+from protocol.target_queue import Turns
+from runtime.simulation.simulation import PlayedStreams, Scenario, played_streams
 
 # --- who is when ----------------------------------------------------------------------------------
 

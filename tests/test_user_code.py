@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
 
 import runtime
-from actors.shaping import Shaping
+from actors.sampling.logits_pipeline import Shaping
 from protocol.messages import Open
 from protocol.settings import Settings
 

@@ -8,9 +8,9 @@ import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.simulated import Contention, SimulatedWorker
 from actors.warm_up import LEAST_CONTEXT, warm_up
-from actors.worker import Job, JobError
+from actors.workers.simulated_worker import Contention, SimulatedWorker
+from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
 from protocol.trace import Event, Span
 

@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from actors.worker import Job, JobError, Step, Steps, ThreadWorker, _Waiting
+from actors.workers.worker import Job, JobError, Step, Steps, ThreadWorker, _Waiting
 from protocol.trace import Event, Span
 
 
@@ -504,7 +504,7 @@ async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
 
 @pytest.fixture
 def impatience(monkeypatch: Any) -> None:
-    monkeypatch.setattr("actors.worker.HANG_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("actors.workers.worker.HANG_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatience")

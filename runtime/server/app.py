@@ -20,20 +20,20 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from runtime.server.answering import Desk, Endpoint, Limits
-from runtime.server.aside import Aside, in_thread
-from runtime.server.entry import AlwaysHeaders, Key, Names
-from runtime.server.grammar_checker import Check
-from runtime.server.house import House
+from runtime.server.admission import House
+from runtime.server.background import Aside, in_thread
+from runtime.server.endpoint import Desk, Endpoint, Limits
+from runtime.server.errors import Refusal
+from runtime.server.grammars.checker import Check
+from runtime.server.grammars.schemas import Schemas
 from runtime.server.metrics import Meters, service_status
-from runtime.server.openapi import description
-from runtime.server.refusals import Refusal
-from runtime.server.requests import ChatRequest, CompletionRequest
-from runtime.server.schemas import Schemas
+from runtime.server.middleware import AlwaysHeaders, Key, Names
+from runtime.server.openai.openapi import description
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
-    from runtime.engine import Runtime
+    from runtime.engine.runtime import Runtime
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

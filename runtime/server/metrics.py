@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from runtime.engine import Runtime
-    from runtime.health import Health
-    from runtime.streaming import TokenStream
+    from runtime.engine.health import Health
+    from runtime.engine.runtime import Runtime
+    from runtime.generation.token_stream import TokenStream
 
 # Seconds, as far apart as a person can tell.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

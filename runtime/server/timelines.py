@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.drafter_states import DrafterState, drafter_state
-from runtime.timeline import render, texts_of
+from runtime.tracing.drafter_states import DrafterState, drafter_state
+from runtime.tracing.timeline import render, texts_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -45,7 +45,7 @@ class Record:
     def news(self) -> dict[str, list[dict[str, Any]]]:
         """The spans and the changes of the drafter's state since the last call, in seconds since the stream began.
 
-        See `Speculation` in `runtime.server.answers`.
+        See `Speculation` in `runtime.server.openai.responses`.
         """
         fresh, self._num_told = self.events[self._num_told :], len(self.events)
         spans, changes = [], []

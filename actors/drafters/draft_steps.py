@@ -1,0 +1,274 @@
+"""What the drafter does on its own thread: one draft step after the other, as far as a leash goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import attrs
+import mlx.core as mx
+
+from actors.model import Line, Rung
+from actors.sampling.logit_check import Peaks
+from actors.sampling.logits_pipeline import Tail, pad
+from actors.session import Session
+from actors.workers.worker import Step
+from protocol.acceptance import distribution, draw, likeliest, scores
+from protocol.cached_tokens import Plan
+from protocol.draft_budget import NO_LEASH, Leash
+from protocol.lookahead_tree import Guess
+from protocol.messages import Open
+from protocol.randomness import Purpose, further, key_for
+
+
+@attrs.frozen
+class Drafted:
+    """What may come after a node.
+
+    Attributes:
+        guesses: the drafter's choice first.
+        can_look_ahead: whether the cache could now take one that is not committed and lose it again.
+        fed: what the cache has carried out since it was heard of last; the choice too, where the step after it has
+            been launched.
+    """
+
+    guesses: tuple[Guess, ...]
+    can_look_ahead: bool
+    fed: Plan
+
+
+@attrs.frozen
+class FellBack:
+    """The cache could only go back to a checkpoint, and holds `length` tokens, not those `wanted`; nothing was fed."""
+
+    length: int
+    wanted: int
+
+
+@attrs.frozen
+class Refused:
+    """The cache could not lose the text again if it came to that; it holds `length` tokens, and nothing was fed."""
+
+    length: int
+
+
+Outcome = Drafted | FellBack | Refused
+
+
+@attrs.frozen
+class DraftSteps:
+    """Draft steps in a row: after one text, then down the drafter's own choices.
+
+    Attributes:
+        line: the draft model's cache of this session.
+        settled: length of the committed text; the text to draft after may go beyond it.
+        session: for which.
+        vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
+            that pad the draft's embedding.
+        num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
+        clock: seconds.
+        chains: see `DraftActor`.
+    """
+
+    line: Line
+    settled: int
+    session: Session
+    vocab_size: int
+    num_guesses: int
+    clock: Callable[[], float]
+    chains: bool | None
+
+    def begin(self, plan: Plan, trail: int, tail: Tail, leash: Leash) -> Step[Outcome]:
+        """Draft one token.
+
+        Args:
+            plan: how to bring the cache in line with the text that the token comes after.
+            trail: of that text.
+            tail: of that text.
+            leash: how far to go on.
+
+        Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
+            distribution that it was drawn from; or what stood against it.
+        """
+        if (length := self.line.rewind(plan.keep)) < plan.keep:
+            return Step(FellBack(length, plan.keep))
+        position = plan.keep + len(plan.feed)
+        if position > self.settled and self.line.prepare(len(plan.feed), self.settled) is Rung.SINGLE:
+            return Step(Refused(plan.keep))
+        rows = self.line.feed(plan.feed, 1)
+        assert rows is not None
+        return self._read(plan, self._guess(rows, position, trail, tail), trail, tail, leash)
+
+    def _read(self, fed: Plan, lazy: LazyGuesses, trail: int, tail: Tail, leash: Leash) -> Step[Outcome]:
+        """Read guesses back, and say what follows; where that pays, it is launched first."""
+        position = fed.keep + len(fed.feed)
+        can_look_ahead = True
+        launched: LazyGuesses | None = None
+        if self._may_chain() and leash.foresees_another(self.clock()):
+            can_look_ahead = self._can_look_ahead()
+            if can_look_ahead:
+                mx.async_eval(*lazy.arrays())
+                launched = self._guess(self.line.feed_lazy(lazy.choice), position + 1, 0, tail)
+                mx.async_eval(*launched.arrays())
+        found = lazy.read()
+        lazy.peaks.check(0, position, "draft")
+        token = found[0].token
+        if launched is not None:
+            self.line.check(position + 1)
+            # Whatever comes of the step, the cache holds the choice.
+            fed = Plan(fed.keep, (*fed.feed, token))
+        else:
+            self.line.check(position)
+            can_look_ahead = can_look_ahead and self._can_look_ahead()
+        drafted = Drafted(found, can_look_ahead, fed)
+        # Nothing comes after the end of the text.
+        if not can_look_ahead or token in self.session.opened.stop_tokens:
+            return Step(drafted)
+        left, trail, tail = leash.after(found, self.clock()), further(trail, token), tail.then(token)
+        if launched is not None:
+            # The device is at work on it, wanted or not.
+            return Step(drafted, partial(self._read, Plan(position + 1, ()), launched, trail, tail, left or NO_LEASH))
+        if left is not None:
+            return Step(drafted, partial(self.begin, Plan(position, (token,)), trail, tail, left))
+        return Step(drafted)
+
+    def _guess(self, rows: mx.array, position: int, trail: int, tail: Tail) -> LazyGuesses:
+        logits = self.session.shaping.shape(pad(rows, self.vocab_size), tail, position)
+        # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
+        peaks = Peaks.of(rows, rows)
+        chosen = self.session.shaping.sample(logits)
+        return guesses(logits, peaks, self.session.opened, position, trail, self.vocab_size, self.num_guesses, chosen)
+
+    def _can_look_ahead(self) -> bool:
+        return self.line.prepare(1, self.settled) is not Rung.SINGLE
+
+    def _may_chain(self) -> bool:
+        """Whether a step may be launched before the choice that it starts from is known."""
+        # Under the rejection rule what is drawn hangs on the text before; so does what some processors make of logits.
+        # A user's sampler is called with what is computed.
+        shaping = self.session.shaping
+        if self.session.opened.settings.rule != "match" or shaping.needs_text or shaping.runs_user_code:
+            return False
+        return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
+
+
+@attrs.frozen
+class LazyGuesses:
+    """Guesses that may not be computed yet.
+
+    Attributes:
+        choice: (1,) the drafter's choice.
+        peaks: of the draft model's own row.
+        others: (1, k) further tokens, and (1, k) how sure the drafter is of each.
+        expected: () how sure it is of the choice; None where the choice is the first of the others, which it is under
+            the match rule, unless a user's sampler made it.
+        probs: (V,) the distribution that the choice was drawn from; None under the match rule.
+    """
+
+    choice: mx.array
+    peaks: Peaks
+    others: tuple[mx.array, mx.array]
+    expected: mx.array | None = None
+    probs: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """All of them."""
+        arrays = (self.choice, *self.peaks.arrays(), *self.others, self.expected, self.probs)
+        return [array for array in arrays if array is not None]
+
+    def read(self) -> tuple[Guess, ...]:
+        """The guesses, the choice first."""
+        mx.eval(*self.arrays())
+        if self.expected is None:
+            return _ranked(self.others)
+        token, confidence = cast(int, self.choice.item()), _share(cast(float, self.expected.item()))
+        others = [guess for guess in _ranked(self.others, first=1) if guess.token != token]
+        return Guess(token, confidence, self.probs, raw=confidence), *others[: self.others[0].shape[1] - 1]
+
+
+def guesses(
+    logits: mx.array,
+    peaks: Peaks,
+    opened: Open,
+    position: int,
+    trail: int,
+    vocab_size: int,
+    num_guesses: int,
+    chosen: mx.array | None = None,
+) -> LazyGuesses:
+    """What may come at a position.
+
+    Args:
+        logits: (1, V) of the draft model, shaped; lazy or not.
+        peaks: of its own row.
+        opened: of the session.
+        position: absolute.
+        trail: of the text before; of no account under the match rule.
+        vocab_size: the width of the target's logits.
+        num_guesses: how many tokens are wanted, >= 1.
+        chosen: (1,) what a user's sampler has chosen; None where there is none.
+    """
+    settings, seed = opened.settings, opened.seed
+    if chosen is not None:
+        share = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
+        return LazyGuesses(chosen, peaks, likeliest(logits, num_guesses), share)
+    if settings.rule == "match":
+        found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
+        return LazyGuesses(found[0][:, 0], peaks, found)
+    # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So what counts is
+    # what a draw from this q may expect, not what this draw may.
+    probs = distribution(logits[0], settings.drafting_temperature)
+    drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
+    return LazyGuesses(drawn[None], peaks, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
+
+
+def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
+    """One row of `likeliest`, evaluated, as guesses with ranks from `first` on."""
+    (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
+    return tuple(
+        Guess(token, share, rank=rank, raw=share)
+        for rank, (token, share) in enumerate(zip(tokens, map(_share, shares), strict=True), start=first)
+        # What a filter left out is no guess, unless it is all there is.
+        if share > 0.0 or rank == 0
+    )
+
+
+def _share(share: float) -> float:
+    """Of a row in which processors left nothing it is NaN, and what comes there is as unlikely as can be."""
+    return 0.0 if math.isnan(share) else share
+
+
+def catch_up(
+    line: Line, plan: Plan, session: Session, vocab_size: int, num_rows: int, tail: Tail
+) -> list[tuple[int, float]] | FellBack:
+    """Read committed tokens, and guess what comes after each of the last `num_rows`.
+
+    Args: as `DraftSteps`.
+
+    Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
+    """
+    if (length := line.rewind(plan.keep)) < plan.keep:
+        return FellBack(length, plan.keep)
+    end = plan.keep + len(plan.feed)
+    rows = line.feed(plan.feed, num_rows)
+    assert rows is not None
+    start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
+    logits = session.shaping.shape(pad(rows, vocab_size), tail, start)
+    if (chosen := session.shaping.sample(logits)) is not None:
+        probs = mx.softmax(logits.astype(mx.float32), axis=-1)
+        tokens, shares = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
+    elif settings.rule == "match":
+        tokens, shares = likeliest(scores(logits, settings.drafting_temperature, seed, start, vocab_size), 1)
+        tokens, shares = tokens[:, 0], shares[:, 0]
+    else:
+        probs = distribution(logits, settings.drafting_temperature)
+        tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+    peaks = Peaks.of(rows, rows)
+    mx.eval(tokens, shares, *peaks.arrays())
+    line.check(end)
+    if (num_sound := peaks.num_sound()) < num_rows:
+        peaks.check(num_sound, start + num_sound, "draft")
+    found = map(_share, cast(list[float], shares.tolist()))
+    return list(zip(cast(list[int], tokens.tolist()), found, strict=True))

@@ -1,0 +1,1 @@
+"""A model's part of a saved session: its fingerprint, and the cached tokens."""

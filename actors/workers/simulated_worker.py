@@ -1,0 +1,192 @@
+"""A worker in simulated time: no thread, and a job takes what it would cost.
+
+Under trio's autojumping `MockClock` the real actors, tree and rules then run thousands of rounds a
+second, deterministically, for any cost of verifying and drafting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import outcome
+import trio
+
+from actors.workers.worker import Job, Steps, as_job_error
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from protocol.trace import Actor, Event, Span, SpanKind
+
+T = TypeVar("T")
+
+# Jobs that go through a model, and so want the device.
+_COMPUTES: frozenset[SpanKind] = frozenset({"warm-up", "prefill", "draft", "verify", "decode"})
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A job that has begun: the seconds that it would still take alone, as of the last change of pace."""
+
+    remaining: float
+    scope: trio.CancelScope
+
+
+class Contention:
+    """A device that simulated workers share.
+
+    While one job computes it has the device for itself. While two do, each progresses at 1 / (1 + kappa) of its
+    pace: kappa is the part of a draft step's time that it costs the target, 0 for separate hardware and 1 for
+    a device that one of them saturates.
+    """
+
+    def __init__(self, kappa: float) -> None:
+        """A device that nobody uses yet.
+
+        Args:
+            kappa: in [0, 1].
+
+        Raises: SettingsError: it is not.
+        """
+        if not 0 <= kappa <= 1:
+            raise SettingsError(f"contention must be in [0, 1], got {shown(kappa)}; use 0 for separate hardware")
+        self.kappa = kappa
+        self._running: list[_Running] = []
+        self._changed_at = 0.0
+
+    async def compute(self, seconds: float) -> None:
+        """Use the device for as long as a job takes that would take so many seconds alone.
+
+        Cancellation: none; what has begun is not abandoned.
+        """
+        # A deadline that is moved with each change of pace is all the machinery it takes: no task wakes up but
+        # the one whose job is done.
+        running = _Running(seconds, trio.CancelScope(shield=True))
+        with running.scope:
+            self._change_pace(joins=running)
+            await trio.sleep_forever()
+        self._change_pace(leaves=running)
+
+    def _change_pace(self, joins: _Running | None = None, leaves: _Running | None = None) -> None:
+        now = trio.current_time()
+        elapsed, slowdown = now - self._changed_at, self._slowdown()
+        self._changed_at = now
+        for running in self._running:
+            running.remaining -= elapsed / slowdown
+        if leaves is not None:
+            self._running.remove(leaves)
+        if joins is not None:
+            self._running.append(joins)
+        slowdown = self._slowdown()
+        for running in self._running:
+            running.scope.deadline = now + running.remaining * slowdown
+
+    def _slowdown(self) -> float:
+        return 1.0 + self.kappa * max(0, len(self._running) - 1)
+
+
+async def _pass(seconds: float) -> None:
+    """Let time pass. As with a thread, what has begun is not abandoned: it cannot be cancelled."""
+    if seconds > 0:
+        # The scope that ends it is the one that shields it; two would cost twice as much.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
+            await trio.sleep_forever()
+    else:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+class SimulatedWorker:
+    """A worker that sleeps on trio's clock for a job's price, then does it in the caller's task."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        price: Callable[[Job[Any]], float],
+        on_event: Callable[[Event], None] | None = None,
+        contention: Contention | None = None,
+    ) -> None:
+        """A worker.
+
+        Args:
+            actor: whose it is.
+            price: seconds that a job takes, >= 0.
+            on_event: called with the span of each finished job.
+            contention: the device, where it is shared with other workers; None for one of its own.
+        """
+        self._actor = actor
+        self._price = price
+        self._on_event = on_event
+        self._shared = contention if contention is not None and contention.kappa > 0 else None
+        # trio's lock is fair: jobs are done in the order in which they were handed in.
+        self._turn = trio.Lock()
+        self._busy_seconds = 0.0
+
+    async def __aenter__(self) -> SimulatedWorker:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                pass
+
+    @property
+    def is_alive(self) -> bool:
+        """See `Worker.is_alive`."""
+        return True
+
+    @property
+    def is_hanging(self) -> bool:
+        """See `Worker.is_hanging`."""
+        return False
+
+    @property
+    def busy_seconds(self) -> float:
+        """See `Worker.busy_seconds`."""
+        return self._busy_seconds
+
+    def clock(self) -> float:
+        """Seconds on trio's clock."""
+        return trio.current_time()
+
+    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
+        """See `Worker.run`."""
+        if meanwhile is not None:
+            meanwhile()
+        async with self._turn:
+            result = await self._do(job)
+        self._announce(job, job.round)
+        return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
+
+    async def run_steps(self, steps: Steps[Any]) -> None:
+        """See `Worker.run_steps`. What a step brought is heard of at once, before the next begins."""
+        async with self._turn:
+            following: Job[Any] | None = steps.first()
+            while following is not None:
+                job, result = following, await self._do(following)
+                self._announce(job, steps.round)
+                step = as_job_error(job, result).unwrap()
+                following = None if self._is_wanted_elsewhere() else steps.following(step)
+                steps.hand_over(job, step.result, following is not None).unwrap()
+                if steps.is_interrupted:
+                    return
+
+    def _is_wanted_elsewhere(self) -> bool:
+        """Whether another job waits, or nobody for this one any more."""
+        return self._turn.statistics().tasks_waiting > 0 or trio.current_effective_deadline() == -math.inf
+
+    async def _do(self, job: Job[T]) -> outcome.Outcome[T]:
+        began = self.clock()
+        seconds = self._price(job)
+        if self._shared is not None and job.kind in _COMPUTES:
+            await self._shared.compute(seconds)
+        else:
+            await _pass(seconds)
+        result = job.run()
+        job.began, job.ended = began, self.clock()
+        return result
+
+    def _announce(self, job: Job[Any], round: int | None) -> None:
+        self._busy_seconds += job.seconds
+        if self._on_event is not None:
+            self._on_event(Span(self._actor, job.kind, job.session, job.began, job.ended, job.num_tokens, round))

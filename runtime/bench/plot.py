@@ -1,0 +1,104 @@
+"""The speeds of a benchmark as a picture. Needs matplotlib, which is imported when something is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocol.errors import SettingsError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from runtime.bench.many_streams import StreamsBenchmark
+    from runtime.bench.one_stream import Benchmark
+
+_COLOURS = {"mlx-lm": "#9aa0a6", "outrider": "#2563eb"}
+
+
+def draw(result: Benchmark, path: Path) -> None:
+    """Draw a bar for each contender: median, slowest and fastest repeat, and the limit of free drafting.
+
+    Args:
+        result: at least one repeat of it measured.
+        path: its suffix says which format.
+
+    Raises: SettingsError: the file cannot be written.
+    """
+    # Without pyplot, which would look for a display.
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result.rows if row.median is not None][::-1]
+    figure = Figure(figsize=(8, 1.6 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        assert row.median is not None
+        assert row.low is not None
+        assert row.high is not None
+        axes.barh(place, row.median, color=_COLOURS[row.engine], height=0.7)
+        axes.errorbar(
+            row.median, place, xerr=[[row.median - row.low], [row.high - row.median]], color="black", capsize=3, lw=1
+        )
+        if row.limit is not None and row.lookahead != 0:
+            axes.plot([row.limit] * 2, [place - 0.35, place + 0.35], color="#f59e0b", lw=2)
+        axes.annotate(
+            f"{row.median:.1f}" if row.vs_plain is None else f"{row.median:.1f}  ({row.vs_plain:.2f}×)",
+            (max(row.high, row.limit or 0.0 if row.lookahead != 0 else 0.0), place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    plain = result.rows[0].median
+    if plain is not None:
+        axes.axvline(plain, color="black", lw=0.8, ls=":")
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_xlabel("tokens per second: median, slowest and fastest repeat; orange: were drafting free")
+    axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
+    axes.margins(x=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_streams(result: StreamsBenchmark, path: Path) -> None:
+    """Draw tokens per second over the number of streams, a line for each way, with the slowest and fastest repeat.
+
+    Args, Raises: as `draw`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row.name for row in result.rows):
+        rows = [row for row in result.rows if row.name == name and row.median is not None]
+        if not rows:
+            continue
+        medians = [row.median or 0.0 for row in rows]
+        below = [median - (row.low or 0.0) for row, median in zip(rows, medians, strict=True)]
+        above = [(row.high or 0.0) - median for row, median in zip(rows, medians, strict=True)]
+        axes.errorbar(
+            [row.streams for row in rows],
+            medians,
+            yerr=[below, above],
+            label=name,
+            color=_COLOURS["mlx-lm" if rows[0].kind == "batched" else "outrider"],
+            linestyle="--" if rows[0].kind == "one after another" else "-",
+            marker="o",
+            capsize=3,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(result.streams, [str(number) for number in result.streams])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("streams")
+    axes.set_ylabel("tokens of all streams per second")
+    axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise SettingsError(f"cannot write the plot to {path}: {error.strerror}") from error

@@ -1,0 +1,286 @@
+"""What benchmarks have in common: what is asked of them, the models on their threads, and the circumstances."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import mlx.core as mx
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.memory import wired_memory
+from actors.mlx.model import MLXModel
+from actors.workers.worker import Job, JobError, ThreadWorker, Worker
+from protocol.errors import PromptError, SettingsError
+from protocol.reprs import shown
+from protocol.settings import NGRAM, settings_from
+from protocol.trace import Actor
+from runtime.bench.contenders import Cast, Switch, blas_threads
+from runtime.generation.text import check_vocabularies, encode_prompt
+from runtime.loading import blas
+from runtime.loading.demo import DEMO_PROMPTS
+from runtime.loading.model_sources import (
+    Device,
+    Loaded,
+    Source,
+    check_cache_options,
+    check_device,
+    check_source,
+    load_onto,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# So that there is something to time behind the first round.
+MIN_TOKENS = 16
+
+
+def numbers(low: int, high: int, *, or_auto: bool) -> Any:
+    """A validator for sequences of whole numbers in [low, high], and "auto" where that is allowed."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], values: Any) -> None:
+        for value in values:
+            is_number = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+            if not is_number and not (or_auto and value == "auto"):
+                allowed = f"whole numbers in [{low}, {high}]" + (' or "auto"' if or_auto else "")
+                raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)} among them")
+
+    return check
+
+
+def at_least(low: int) -> Any:
+    """A validator for whole numbers."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise SettingsError(f"{attribute.name} must be a whole number of at least {low}, got {shown(value)}")
+
+    return check
+
+
+def once_each(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Without repetitions."""
+    return tuple(dict.fromkeys(values))
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """What any benchmark is asked to measure.
+
+    Raises: SettingsError: something is out of its range.
+
+    Attributes:
+        prompts: texts, or token ids; at least one.
+        max_tokens: tokens to generate for each prompt, >= 16; nothing ends a text earlier.
+        repeats: how often each contender runs everything, >= 1.
+        temperature: >= 0; 0 is greedy.
+        dtype: cast the models to it once they are loaded: "float32", "bfloat16" or "float16"; None leaves them.
+        rewind, kv_bits, kv_group_size, quantized_kv_start, target_device, draft_device: as for `runtime.open`; mlx-lm
+            quantises its caches likewise, and computes on the target's device.
+    """
+
+    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
+    max_tokens: int = attrs.field(default=96, validator=at_least(MIN_TOKENS))
+    repeats: int = attrs.field(default=3, validator=at_least(1))
+    temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
+    dtype: str | None = attrs.field(default=None)
+    rewind: str = "auto"
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    target_device: Device = None
+    draft_device: Device = None
+
+    def __attrs_post_init__(self) -> None:
+        _ = self.cache_options, self.device("target"), self.device("draft")
+
+    @property
+    def cache_options(self) -> CacheOptions:
+        """Of the runtime's caches."""
+        return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+
+    def device(self, role: Actor) -> mx.Device | None:
+        """Where a model computes."""
+        return check_device(role, self.target_device if role == "target" else self.draft_device)
+
+    @prompts.validator
+    def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
+        if not prompts:
+            raise PromptError("there is no prompt to measure with; give at least one")
+
+    @dtype.validator
+    def _check_dtype(self, _: object, dtype: Any) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)} or None, got {shown(dtype)}")
+
+
+@attrs.define
+class Circumstances:
+    """What was measured with.
+
+    Attributes:
+        target, draft: the models, by name.
+        dtypes: of their weights, by role.
+        machine: what the figures depend on: processor, versions, device, BLAS.
+    """
+
+    target: str = attrs.field(default="", kw_only=True)
+    draft: str = attrs.field(default="", kw_only=True)
+    dtypes: dict[str, tuple[str, ...]] = attrs.field(factory=dict, kw_only=True)
+    machine: dict[str, str] = attrs.field(factory=dict, kw_only=True)
+
+
+T = TypeVar("T")
+
+
+def order(contenders: Sequence[T], turn: int) -> tuple[T, ...]:
+    """Who runs after whom, the `turn`-th time: every other turn goes backwards, and every two begin elsewhere."""
+    begin = turn // 2 % len(contenders)
+    rotated = (*contenders[begin:], *contenders[:begin])
+    return rotated if turn % 2 == 0 else rotated[::-1]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """A ratio; None where that is not known, or there is nothing to divide by."""
+    return part / whole if part is not None and whole else None
+
+
+def total(runs: Sequence[object], name: str) -> float | None:
+    """The sum of an attribute over runs; None where it is not known of all, or there are none."""
+    values = [getattr(run, name) for run in runs]
+    return sum(values) if values and None not in values else None
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+async def set_up(
+    stack: AsyncExitStack,
+    target: Source,
+    draft: Source,
+    asked: Asked,
+    circumstances: Circumstances,
+    on_progress: Callable[[str], None],
+) -> tuple[Cast, list[tuple[int, ...]]]:
+    """Load two models onto threads of their own.
+
+    Args:
+        stack: on leaving it, they are let go.
+        target, draft: as for `runtime.open`, and "ngram" is no model.
+        asked: the prompts, and the dtype.
+        circumstances: noted there.
+        on_progress: called with what is being done.
+
+    Returns: what a stage needs, and the prompts as ids.
+
+    Raises: SettingsError, PromptError, ModelError, VocabularyMismatchError: see `runtime.bench.one_stream.measure`.
+    """
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft == NGRAM:
+        circumstances.draft = NGRAM
+    else:
+        sources["draft"] = check_source("draft", draft)
+    if asked.dtype is not None and any(isinstance(source, tuple) for source in sources.values()):
+        raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
+    stack.enter_context(wired_memory())
+    events = Switch()
+    workers: dict[str, Worker] = {
+        role: await stack.enter_async_context(ThreadWorker(role, asked.device(role), events)) for role in sources
+    }
+    loaded: dict[str, Loaded] = {}
+    for role in sources:
+        on_progress(f"loading the {role}")
+        loaded[role] = await _load(workers[role], role, sources[role], asked)
+    models = {role: one.model for role, one in loaded.items()}
+    await _note_circumstances(circumstances, sources, models, workers)
+    prompts = await _encode(workers["target"], loaded, asked)
+    return Cast(models, workers, events, asked.cache_options), prompts
+
+
+async def _load(worker: Worker, role: str, source: Source, asked: Asked) -> Loaded:
+    loaded = await load_onto(worker, role, source, asked.cache_options)
+    if asked.dtype is not None:
+        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, asked.dtype))))
+    return loaded
+
+
+def _cast(model: MLXModel, dtype: mx.Dtype) -> None:
+    model.module.set_dtype(dtype)
+    mx.eval(model.module)
+
+
+async def _encode(worker: Worker, loaded: dict[str, Loaded], asked: Asked) -> list[tuple[int, ...]]:
+    """The prompts as ids, for both models.
+
+    Raises: PromptError, VocabularyMismatchError.
+    """
+    target, draft = loaded["target"], loaded.get("draft")
+    if draft is not None and target.tokenizer is not None and draft.tokenizer is not None:
+        try:
+            await worker.run(Job("load", partial(check_vocabularies, target.tokenizer, draft.tokenizer)))
+        except JobError as error:
+            raise (error.__cause__ or error) from None
+    prompts = [encode_prompt(prompt, target.tokenizer, target.model.vocab_size) for prompt in asked.prompts]
+    room = min((c for one in loaded.values() if (c := one.model.context_length) is not None), default=None)
+    longest = max(map(len, prompts))
+    if room is not None and longest + asked.max_tokens > room:
+        raise PromptError(
+            f"a prompt of {longest} tokens and max_tokens={asked.max_tokens} do not fit a context of {room} tokens; "
+            "shorten one of them"
+        )
+    return prompts
+
+
+async def _note_circumstances(
+    circumstances: Circumstances, sources: dict[Actor, Source], models: dict[str, MLXModel], workers: dict[str, Worker]
+) -> None:
+    circumstances.target = _name(sources["target"])
+    if "draft" in sources:
+        circumstances.draft = _name(sources["draft"])
+    for role in sources:
+        anatomy = await workers[role].run(Job("load", models[role].anatomy))
+        circumstances.dtypes[role] = anatomy.dtypes
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    circumstances.machine = {
+        "device": mx.default_device().type.name,
+        "processor": f"{_processor()}, {blas.num_usable_cores()} cores",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}",
+    }
+    if (library := blas.blas_in_use()) is not None:
+        circumstances.machine["linear algebra"] = library
+    if (threads := blas_threads(len(sources))) is not None:
+        theirs, ours = threads
+        circumstances.machine["BLAS threads"] = f"{theirs} for mlx-lm, {ours} for each of this runtime's models"
+
+
+def _name(source: Source) -> str:
+    return type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def time_left(began: float, done: int, total: int) -> str:
+    """How long the rest of so many runs will take, for a line of progress."""
+    if done == 0:
+        return ""
+    seconds = (time.perf_counter() - began) / done * (total - done)
+    return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"

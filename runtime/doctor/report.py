@@ -1,0 +1,264 @@
+"""What a model, or a pair, can do on this machine: caches, the way they rewind, and measured prices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from actors.mlx.model import Anatomy, MLXModel
+from actors.model import Line, Rung
+from actors.workers.worker import Job, JobError, ThreadWorker
+from protocol.errors import ModelError, VocabularyMismatchError
+from protocol.prices import WidthPrice
+from protocol.trace import Actor
+from runtime.doctor.conclusion import Findings, conclude
+from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
+from runtime.generation.text import check_vocabularies
+from runtime.loading.blas import blas_in_use
+from runtime.loading.model_sources import (
+    Device,
+    Loaded,
+    Source,
+    check_cache_options,
+    check_device,
+    check_source,
+    load_onto,
+)
+
+WIDTHS = (1, 2, 3, 5, 9)
+REPEATS = 7
+CONTEXT = 64  # tokens of text at which passes are timed
+
+
+@attrs.frozen
+class Passes:
+    """Measured forward passes.
+
+    Attributes:
+        seconds: median by width.
+        spread: (fastest, slowest) by width, in seconds.
+        price: the affine function through the medians, which one slow pass does not bend.
+    """
+
+    seconds: dict[int, float]
+    spread: dict[int, tuple[float, float]]
+    price: WidthPrice
+
+
+@attrs.frozen
+class Examined:
+    """One model: what it is made of, and what its passes take."""
+
+    anatomy: Anatomy
+    passes: Passes
+
+
+@attrs.frozen
+class Diagnosis:
+    """What `examine` found.
+
+    Attributes:
+        target, draft: the models; draft is None without one.
+        same_vocabulary: whether the two share one; None where there is nothing to compare.
+        vocabulary_note: what differs, or why nothing was compared.
+        device: MLX's default: cpu or gpu.
+        blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
+        suggestions: draft models that fit the target, where there is none or not the right one.
+    """
+
+    target: Examined
+    draft: Examined | None
+    same_vocabulary: bool | None
+    vocabulary_note: str
+    device: str
+    blas: str | None
+    suggestions: tuple[Suggestion, ...] = ()
+
+
+async def examine(
+    target: Source,
+    draft: Source | None = None,
+    *,
+    on_progress: Callable[[str], None] = lambda _: None,
+    target_device: Device = None,
+    draft_device: Device = None,
+    **cache_options: Any,
+) -> Diagnosis:
+    """Look at a model, or at a pair, on this machine.
+
+    Args:
+        target, draft, target_device, draft_device: as for `runtime.open`.
+        on_progress: called with what is being done.
+        **cache_options: those of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
+
+    Raises:
+        SettingsError: an option is out of its range.
+        ModelError: a model cannot be loaded, or fails; the original error is the cause.
+
+    Cancellation: strikes once the load or the timing that is under way is done.
+    """
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft is not None:
+        sources["draft"] = check_source("draft", draft)
+    options = check_cache_options(**cache_options)
+    devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
+    loaded: dict[Actor, Loaded] = {}
+    examined: dict[Actor, Examined] = {}
+    async with AsyncExitStack() as stack:
+        # One after the other: a price is that of a model alone.
+        for role, source in sources.items():
+            worker = await stack.enter_async_context(ThreadWorker(role, devices[role]))
+            on_progress(f"loading the {role}")
+            loaded[role] = await load_onto(worker, role, source, options)
+            on_progress(f"timing the {role}")
+            examined[role] = await _examine_on(worker, role, source, loaded[role].model)
+        same, note = await _compare(worker, loaded)
+        suggestions: tuple[Suggestion, ...] = ()
+        if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
+            on_progress("looking for draft models on the disk")
+            # No more than a hint: a disk that cannot be looked through keeps nobody from what was measured.
+            with suppress(JobError):
+                suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
+    return Diagnosis(
+        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use(), suggestions
+    )
+
+
+async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> Examined:
+    try:
+        return await worker.run(Job("load", partial(_examine, model)))
+    except JobError as error:
+        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+        raise ModelError(f"{role} {name!r} failed while it was examined: {error.__cause__}") from error.__cause__
+
+
+async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, str]:
+    if "draft" not in loaded:
+        return None, "no draft model"
+    ours, theirs = loaded["target"].tokenizer, loaded["draft"].tokenizer
+    if ours is None or theirs is None:
+        return None, "no tokenizer to compare"
+    try:
+        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+    except JobError as error:
+        if isinstance(error.__cause__, VocabularyMismatchError):
+            return False, str(error.__cause__)
+        raise
+    return True, f"{len(ours):,} tokens"
+
+
+# --- on a model's thread --------------------------------------------------------------------------
+
+
+def _examine(model: MLXModel) -> Examined:
+    return Examined(model.anatomy(), _time_passes(model))
+
+
+def _time_passes(model: MLXModel) -> Passes:
+    """Forward passes of several widths, each from the same text, in turn so that drift hits all alike."""
+    line = _line_with_text(model)
+    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    price = WidthPrice(memory=1e9)
+    for repeat in range(REPEATS + 1):
+        for width in WIDTHS:
+            rung = line.prepare(width, CONTEXT)
+            began = time.perf_counter()
+            mx.eval(line.feed((1,) * width, width))
+            took = time.perf_counter() - began
+            if rung is Rung.SINGLE:
+                line = _line_with_text(model)
+            else:
+                line.rewind(CONTEXT)
+            if repeat > 0:  # the first of each builds kernels and buffers
+                seconds[width].append(took)
+    line.close()
+    medians = {width: statistics.median(times) for width, times in seconds.items()}
+    for width, took in medians.items():
+        price.observe(width, took)
+    return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
+
+
+def _line_with_text(model: MLXModel) -> Line:
+    line = model.open_line(beside_another=False)
+    line.feed(tuple(range(CONTEXT)), 0)
+    return line
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What was found, for people: sections, each a title and rows of (name, finding)."""
+    sections = [("target", _rows(diagnosis.target, "T_v"))]
+    if diagnosis.draft is not None:
+        sections.append(("draft", _rows(diagnosis.draft, "T_d")))
+        match diagnosis.same_vocabulary:
+            case True:
+                vocabularies = f"the same, {diagnosis.vocabulary_note}"
+            case False:
+                vocabularies = f"DIFFERENT: {diagnosis.vocabulary_note}"
+            case None:
+                vocabularies = f"not compared: {diagnosis.vocabulary_note}"
+        ratio = diagnosis.draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
+        sections.append(("pair", [("vocabularies", vocabularies), ("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]))
+    machine = [("device", diagnosis.device)]
+    if diagnosis.blas is not None:
+        machine.append(("linear algebra", diagnosis.blas))
+    return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
+
+
+def _findings(diagnosis: Diagnosis) -> Findings:
+    target, draft = diagnosis.target, diagnosis.draft
+    return Findings(
+        verify_seconds=target.passes.seconds,
+        draft_seconds=None if draft is None else draft.passes.seconds,
+        same_vocabulary=diagnosis.same_vocabulary,
+        can_rewind=target.anatomy.rung is not Rung.SINGLE,
+        dtypes=target.anatomy.dtypes,
+        blas=diagnosis.blas,
+        suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
+    )
+
+
+def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
+    anatomy, passes = examined.anatomy, examined.passes
+    rows = [
+        ("family", anatomy.family),
+        (
+            "weights",
+            f"{anatomy.num_parameters / 1e6:,.1f} M values, {_size(anatomy.num_bytes)}, {', '.join(anatomy.dtypes)}",
+        ),
+        ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
+        ("rewinds by", _RUNGS[anatomy.rung]),
+    ]
+    if anatomy.window is not None and anatomy.rung_beyond_window is not None:
+        rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rung_beyond_window]))
+    if Rung.CHECKPOINT in (anatomy.rung, anatomy.rung_beyond_window):
+        rows.append(("a checkpoint keeps", _size(anatomy.checkpoint_bytes)))
+    for width, seconds in passes.seconds.items():
+        low, high = passes.spread[width]
+        tokens = "1 token" if width == 1 else f"{width} tokens"
+        rows.append(
+            (f"a pass of {tokens}", f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})")
+        )
+    slope = passes.price.per_token / passes.seconds[1]
+    rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} bytes"
+
+
+_RUNGS = {
+    Rung.TRIM: "trim: drops rejected tokens, at no cost",
+    Rung.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
+    Rung.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",
+}

@@ -1,0 +1,132 @@
+"""The place of the drafter in a runtime: one is attached while the runtime is open, and detached."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Literal
+
+import trio
+
+from actors.drafters.draft_actor import DraftActor
+from actors.drafters.lookup_actor import LookupActor
+from actors.model import Model
+from actors.target import TargetActor
+from actors.workers.worker import Worker
+from protocol.errors import DrafterAttachedError
+from runtime.loading.model_sources import Device, Source
+
+LoadedDrafter = tuple[Model, Worker] | Literal["ngram"]
+DrafterActor = DraftActor | LookupActor
+# Loads a drafter; what has to be let go of with it goes onto the stack.
+Load = Callable[[AsyncExitStack, Source, Device], Awaitable[LoadedDrafter]]
+
+
+class DrafterPlace:
+    """Holds the drafter of a runtime, if it has one.
+
+    A drafter has a task of its own in the runtime's nursery. The task owns all that the drafter needs (actor, worker,
+    model), and lets go of it as it ends, however it ends: by `detach`, with the runtime, or in the middle of loading.
+
+    Attributes:
+        actor: the drafter's, or None. It is there still when the runtime was closed.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        target: TargetActor,
+        make_actor: Callable[[LoadedDrafter], DrafterActor],
+        load: Load | None,
+    ) -> None:
+        """Empty.
+
+        Args:
+            nursery: the runtime's.
+            target: whose drafter it is.
+            make_actor: makes an actor that is not serving yet.
+            load: see `Load`; None where nothing can be loaded.
+        """
+        self.actor: DrafterActor | None = None
+        self._nursery = nursery
+        self._target = target
+        self._make_actor = make_actor
+        self._load = load
+        self._scope = trio.CancelScope()  # of the actor
+        self._has_ended = trio.Event()  # the actor's task
+        self._is_attaching = False
+        self._past_seconds = 0.0  # of drafters that were detached
+        # Held while a drafter's time moves to the past, since other threads ask for the sum.
+        self._moving = threading.Lock()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that drafters have been at work so far; never becomes less. May be asked in any thread."""
+        with self._moving:
+            return self._past_seconds + (0.0 if self.actor is None else self.actor.busy_seconds)
+
+    async def put(self, drafter: LoadedDrafter, resources: AsyncExitStack) -> None:
+        """Attach a drafter that is there already, with what has to be let go of with it."""
+
+        async def get(stack: AsyncExitStack) -> LoadedDrafter:
+            await stack.enter_async_context(resources.pop_all())
+            return drafter
+
+        await self._nursery.start(self._serve, get)
+
+    async def attach(self, source: Source, device: Device) -> None:
+        """See `Runtime.attach_draft`."""
+        assert self._load is not None, "this runtime was made of models that were there"
+        if self.actor is not None or self._is_attaching:
+            raise DrafterAttachedError(
+                "this runtime has a drafter already, or is loading one; call detach_draft() first"
+            )
+        self._is_attaching = True
+        try:
+            await self._nursery.start(self._serve, partial(self._load_onto, source=source, device=device))
+        finally:
+            self._is_attaching = False
+
+    async def detach(self) -> None:
+        """See `Runtime.detach_draft`."""
+        if (actor := self.actor) is None:
+            await trio.lowlevel.checkpoint()
+            return
+        with self._moving:
+            self._past_seconds += actor.busy_seconds
+            self.actor = None
+        self._target.drafter = None
+        actor.withdraw_from_all()
+        del actor
+        # Not on this stack: tracebacks of what is cancelled would keep the caller's streams for a while.
+        trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
+        await self._has_ended.wait()
+
+    async def _load_onto(self, stack: AsyncExitStack, *, source: Source, device: Device) -> LoadedDrafter:
+        assert self._load is not None
+        return await self._load(stack, source, device)
+
+    @trio.lowlevel.enable_ki_protection
+    async def _serve(
+        self,
+        get: Callable[[AsyncExitStack], Awaitable[LoadedDrafter]],
+        *,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        has_ended = trio.Event()
+        try:
+            async with AsyncExitStack() as stack:
+                actor = self._make_actor(await get(stack))
+                del get  # and with it the model, once the actor lets go of it
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(actor.serve)
+                    # Where whoever attaches it is cancelled by now, this task ends here, and no drafter was there.
+                    task_status.started()
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
+                    self._target.drafter = actor.mailbox
+                    self._target.beside_another = isinstance(actor, DraftActor)
+        finally:
+            has_ended.set()

@@ -1,0 +1,187 @@
+"""What is asked for, checked: from a prompt and settings to a session that can be opened."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.model import Model
+from actors.sampling.user_code import name_of
+from protocol.errors import PromptTooLongError, SessionFileError, SettingsError
+from protocol.logits_processors import Stateless, can_be_speculated_with
+from protocol.messages import Open
+from protocol.reprs import shown
+from protocol.settings import (
+    MAX_SEED,
+    Settings,
+    SettingsLike,
+    check_vocabulary_size,
+    keywords_of,
+    settings_from,
+)
+from runtime.generation.grammar import Grammar
+from runtime.generation.text import Prompt, encode_prompt
+from runtime.persistence.saved_session import SavedSession, SavedStream
+
+logger = logging.getLogger("outrider")
+
+_warned_of: set[str] = set()  # logits processors and samplers, once a process
+
+
+class Intake:
+    """Takes in what is asked of a target; asks nothing of the models."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: TokenizerWrapper | None,
+        *,
+        has_drafter: Callable[[], bool],
+        defaults: SettingsLike | None = None,
+    ) -> None:
+        """Nothing was asked so far.
+
+        Args:
+            model: the target's.
+            tokenizer: the target's, or None.
+            has_drafter: says whether there is somebody to draft, for a session that begins now.
+            defaults: settings that hold where nothing else is said.
+
+        Raises: SettingsError: those settings are of no use with this target.
+        """
+        self._model = model
+        self._tokenizer = tokenizer
+        self._has_drafter = has_drafter
+        self._has_warned = False  # of a lookahead without a drafter
+        self._ids = itertools.count()
+        self._defaults = keywords_of(defaults, "defaults")
+        self.checked({})
+
+    def keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that somebody names, and those that hold by default."""
+        return {**self._defaults, **settings}
+
+    def checked(self, settings: Mapping[str, Any]) -> Settings:
+        """The settings that keywords name, and the defaults for the rest.
+
+        Raises: SettingsError: one is unknown, out of its range, or of no use with this target.
+        """
+        checked = settings_from(self.keywords(settings))
+        check_vocabulary_size(checked, self._model.vocab_size)
+        if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
+            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
+        if checked.stop and self._tokenizer is None:
+            raise SettingsError(
+                f"stop {shown(list(checked.stop))} needs text, and the target was opened without a tokenizer; "
+                "name ids in stop_tokens instead"
+            )
+        return checked
+
+    def opened(self, prompt: Prompt, settings: Settings) -> Open:
+        """A session to be, with a number of its own.
+
+        Raises: PromptError: the prompt is empty, longer than the context, or not encodable.
+        """
+        model = self._model
+        ids = self.encode(prompt)
+        if model.context_length is not None and len(ids) >= model.context_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
+                f"it and at least one more; shorten it to {model.context_length - 1}"
+            )
+        return Open(
+            session=next(self._ids),
+            prompt=ids,
+            settings=settings,
+            seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
+            stop_tokens=self._stop_tokens(settings),
+            context_length=model.context_length,
+            drafted=self.is_drafted(settings),
+        )
+
+    def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
+        """A session to be that goes on with a text, with a number of its own.
+
+        Args:
+            session: what is saved of it; its tokens are in the vocabulary.
+            stream: the same.
+            settings: with which to go on.
+            seed: of its randomness.
+
+        Raises:
+            SettingsError: `max_tokens` leaves nothing to generate.
+            SessionFileError: the text does not fit in the context.
+        """
+        num_resumed = len(session.tokens) - stream.progress.num_prompt
+        context_length = self._model.context_length
+        if not stream.is_over:
+            if settings.max_tokens is not None and settings.max_tokens <= num_resumed:
+                raise SettingsError(
+                    f"max_tokens must be above the {num_resumed} tokens that the stream has already, got "
+                    f"{settings.max_tokens}"
+                )
+            if context_length is not None and len(session.tokens) >= context_length:
+                raise SessionFileError(
+                    f"the saved stream has {len(session.tokens)} tokens, and the target's context is {context_length}; "
+                    "open the target that it was saved with"
+                )
+        return Open(
+            session=next(self._ids),
+            prompt=session.tokens,
+            settings=settings,
+            seed=seed,
+            stop_tokens=self._stop_tokens(settings),
+            context_length=context_length,
+            drafted=self.is_drafted(settings),
+            num_resumed=num_resumed,
+        )
+
+    def _stop_tokens(self, settings: Settings) -> frozenset[int]:
+        ends = set(settings.stop_tokens)
+        if self._tokenizer is not None and not settings.ignore_eos:
+            ends |= set(self._tokenizer.eos_token_ids)
+        return frozenset(ends)
+
+    def is_drafted(self, settings: Settings) -> bool:
+        """Whether a session with such settings has a drafter; warns, once, of what keeps it from having one."""
+        if not self._has_drafter() and settings.lookahead not in (0, "auto") and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                'lookahead=%d has no effect, since there is no draft; open with draft="ngram" or a draft model',
+                settings.lookahead,
+            )
+        return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids that a prompt stands for.
+
+        Raises: PromptError: the prompt is empty, or not encodable.
+        """
+        return encode_prompt(prompt, self._tokenizer, self._model.vocab_size)
+
+
+def _can_be_speculated(settings: Settings) -> bool:
+    """Whether all logits processors and the sampler may be called on drafted text; says so, once, where one may not."""
+    careful: list[tuple[str, object, str]] = [
+        ("logits processor", processor, "runtime.stateless if it keeps none, or give it save() and restore(state)")
+        for processor in settings.logits_processors
+        if not can_be_speculated_with(processor)
+    ]
+    # It does not hear of the text, so there is no state that it could be taken back to.
+    if settings.sampler is not None and not isinstance(settings.sampler, Stateless):
+        careful.append(("sampler", settings.sampler, "runtime.stateless if it keeps none"))
+    for kind, code, remedy in careful:
+        if (name := name_of(code)) not in _warned_of:
+            _warned_of.add(name)
+            logger.warning(
+                "the %s %s may keep a state, so nothing is drafted for streams that use it; mark it with %s",
+                kind,
+                name,
+                remedy,
+            )
+    return not careful

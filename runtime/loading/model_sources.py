@@ -1,0 +1,206 @@
+"""From what a user names to models on their threads."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import attrs
+import mlx.core as mx
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.mlx.cache_options import CacheOptions, Rewind
+from actors.mlx.model import MLXModel, load, tokenizer_wrapper
+from actors.workers.worker import Job, JobError, Worker
+from protocol.errors import ModelError, OutriderError, SettingsError
+from protocol.reprs import shown, shown_path
+from protocol.settings import MISSING, NGRAM, Settings
+from protocol.synonyms import NOTES, SYNONYMS, meant
+from runtime.loading.trained_drafters import refusal, trained_drafter_at
+
+Source = str | os.PathLike[str] | tuple[Module, Any]
+Device = mx.Device | str | None
+
+REWINDS = get_args(Rewind)
+
+# What mlx-lm's wrapper of a tokenizer, and the reading of prompts, take for granted.
+_OF_A_TOKENIZER = ("encode", "decode", "get_vocab", "eos_token_id")
+
+
+@attrs.frozen
+class Loaded:
+    """A model on its thread, and its tokenizer if it has one."""
+
+    model: MLXModel
+    tokenizer: TokenizerWrapper | None
+
+
+def check_source(role: str, source: Any) -> Source:
+    """What names a model, checked as far as that goes without opening it.
+
+    Raises:
+        SettingsError: missing, or neither a path, a hub id nor a pair (model, tokenizer).
+        ModelError: a path at which there is no model.
+    """
+    if source is MISSING:
+        raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[0], Module):
+            raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {shown(source)}")
+        if source[1] is not None and any(not hasattr(source[1], name) for name in _OF_A_TOKENIZER):
+            raise SettingsError(
+                f"the tokenizer in {role} must be one of transformers', mlx-lm's wrapper of one, or None, "
+                f"got {shown(source[1])}; mlx_lm.load gives (model, tokenizer)"
+            )
+        return source
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {shown(source)}")
+    if source == NGRAM:
+        raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
+    path = Path(source).expanduser()
+    try:
+        exists, has_config = path.exists(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ModelError(
+            f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
+            "give a directory with a model, or a hub id"
+        ) from error
+    if exists:
+        if not has_config:
+            raise ModelError(
+                f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
+            )
+        if role == "draft" and (kind := trained_drafter_at(path)) is not None:
+            raise ModelError(refusal(str(source), kind))
+        return path
+    is_word = isinstance(source, str) and "/" not in source  # anything else is a path, or a hub id
+    if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
+        raise SettingsError(f'draft {str(source)!r} is no model; did you mean "{NGRAM}", which looks up without one?')
+    # "owner/name" may be on the hub; anything else could only have been a path.
+    name = os.fspath(source)
+    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
+    return name
+
+
+def check_device(role: str, device: Device) -> mx.Device | None:
+    """An MLX device from what a user names.
+
+    Raises: SettingsError: it is none, or not there.
+    """
+    if device is None:
+        return None
+    if not isinstance(device, mx.Device) and device not in ("cpu", "gpu"):
+        raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {shown(device)}')
+    named = device if isinstance(device, mx.Device) else mx.Device(mx.cpu if device == "cpu" else mx.gpu)
+    if not mx.is_available(named):
+        raise SettingsError(
+            f"{role}_device {shown(device)} is not there, by what this MLX says; use None for its default"
+        )
+    return named
+
+
+def check_cache_options(
+    rewind: Any = "auto",
+    max_kv_size: Any = None,
+    kv_bits: Any = None,
+    kv_group_size: Any = 64,
+    quantized_kv_start: Any = 5000,
+) -> CacheOptions:
+    """The options of `open` that are about caches.
+
+    Raises: SettingsError: one is out of its range.
+    """
+    if rewind not in REWINDS:
+        raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {shown(rewind)}")
+    if max_kv_size is not None:
+        # mlx-lm keeps the first four tokens for good, and at least one must be able to come and go.
+        check_integer("max_kv_size", max_kv_size, 5)
+    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
+        raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {shown(kv_bits)}")
+    if kv_group_size not in (32, 64, 128):
+        raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {shown(kv_group_size)}")
+    check_integer("quantized_kv_start", quantized_kv_start, 0)
+    if kv_bits is not None and max_kv_size is not None:
+        raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
+    return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+
+
+def check_unknown(
+    options: Mapping[str, Any],
+    known: Collection[str],
+    *,
+    positional: Collection[str] = ("target", "draft"),
+    function: str = "open",
+) -> None:
+    """Refuse options that do not exist, and say what they may have been meant for.
+
+    Args:
+        options: those that do not exist, by name.
+        known: the names of those that do.
+        positional: names of further arguments that the function has.
+        function: its name.
+
+    Raises: SettingsError: there is one.
+    """
+    settings = {field.name for field in attrs.fields(Settings)}
+    for name in options:
+        here = SYNONYMS.get(name)
+        note = f" ({NOTES[name]})" if name in NOTES else ""
+        if name in settings:
+            hint = "it is a setting of stream() and the like"
+        elif here in {*known, *positional}:
+            hint = f"it is {here}= here{note}"
+        elif here in settings:
+            hint = f"it is {here}=, a setting of stream() and the like{note}"
+        elif near := meant(name, known):
+            hint = f"did you mean {near!r}?"
+        else:
+            hint = f"the options are {', '.join(known)}"
+        raise SettingsError(f"{function}() has no option {shown(name)}; {hint}")
+
+
+def check_integer(name: str, value: Any, low: int) -> None:
+    """Raises: SettingsError: not a whole number, or less than `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise SettingsError(f"{name} must be a whole number of at least {low}, got {shown(value)}")
+
+
+async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
+    """Load a model on a worker's thread.
+
+    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
+    """
+    name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+    if isinstance(source, tuple):
+        built, tokenizer = source
+        # On the caller's thread, since a lazy array can only be evaluated where it was made.
+        # The whole of it: what is no parameter (the frequencies of a scaled rotary embedding) may be lazy too.
+        mx.eval(built)
+    try:
+        if not isinstance(source, tuple):
+            built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
+        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}")))
+    except JobError as error:
+        if isinstance(error.__cause__, OutriderError):
+            raise error.__cause__ from None
+        if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
+            raise ModelError(refusal(source, kind)) from error.__cause__
+        raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
+    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
+
+
+def _trained_drafter_on_the_hub(name: str) -> str | None:
+    """What kind of trained drafter was downloaded by this id; None for anything else."""
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None  # no id
+    return trained_drafter_at(Path(config).parent) if isinstance(config, str) else None

@@ -1,0 +1,382 @@
+"""What a saved session says: a conversation, its settings, and which models it was held with."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from array import array
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import attrs
+import trio
+
+from actors.mlx.sequence_state import LineRecord
+from actors.persistence.fingerprint import Fingerprint
+from actors.persistence.saved_sequence import SavedModel
+from actors.tensor import Tensor
+from protocol.errors import SessionFileError, SettingsError
+from protocol.messages import Likelihood
+from protocol.reprs import shown
+from protocol.session_state import Commit
+from protocol.settings import MAX_SEED, Settings, settings_from
+from runtime.generation.token_reader import Progress
+from runtime.persistence import session_file
+from runtime.persistence.session_file import Contents, SessionFile, named
+
+
+@attrs.frozen
+class SavedStream:
+    """A stream in the middle of its text, as a file has it.
+
+    Attributes:
+        seed: of the stream's randomness, whether it was asked for or not.
+        progress: how far the text has come; the session's tokens are the prompt, what was given, and what comes next.
+    """
+
+    seed: int
+    progress: Progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has its end, so that nothing is to be generated."""
+        commits = self.progress.commits
+        reason = commits[-1].finish_reason if commits else self.progress.finish_reason
+        return reason is not None
+
+
+@attrs.frozen(kw_only=True)
+class SavedSession:
+    """A conversation, or a stream, as a file has it.
+
+    Attributes:
+        messages: as they were said, in order, the system's included; none where it is a stream.
+        tokens: how the next turn's prompt would begin; of a stream, its prompt and its text.
+        thinking: see `Runtime.conversation`.
+        settings: by name, for JSON; without what is no data.
+        num_processors: how many `logits_processors` it had, which are functions and not in the file.
+        cache_options: with which the models' caches were made; those that decide what is in them.
+        vocabulary: digest of the tokenizer's, or None where there was no tokenizer.
+        target, draft: the models; `draft` is None where there was none.
+        stream: what else there is to say of a stream; None where it is a conversation.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    tokens: tuple[int, ...]
+    thinking: bool | None
+    settings: Mapping[str, Any]
+    num_processors: int
+    cache_options: Mapping[str, int | None]
+    vocabulary: str | None
+    target: SavedModel
+    draft: SavedModel | None
+    stream: SavedStream | None = None
+
+    def __repr__(self) -> str:
+        draft = "no draft model" if self.draft is None else "a draft model"
+        return f"<outrider SavedSession: {len(self.messages)} messages, {len(self.tokens)} tokens, with {draft}>"
+
+
+async def write(path: SessionFile, session: SavedSession) -> int:
+    """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
+
+    Cancellation: leaves what was there.
+
+    Raises: SessionFileError.
+    """
+    contents = _contents(session)
+    return await trio.to_thread.run_sync(session_file.write, path, contents, trio.from_thread.check_cancelled)
+
+
+async def read(path: SessionFile) -> SavedSession:
+    """Read a session, in a thread of its own; see `session_file.read`.
+
+    Cancellation: between two reads of a few megabytes.
+
+    Raises: SessionFileError.
+    """
+    contents = await trio.to_thread.run_sync(session_file.read, path, trio.from_thread.check_cancelled)
+    try:
+        return _session(contents)
+    except _Unexpected as error:
+        raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
+
+
+def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> None:
+    """Raises: SessionFileError: it is a conversation that was saved, and a stream is wanted, or the other way round."""
+    if (session.stream is not None) != is_stream:
+        has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
+        raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
+
+
+def check_path(path: Any) -> None:
+    """Raises: SettingsError: it neither names a file nor is a binary one."""
+    is_file = (hasattr(path, "read") or hasattr(path, "write")) and not isinstance(path, io.TextIOBase)
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
+    if not is_file and not is_path:
+        raise SettingsError(
+            f"a session is saved to and loaded from a path or a binary file object, got {shown(path)}; give the path "
+            "of a file, or io.BytesIO"
+        )
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def settings_for_json(settings: Settings) -> dict[str, Any]:
+    """Settings by name, as JSON has them; without the processors, and of a sampler only whether there is one."""
+    names = [field.name for field in attrs.fields(Settings) if field.name not in ("logits_processors", "sampler")]
+    values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
+    # JSON has neither numbers for names nor infinity.
+    values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
+    values["sampler"] = settings.sampler is not None
+    return values
+
+
+def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a session's settings, with others in the place of some of them.
+
+    Raises:
+        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, or a
+            `sampler`, and none are given.
+        SessionFileError: the file's are not settings.
+    """
+    settings_from(dict(given))
+    if session.num_processors and "logits_processors" not in given:
+        raise SettingsError(
+            f"{named(path)} had {session.num_processors} logits_processors, which are functions "
+            "and not in the file; give logits_processors=[...] again, or [] to go on without"
+        )
+    saved = dict(session.settings)
+    # Files that were saved before there were samplers have no word of them.
+    if saved.pop("sampler", False) and "sampler" not in given:
+        raise SettingsError(
+            f"{named(path)} had a sampler, which is a function and not in the file; give "
+            "sampler=... again, or None to go on without"
+        )
+    try:
+        if "logit_bias" in saved:
+            saved["logit_bias"] = {id: -math.inf if bias is None else bias for id, bias in saved["logit_bias"]}
+        settings_from(saved)
+    except (SettingsError, TypeError, ValueError) as error:
+        raise SessionFileError(
+            f"{named(path)} has settings that this Outrider does not take: {error}; update "
+            "Outrider, or save the session again with this one"
+        ) from error
+    return saved | dict(given)
+
+
+# --- what must match ------------------------------------------------------------------------------
+
+
+def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
+    """Raises: SessionFileError: the model is not the one with which a session was saved."""
+    if (difference := saved.difference(present)) is not None:
+        raise SessionFileError(f"{named(path)} was saved with another {role} model: {difference}; {remedy}")
+
+
+def check_vocabulary(path: SessionFile, saved: str | None, present: str | None) -> None:
+    """Raises: SessionFileError: the tokenizer means something else by its ids than the one that a session had."""
+    if saved == present:
+        return
+    if saved is None or present is None:
+        had, has = ("no tokenizer", "one") if saved is None else ("a tokenizer", "none")
+        why = f"with {had}, and this runtime has {has}"
+    else:
+        why = "with a tokenizer of another vocabulary"
+    raise SessionFileError(f"{named(path)} was saved {why}; open the target that it was saved with")
+
+
+def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raises: SessionFileError: caches are made otherwise than they were."""
+    for name in sorted(saved.keys() | present.keys()):
+        if (was := saved.get(name)) != (now := present.get(name)):
+            raise SessionFileError(
+                f"{named(path)} was saved with {name}={shown(was)}, and this runtime has {shown(now)}; "
+                f"open it with {name}={shown(was)}"
+            )
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def _contents(session: SavedSession) -> Contents:
+    tokens = memoryview(array("I", session.tokens)).cast("B")
+    tensors = {"tokens": Tensor("U32", (len(session.tokens),), tokens)}
+
+    def model(saved: SavedModel | None) -> Any:
+        if saved is None:
+            return None
+        tensors.update(saved.line.tensors if saved.line is not None else {})
+        line = None if saved.line is None else saved.line.description
+        return {"fingerprint": attrs.asdict(saved.fingerprint), "line": line}
+
+    content = {
+        "messages": [dict(message) for message in session.messages],
+        "thinking": session.thinking,
+        "settings": dict(session.settings),
+        "num_processors": session.num_processors,
+        "cache_options": dict(session.cache_options),
+        "vocabulary": session.vocabulary,
+        "target": model(session.target),
+        "draft": model(session.draft),
+    }
+    if session.stream is not None:
+        content["stream"] = _stream_for_json(session.stream)
+    return Contents(content, tensors)
+
+
+def _stream_for_json(stream: SavedStream) -> dict[str, Any]:
+    progress = stream.progress
+    return {
+        "num_prompt": progress.num_prompt,
+        "seed": stream.seed,
+        "num_given": len(progress.given),
+        "commits": [_commit_for_json(commit) for commit in progress.commits],
+        "finish_reason": progress.finish_reason,
+        "stop_reason": progress.stop_reason,
+    }
+
+
+def _commit_for_json(commit: Commit) -> dict[str, Any]:
+    def finite(logprob: float) -> float | None:
+        return None if math.isinf(logprob) else logprob
+
+    return {
+        "num_tokens": len(commit.tokens),
+        "num_from_draft": commit.num_from_draft,
+        "finish_reason": commit.finish_reason,
+        "stop_reason": commit.stop_reason,
+        "likelihoods": [
+            [finite(likelihood.logprob), [[id, finite(logprob)] for id, logprob in likelihood.top]]
+            for likelihood in commit.likelihoods
+        ],
+    }
+
+
+class _Unexpected(Exception):
+    """A file whose checksum holds, and which says something else than a saved session does."""
+
+
+def _session(contents: Contents) -> SavedSession:
+    match contents.content:
+        case {
+            "messages": list(messages),
+            "thinking": bool() | None as thinking,
+            "settings": dict(settings),
+            "num_processors": int(num_processors),
+            "cache_options": dict(cache_options),
+            "vocabulary": str() | None as vocabulary,
+            "target": dict(target),
+            "draft": dict() | None as draft,
+        } if num_processors >= 0:
+            return SavedSession(
+                messages=tuple(_message(message) for message in messages),
+                thinking=thinking,
+                tokens=_tokens(contents.tensors.get("tokens")),
+                settings=settings,
+                num_processors=num_processors,
+                cache_options=cache_options,
+                vocabulary=vocabulary,
+                target=_model(target, contents),
+                draft=None if draft is None else _model(draft, contents),
+                stream=_stream(contents),
+            )
+    _unexpected("what it says of itself")
+
+
+def _stream(contents: Contents) -> SavedStream | None:
+    tokens = _tokens(contents.tensors.get("tokens"))
+    match contents.content.get("stream"):
+        case None:
+            return None
+        case {
+            "num_prompt": int(num_prompt),
+            "seed": int(seed),
+            "num_given": int(num_given),
+            "commits": list(described),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+        } if num_prompt > 0 and num_given >= 0 and 0 <= seed <= MAX_SEED:
+            begin, commits = num_prompt + num_given, []
+            for one in described:
+                commits.append(_commit(one, begin, tokens))
+                begin += len(commits[-1].tokens)
+            # Of all that ends the text, nothing comes after.
+            ends = [finish_reason, *(commit.finish_reason for commit in commits)]
+            if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
+                given = tokens[num_prompt : num_prompt + num_given]
+                progress = Progress(num_prompt, given, tuple(commits), finish_reason, stop_reason)
+                return SavedStream(seed, progress)
+    _unexpected("what it says of a stream")
+
+
+def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
+    match described:
+        case {
+            "num_tokens": int(num_tokens),
+            "num_from_draft": int(num_from_draft),
+            "finish_reason": "stop" | "length" | None as finish_reason,
+            "stop_reason": str() | int() | None as stop_reason,
+            "likelihoods": list(listed),
+        } if 0 < num_tokens <= len(tokens) - begin and 0 <= num_from_draft <= num_tokens:
+            likelihoods = tuple(_likelihood(one) for one in listed)
+            if len(likelihoods) in (0, num_tokens):
+                return Commit(
+                    session=0,
+                    round=0,
+                    start=begin,
+                    tokens=tokens[begin : begin + num_tokens],
+                    num_from_draft=num_from_draft,
+                    finish_reason=finish_reason,
+                    likelihoods=likelihoods,
+                    stop_reason=stop_reason,
+                )
+    _unexpected("what it says of what comes next")
+
+
+def _likelihood(described: Any) -> Likelihood:
+    match described:
+        case [float() | None as logprob, list(top)]:
+            return Likelihood(_logprob(logprob), tuple(_pair(one) for one in top))
+    _unexpected("what it says of a likelihood")
+
+
+def _pair(described: Any) -> tuple[int, float]:
+    match described:
+        case [int(id), float() | None as logprob] if id >= 0:
+            return id, _logprob(logprob)
+    _unexpected("what it says of a likelihood")
+
+
+def _logprob(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+def _message(described: Any) -> dict[str, str]:
+    match described:
+        case {"role": "system" | "user" | "assistant", "content": str()}:
+            if all(isinstance(value, str) for value in described.values()):
+                return dict(described)
+    _unexpected("what it says of a message")
+
+
+def _tokens(tensor: Tensor | None) -> tuple[int, ...]:
+    if tensor is None or tensor.dtype != "U32" or len(tensor.shape) != 1:
+        _unexpected("its tokens")
+    return tuple(tensor.data.cast("I").tolist())
+
+
+def _model(described: Mapping[str, Any], contents: Contents) -> SavedModel:
+    names = {field.name: int if field.name == "num_parameters" else str for field in attrs.fields(Fingerprint)}
+    match described:
+        case {"fingerprint": dict(values), "line": dict() | None as line} if values.keys() == names.keys():
+            if all(type(values[name]) is kind for name, kind in names.items()):
+                recorded = None if line is None else LineRecord(line, contents.tensors)
+                return SavedModel(Fingerprint(**values), recorded)
+    _unexpected("what it says of a model")
+
+
+def _unexpected(what: str) -> NoReturn:
+    raise _Unexpected(f"{what} is not as it should be")

@@ -1,0 +1,202 @@
+"""How a conversation or a stream gets out of a runtime into a file, and out of a file into a runtime."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import attrs
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.drafters.draft_actor import DraftActor
+from actors.mlx.model import MLXModel
+from actors.persistence import saved_sequence
+from actors.persistence.fingerprint import vocabulary_digest
+from actors.persistence.saved_sequence import FilledLine, SavedModel
+from actors.target import TargetActor
+from actors.workers.worker import HangError, JobError
+from protocol.errors import SessionFileError
+from protocol.messages import Open
+from runtime.generation.conversation import Account
+from runtime.generation.text import encode_prompt
+from runtime.generation.token_reader import Progress
+from runtime.persistence import saved_session
+from runtime.persistence.saved_session import SavedSession, SavedStream, settings_for_json
+from runtime.persistence.session_file import SessionFile, named, shown
+
+logger = logging.getLogger("outrider")
+
+# Rounds that a save waits for at most, so that what is cached is of use.
+_MOST_ROUNDS = 4
+# Seconds for which a save waits for the draft model.
+DRAFTER_WAIT_S = 10.0
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Models:
+    """What a session is saved from and loaded into.
+
+    Attributes:
+        target: the actor.
+        draft: likewise, where the drafter is a model.
+        tokenizer: the target's.
+    """
+
+    target: TargetActor
+    draft: DraftActor | None
+    tokenizer: TokenizerWrapper | None
+
+    async def save(self, path: SessionFile, account: Account) -> int:
+        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
+        saved_session.check_path(path)
+        # Without a template, nothing may have been said yet.
+        tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
+        session = SavedSession(
+            messages=tuple(account.messages),
+            tokens=tokens,
+            thinking=account.thinking,
+            settings=settings_for_json(account.settings),
+            num_processors=len(account.settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=await saved_sequence.save(self.target, tokens),
+            draft=await self._of_drafter(lambda draft: saved_sequence.save(draft, tokens)),
+        )
+        return await saved_session.write(path, session)
+
+    async def _of_drafter(self, ask: Callable[[DraftActor], Awaitable[T]]) -> T | None:
+        """What the draft model has for a file; None where there is none, or where it does not answer.
+
+        A session is whole without it: the draft model then reads the text again.
+        """
+        if self.draft is None:
+            return None
+        try:
+            with trio.move_on_after(DRAFTER_WAIT_S):
+                return await ask(self.draft)
+        except (JobError, HangError) as error:
+            logger.warning("what the draft model has cached is not saved: %s", error)
+        return None
+
+    async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
+        """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
+
+        Args:
+            path: of the file.
+            opened: what began the stream.
+            progress: how far its text has come by now, all that was committed included.
+        """
+        saved_session.check_path(path)
+        progress()  # makes room for what comes next, where the models wait for a slow reader
+        target = await saved_sequence.take(self.target, opened.session)
+        draft = await self._of_drafter(lambda draft: saved_sequence.take(draft, opened.session))
+        for _ in range(_MOST_ROUNDS):
+            now = progress()
+            decided = [token for commit in now.commits for token in commit.tokens]
+            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
+            # A recurrent cache is of no use before there is a token that it has not read.
+            if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
+                break
+            await self._of_drafter(saved_sequence.let_pass)
+            await saved_sequence.let_pass(self.target)
+        session = SavedSession(
+            messages=(),
+            tokens=tokens,
+            thinking=None,
+            settings=settings_for_json(opened.settings),
+            num_processors=len(opened.settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=await saved_sequence.save(self.target, tokens, target),
+            draft=await self._of_drafter(lambda actor: saved_sequence.save(actor, tokens, draft)),
+            stream=SavedStream(opened.seed, now),
+        )
+        return await saved_session.write(path, session)
+
+    async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
+        """A conversation or a stream from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+        session = await saved_session.read(path)
+        saved_session.check_kind(path, session, is_stream=is_stream)
+        saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
+        _check_tokens(path, _ids(session), self.target.model.vocab_size)
+        present = await saved_sequence.identify(self.target)
+        remedy = "open that one as the target, or begin the conversation anew"
+        saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
+        saved_session.check_cache_options(path, session.cache_options, self._cache_options)
+        if session.draft is None:
+            return session
+        if self.draft is None:
+            logger.info("what a draft model had cached for session %s is left out: there is none", shown(path))
+            return attrs.evolve(session, draft=None)
+        present = await saved_sequence.identify(self.draft)
+        if any_draft and session.draft.fingerprint.difference(present) is not None:
+            logger.info("what another draft model had cached for session %s is left out", shown(path))
+            return attrs.evolve(session, draft=None)
+        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
+        saved_session.check_model(path, "draft", session.draft.fingerprint, present, remedy)
+        return session
+
+    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
+        """Have the models keep what a session had cached, once all of it is seen to fit.
+
+        Args:
+            path: the file's.
+            session: that was read from it.
+            drafted: whether there will be drafts for it.
+
+        Raises: SessionFileError: the file has cached something that does not fit the models.
+        """
+        wanted: list[tuple[TargetActor | DraftActor, SavedModel | None, bool]] = [
+            (self.target, session.target, drafted and self.target.beside_another)
+        ]
+        if self.draft is not None:
+            wanted.append((self.draft, session.draft, True))
+        filled: list[tuple[TargetActor | DraftActor, FilledLine]] = []
+        try:
+            for actor, saved, beside_another in wanted:
+                if saved is not None and saved.line is not None:
+                    line = await saved_sequence.fill(actor, saved.line, beside_another=beside_another)
+                    filled.append((actor, line))
+        except SessionFileError as error:
+            raise SessionFileError(
+                f"{named(path)} does not fit: {error}; use another copy of it, or save again"
+            ) from error
+        # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
+        for actor, line in filled:
+            await saved_sequence.keep(actor, line)
+
+    @property
+    def _cache_options(self) -> dict[str, int | None]:
+        model = self.target.model
+        return model.cache_options if isinstance(model, MLXModel) else {}
+
+    async def _vocabulary(self) -> str | None:
+        if self.tokenizer is None:
+            return None
+        # A few tenths of a second for a large one.
+        return await trio.to_thread.run_sync(_vocabulary_digest, self.tokenizer)
+
+
+def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
+    return vocabulary_digest(tokenizer.get_vocab())
+
+
+def _ids(session: SavedSession) -> Iterable[int]:
+    """All token ids that a session names."""
+    yield from session.tokens
+    if session.stream is not None:
+        for commit in session.stream.progress.commits:
+            for likelihood in commit.likelihoods:
+                yield from (id for id, _ in likelihood.top)
+
+
+def _check_tokens(path: SessionFile, tokens: Iterable[int], vocab_size: int) -> None:
+    if (largest := max(tokens, default=0)) >= vocab_size:
+        raise SessionFileError(
+            f"{named(path)} has token {largest}, outside the target's vocabulary of {vocab_size} "
+            "ids; open the target that it was saved with"
+        )

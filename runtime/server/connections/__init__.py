@@ -1,0 +1,1 @@
+"""Connections: HTTP over trio, its limits and timeouts."""

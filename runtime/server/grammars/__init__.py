@@ -1,0 +1,1 @@
+"""JSON schemas to grammars within limits of CPU time and memory."""

@@ -1,0 +1,1 @@
+"""The runtime over scripted models in simulated time."""

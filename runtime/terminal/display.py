@@ -1,0 +1,370 @@
+"""What the command line writes: text to stdout, and whatever moves, warns or sums up to stderr."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+import trio
+
+from protocol.errors import OutriderError
+from protocol.trace import Event, Span
+from runtime.terminal.tables import UNBOUNDED, show_pairs, show_sections
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from protocol.statistics import Statistics
+
+
+BY_SIGNAL = 128  # plus the signal's number, as a shell has it, is the status of a process that one ended
+
+# Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
+# theirs to the process, and again to the group that the process is in.
+ECHO_S = 0.5
+
+
+@attrs.define
+class Outcome:
+    """How a command has ended.
+
+    Attributes:
+        finish_reason: None unless all of it was done.
+        failure: why it ended, where something failed.
+        signal: which one interrupted it, if one did.
+    """
+
+    finish_reason: str | None = None
+    failure: OutriderError | None = None
+    signal: int | None = None
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever a library below has put into a message."""
+    print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Something for whoever is at the keyboard, on stderr, as it is."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+# --- stdout ---------------------------------------------------------------------------------------
+
+
+class OutputError(OutriderError):
+    """Stdout does not take what is written; the operating system's error is the cause."""
+
+
+class Output:
+    """Stdout, past Python's buffers: those would be flushed at exit once more, to a reader that has gone."""
+
+    def __init__(self) -> None:
+        # Where a process is started with stdout closed, Python has None for it.
+        self._fd = -1 if sys.stdout is None else sys.stdout.fileno()
+        self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
+        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._is_in_line = False
+
+    def echo(self, prompt: str) -> None:
+        """Show the prompt, dimmed, if this is a terminal."""
+        if self._is_terminal:
+            from rich.console import Console
+            from rich.text import Text
+
+            Console(file=sys.stdout).print(Text(prompt, style="dim"), end="", soft_wrap=True)
+            self._is_in_line = True
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody may be looking."""
+        return self._is_terminal
+
+    async def write(self, text: str, *, dimmed: bool = False) -> None:
+        """Write a piece of the text.
+
+        Args:
+            text: the piece.
+            dimmed: whether to show it so, if this is a terminal.
+
+        Raises: OutputError: it cannot be written.
+
+        Cancellation: returns at once, and the piece may or may not be written.
+        """
+        if text:
+            self._is_in_line = False
+            shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self._is_terminal and "NO_COLOR" not in os.environ else text
+            # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
+            try:
+                await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
+            except trio.Cancelled:
+                self._is_in_line = self._is_terminal  # as far as anybody knows
+                raise
+            self._is_in_line = not text.endswith("\n")
+
+    def write_now(self, text: str) -> None:
+        """Write, and wait until it is written.
+
+        Raises: OutputError: it cannot be written.
+        """
+        data = text.encode(self._encoding, "replace")
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+    def end_line(self) -> None:
+        """End a line that the text has left open, if this is a terminal.
+
+        Raises: OutputError: it cannot be written.
+        """
+        if self._is_terminal and self._is_in_line:
+            self.write_now("\n")
+
+    def end_answer(self) -> None:
+        """End the line that an answer has left open, also where nobody is looking.
+
+        Raises: OutputError: it cannot be written.
+        """
+        if self._is_in_line:
+            self.write_now("\n")
+            self._is_in_line = False
+
+
+@contextmanager
+def printing() -> Iterator[Console]:
+    """A console; what is printed to it goes to stdout at the end of the block.
+
+    Where stdout is no terminal, nothing is wrapped or split, unless the environment says how many COLUMNS there are.
+
+    Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
+        stdout has gone.)
+    """
+    from rich.console import Console
+
+    # Apart from stdout, which rich would write to, and fail, also where there is nothing to write.
+    printed = io.StringIO()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = _wide_enough(Console(file=printed, highlight=False, force_terminal=True if is_terminal else None))
+    yield console
+    text = printed.getvalue()
+    if not console.is_terminal:
+        # Tables fill their lines with blanks.
+        text = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    print_text(text)
+
+
+def _wide_enough(console: Console) -> Console:
+    """A console that has room for everything where it is no terminal, and the environment does not say otherwise."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNBOUNDED
+    return console
+
+
+def print_text(text: str) -> None:
+    """Print to stdout, as it is but for characters that its encoding lacks.
+
+    Raises: OutputError: it cannot be written.
+    """
+    if sys.stdout is None:
+        raise OutputError("cannot write to stdout: it is closed")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try to write the rest once more as it exits, and complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+
+
+# --- stderr ---------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    """Stderr; without colour where it is no terminal, whatever the environment asks for."""
+    from rich.console import Console
+
+    return _wide_enough(Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class Display:
+    """What moves on stderr: a spinner while models load, a bar while a prompt is read.
+
+    Nothing is shown where stderr is no terminal, and nothing stays behind where it is one.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._stops = ""  # when what is being done can be stopped
+        self._is_writing = False
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def doing(self, what: str) -> None:
+        """Say what is being done, in place of what was said before.
+
+        Nothing moves meanwhile: it may be something that is timed, and what draws would take its time from it.
+        """
+        self._stops = f"once this is over: {what}"
+        self.clear()
+        if _is_terminal():
+            self._show(what, None, moves=False)
+
+    def loading(self, models: Sequence[str | Path]) -> None:
+        """Say that models are being loaded."""
+        self._stops = "once the models are loaded"
+        # What is not on disk is downloaded, and downloads show bars of their own.
+        if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
+            self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
+
+    def reading(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
+        """Say that the prompt is being read, and how far, where that takes more than a step."""
+        self._stops = "after the forward pass that is running"
+        self._is_writing = False
+        self.clear()
+        if _is_terminal():
+            # The last token is read together with the first that is generated. Where all others make one
+            # step, there is nothing to measure.
+            from protocol.prefill_chunks import SMALLEST
+
+            pass_tokens = SMALLEST if step_size == "auto" else step_size
+            self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
+
+    def writing(self) -> None:
+        """Leave the screen to the text, of which a piece comes now."""
+        self._is_writing = True
+        self.clear()
+
+    def on_event(self, event: Event) -> None:
+        """Move the bar, if an event is about the prompt."""
+        if (
+            self._progress is not None
+            and self._task is not None
+            and isinstance(event, Span)
+            and (event.actor, event.kind) == ("target", "prefill")
+        ):
+            self._progress.update(self._task, advance=event.num_tokens, refresh=True)
+
+    def stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
+        """Say what a cancellation waits for.
+
+        Args:
+            and_then: what else there is to say.
+        """
+        if self._stops and _is_terminal():
+            self.clear()
+            if self._is_writing and sys.stdout is not None and sys.stdout.isatty():
+                show("")  # the text has left the cursor in mid-line, most likely
+            say(f"stopping {self._stops}{and_then}")
+
+    def clear(self) -> None:
+        """Leave nothing on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
+        from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        # Goes on in a second line where the terminal is narrow: what is cut off would be how long it takes.
+        wrapped = Column(overflow="fold")
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
+        if moves:
+            columns.insert(0, SpinnerColumn())
+        if num_tokens is not None:
+            columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
+        self._progress = Progress(
+            *columns, console=_console(), auto_refresh=moves, transient=True, redirect_stdout=False
+        )
+        self._task = self._progress.add_task(description, total=num_tokens)
+        self._progress.start()
+
+
+@contextmanager
+def warnings_at_the_end() -> Iterator[None]:
+    """Keep the runtime's warnings out of the middle of the text, and their tracebacks out altogether."""
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, collector = logging.getLogger("outrider"), Collector(logging.WARNING)
+    logger.addHandler(collector)
+    try:
+        yield
+    finally:
+        logger.removeHandler(collector)
+        for message in messages:
+            say(f"warning: {message}")
+
+
+def print_statistics(statistics: Statistics) -> None:
+    """Print a table of statistics on stderr."""
+    console = _console()
+    if console.is_terminal:
+        console.print()
+    show_pairs(console, list(_rows(statistics)))
+
+
+def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
+    s = statistics
+    cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
+    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
+    yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
+    yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
+    if s.acceptance_rate is not None:
+        yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
+    else:
+        yield "acceptance", "nothing was proposed"
+    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
+    if s.resting_rounds:
+        yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
+    if s.draft_timeouts:
+        yield "late drafter", f"{s.draft_timeouts:,} times, and the target went on without it"
+    if s.draft_failures:
+        yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
+    yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
+    yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
+    yield "peak memory", _size(s.peak_memory)
+    for sentence in s.advice:
+        yield "advice", sentence
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
+def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+    """Print titled tables of names and findings on stdout.
+
+    Raises: OutputError: it cannot be written.
+    """
+    with printing() as console:
+        show_sections(console, sections)

@@ -1,0 +1,1 @@
+"""Traces: Chrome trace JSON and the timeline page."""

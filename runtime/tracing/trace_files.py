@@ -1,0 +1,380 @@
+"""Traces in files: Chrome trace JSON, and the timeline page.
+
+A file is written while the runtime works and finished when it ends, however it ends. The event loop only appends
+to a list; what takes time, which is making JSON and waiting for a disk, happens on one of trio's threads, a
+few hundred events at a time. So a Chrome trace of a long run takes no memory to speak of, is there up to the last
+few hundred events if the process is killed, and costs the models next to nothing at the end. A timeline page is
+made as a whole, since it is about the whole, and goes no further than `MOST_ON_A_PAGE` events.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+import trio
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown, shown_path
+from protocol.trace import Actor, Event, Instant, Span
+from runtime.tracing.timeline import render, texts_of
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+logger = logging.getLogger("outrider")
+
+TracePath = str | os.PathLike[str]
+Trace = Callable[[Event], None] | TracePath | None
+
+# Events that are written together: some milliseconds of a thread's time.
+CHUNK = 256
+
+# Events that may wait for a disk that is slower than they come; what comes after is left out, and counted.
+MOST_WAITING = 100_000
+
+# Some 20,000 tokens, and as much as a browser likes.
+MOST_ON_A_PAGE = 200_000
+
+
+def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
+    """What an option `trace` stands for: a function as it is, or a recorder for a path, not yet entered.
+
+    Raises: SettingsError: it is neither.
+    """
+    if trace is None or callable(trace):
+        checked: Callable[[Event], None] | None = trace
+        return checked
+    if isinstance(trace, (str, os.PathLike)) and isinstance(os.fspath(trace), str):
+        return TimelineFile(trace) if Path(trace).suffix.lower() in (".html", ".htm") else ChromeFile(trace)
+    raise SettingsError(f"trace must be a function of one event or the path of a file to write, got {shown(trace)}")
+
+
+class Recorder(ABC):
+    """Writes events to a file; an async context manager, and called with each event.
+
+    Entering opens the file, and so says at once whether it can be written. Leaving writes what is left and
+    closes it, also under cancellation and when interrupted. What goes wrong in between is a warning: a full disk is
+    no reason to end a generation.
+
+    Attributes:
+        path: of the file.
+        most_events: how many may wait to be written; those that come when there are so many are counted, and lost.
+    """
+
+    most_events: ClassVar[int]
+
+    def __init__(self, path: TracePath) -> None:
+        """A recorder that has not opened its file yet."""
+        self.path = path
+        self._file: IO[str] | None = None
+        self._events: list[Event] = []
+        self._num_lost = 0
+        self._is_writing = False
+        self._is_ending = False
+        self._has_failed = False
+        self._ended = trio.Event()
+        # A limit of its own: however many threads a program keeps busy, a trace comes to its end.
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def __aenter__(self) -> Recorder:
+        """Open the file.
+
+        Raises: SettingsError: it cannot be written.
+        """
+        try:
+            self._file = self._open()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise SettingsError(
+                f"the trace cannot be written to {shown_path(str(self.path))}: {reason}; name a file in a directory "
+                "that exists and can be written"
+            ) from error
+        return self
+
+    @trio.lowlevel.enable_ki_protection
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_ending = True
+        self._write_soon()
+        interrupt: KeyboardInterrupt | None = None
+        with trio.CancelScope(shield=True):
+            # A Ctrl-C has to wait too, or the file would end in the middle.
+            while not self._ended.is_set():
+                try:
+                    await self._ended.wait()
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def __call__(self, event: Event) -> None:
+        """Record an event. Never waits."""
+        if self._has_failed or self._is_ending:
+            return
+        if len(self._events) >= self.most_events:
+            self._num_lost += 1
+            return
+        self._events.append(event)
+        if self._has_enough():
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        if not self._is_writing:
+            self._is_writing = True
+            # A system task, since it belongs to nobody's nursery, and neither cancellation nor Ctrl-C strikes it.
+            trio.lowlevel.spawn_system_task(self._write, name=f"outrider trace {self.path}")
+
+    async def _write(self) -> None:
+        await self._unless_failed(self._write_waiting)
+        if not self._is_ending:
+            self._is_writing = False
+            return
+        await self._unless_failed(self._write_end)
+        self._has_failed = False  # a file that has failed to write is closed all the same
+        await self._unless_failed(self._close)
+        self._ended.set()
+
+    async def _unless_failed(self, step: Callable[[], Awaitable[None]]) -> None:
+        if self._has_failed:
+            return
+        try:
+            await step()
+        except OSError as error:
+            self._has_failed = True
+            self._events.clear()
+            logger.warning("the trace in %s is not whole: %s", self.path, error.strerror or error)
+
+    async def _on_a_thread(self, call: Callable[..., object], *args: Any) -> None:
+        await trio.to_thread.run_sync(call, *args, limiter=self._limiter)
+
+    def _put(self, text: str) -> None:
+        assert self._file is not None
+        self._file.write(text)
+
+    async def _close(self) -> None:
+        assert self._file is not None
+        await self._on_a_thread(self._file.close)
+        if self._num_lost:
+            logger.warning("the trace in %s lacks %d events, which were too many for it", self.path, self._num_lost)
+
+    def _open(self) -> IO[str]:
+        return Path(os.path.expanduser(self.path)).open("w", encoding="utf-8")
+
+    @abstractmethod
+    def _has_enough(self) -> bool:
+        """Whether it is time to write some of what has come."""
+
+    @abstractmethod
+    async def _write_waiting(self) -> None:
+        """Write what has come so far, if this file is written piece by piece."""
+
+    @abstractmethod
+    async def _write_end(self) -> None:
+        """Write the rest."""
+
+
+# --- Chrome trace JSON ----------------------------------------------------------------------------
+
+
+class ChromeFile(Recorder):
+    """A trace for Perfetto and chrome://tracing, which also read it where its end is missing."""
+
+    most_events = MOST_WAITING
+
+    def __init__(self, path: TracePath) -> None:
+        super().__init__(path)
+        self._chrome = ChromeTrace()
+
+    def _has_enough(self) -> bool:
+        return len(self._events) >= CHUNK
+
+    async def _write_waiting(self) -> None:
+        while self._has_enough() or (self._is_ending and self._events):
+            # In turn, not together: a chunk is what the other threads have to wait for.
+            chunk, self._events = self._events[:CHUNK], self._events[CHUNK:]
+            await self._on_a_thread(self._put_events, chunk)
+
+    async def _write_end(self) -> None:
+        await self._on_a_thread(self._put, self._chrome.end())
+
+    def _put_events(self, events: Sequence[Event]) -> None:
+        self._put("".join(self._chrome.add(event) for event in events))
+
+
+_LANES: dict[Actor, int] = {"target": 1, "draft": 2}
+_FIRST_STREAM_LANE = 16
+
+
+class ChromeTrace:
+    """Events in Chrome's trace event format, as text that is written as it grows.
+
+    One process; a thread for each actor, and one for each of the streams that run at once, on which its proposals wait
+    for their verifies. A flow leads from there to the verify. A counter for each of these streams shows what came of
+    a round's proposal.
+
+    Source: "Trace Event Format", the array form, of which a reader accepts any beginning.
+    """
+
+    def __init__(self) -> None:
+        self._is_begun = False
+        self._num_flows = 0
+        self._proposals: dict[int, Instant] = {}  # by session; those that no verify has judged yet
+        self._lanes: dict[int, int] = {}  # by session, from 0, while it goes on
+        self._named: set[int] = set()  # lanes that have got their names
+
+    def add(self, event: Event) -> str:
+        """What an event adds to the text."""
+        return "".join(self._line(entry) for entry in self._entries(event))
+
+    def end(self) -> str:
+        """What makes the text whole."""
+        # Never empty: the names of the threads are there in any case.
+        return ("" if self._is_begun else self._begin()) + "\n]\n"
+
+    def _begin(self) -> str:
+        self._is_begun = True
+        entries = [_named("process_name", 0, name="outrider")]
+        for actor, lane in _LANES.items():
+            entries += [_named("thread_name", lane, name=actor), _named("thread_sort_index", lane, sort_index=lane)]
+        return "[\n" + ",\n".join(json.dumps(entry) for entry in entries)
+
+    def _line(self, entry: dict[str, Any]) -> str:
+        return ("" if self._is_begun else self._begin()) + ",\n" + json.dumps(entry)
+
+    def _entries(self, event: Event) -> Iterator[dict[str, Any]]:
+        if isinstance(event, Span):
+            yield self._complete(event)
+            if event.kind == "verify" and event.session is not None:
+                proposal = self._proposals.pop(event.session, None)
+                if proposal is not None and proposal.round == event.round:
+                    yield from self._judged(proposal, event)
+            elif event.kind == "close" and event.actor == "target" and event.session is not None:
+                self._lanes.pop(event.session, None)
+                self._proposals.pop(event.session, None)
+        else:
+            yield self._instant(event)
+            if event.kind == "proposal":
+                self._proposals[event.session] = event
+            elif event.commit is not None:
+                yield from self._counted(event)
+
+    def _complete(self, span: Span) -> dict[str, Any]:
+        facts = {"session": span.session, "round": span.round, "tokens": span.num_tokens or None}
+        return {
+            "name": span.kind,
+            "cat": span.actor,
+            "ph": "X",
+            **_during(span.began, span.ended),
+            "pid": 1,
+            "tid": _LANES[span.actor],
+            "args": {name: fact for name, fact in facts.items() if fact is not None},
+        }
+
+    def _instant(self, instant: Instant) -> dict[str, Any]:
+        facts: dict[str, Any] = {"session": instant.session, "round": instant.round, "tokens": instant.num_tokens}
+        if instant.kind == "proposal":
+            facts["proposed"] = instant.tokens
+        if (commit := instant.commit) is not None:
+            facts |= {"committed": commit.tokens, "from_draft": commit.num_from_draft, "rejected": commit.num_rejected}
+            facts |= {} if commit.finish_reason is None else {"finish_reason": commit.finish_reason}
+        return {
+            "name": instant.kind,
+            "cat": instant.actor,
+            "ph": "i",
+            "s": "t",
+            "ts": _nanoseconds(instant.at) / 1000,
+            "pid": 1,
+            "tid": _LANES[instant.actor],
+            "args": facts,
+        }
+
+    def _judged(self, proposal: Instant, verify: Span) -> Iterator[dict[str, Any]]:
+        """A proposal on its way to its verify, and the arrow from the one to the other."""
+        lane = self._lane(proposal.session)
+        if lane not in self._named:
+            self._named.add(lane)
+            thread = _FIRST_STREAM_LANE + lane
+            yield _named("thread_name", thread, name=f"proposals of stream {lane + 1}")
+            yield _named("thread_sort_index", thread, sort_index=thread)
+        self._num_flows += 1
+        whose = {"cat": "proposal", "pid": 1, "tid": _FIRST_STREAM_LANE + lane}
+        facts = {"session": proposal.session, "round": proposal.round, "proposed": proposal.tokens}
+        waiting = _during(proposal.at, verify.began)
+        yield {"name": "proposal", "ph": "X", **waiting, **whose, "args": facts}
+        flow = {"name": "judged", "id": self._num_flows}
+        yield {**flow, "ph": "s", "ts": waiting["ts"], **whose}
+        begins = _nanoseconds(verify.began) / 1000
+        yield {**flow, "ph": "f", "bp": "e", "ts": begins, "cat": "proposal", "pid": 1, "tid": _LANES["target"]}
+
+    def _counted(self, verdict: Instant) -> Iterator[dict[str, Any]]:
+        commit = verdict.commit
+        assert commit is not None
+        yield {
+            "name": f"tokens a round, stream {self._lane(verdict.session) + 1}",
+            "ph": "C",
+            "ts": _nanoseconds(verdict.at) / 1000,
+            "pid": 1,
+            "tid": _LANES["target"],
+            "args": {
+                "accepted": commit.num_from_draft,
+                "rejected": commit.num_rejected,
+                "target's own": len(commit.tokens) - commit.num_from_draft,
+            },
+        }
+
+    def _lane(self, session: int) -> int:
+        """A lane that no other session has at the time: there are as many as ever ran at once, and no more."""
+        if session not in self._lanes:
+            taken = set(self._lanes.values())
+            self._lanes[session] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
+        return self._lanes[session]
+
+
+def _named(what: str, lane: int, **facts: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "ts": 0, "pid": 1, "tid": lane, "args": facts}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _during(began: float, ended: float) -> dict[str, float]:
+    """The format's microseconds, from whole nanoseconds, so that what touches does not overlap."""
+    begins = _nanoseconds(began)
+    return {"ts": begins / 1000, "dur": max(0, _nanoseconds(ended) - begins) / 1000}
+
+
+# --- the timeline page ----------------------------------------------------------------------------
+
+
+class TimelineFile(Recorder):
+    """A page that shows what happened; see `runtime.tracing.timeline`.
+
+    Attributes:
+        tokenizer: makes texts of tokens; None shows their ids. Wanted by the time that this is left.
+    """
+
+    most_events = MOST_ON_A_PAGE
+
+    def __init__(self, path: TracePath) -> None:
+        super().__init__(path)
+        self.tokenizer: TokenizerWrapper | None = None
+
+    def _has_enough(self) -> bool:
+        return False
+
+    async def _write_waiting(self) -> None:
+        return
+
+    async def _write_end(self) -> None:
+        # Not on a thread: a tokenizer that another runtime uses too must not be used by two at once.
+        texts = await texts_of(self._events, self.tokenizer)
+        await self._on_a_thread(lambda: self._put(render(self._events, texts, num_lost=self._num_lost)))
