@@ -28,7 +28,7 @@ from runtime.cli.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_wor
 from runtime.simulation import plot as simulation_plot
 from runtime.simulation.simulation import Scenario, played
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 SCENARIO = ("--acceptance", "0.8", "--cost-ratio", "0.1")
 QUICK = ("--tokens", "60", "--lookahead", "1,3")

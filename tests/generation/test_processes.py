@@ -21,7 +21,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # For a child that hangs, which would be a failure of its own; nothing waits for it otherwise.
 PATIENCE_SECONDS = 300

@@ -25,7 +25,7 @@ from test_conversation import target, tokenizer
 
 import runtime
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # A way out of a hang, no expectation.
 HANGS_S = 60

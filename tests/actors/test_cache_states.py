@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 from models import gemma3_text, llama, mamba
-from test_cache_ladder import SUBJECTS, TEXT, WINDOW, Subject, subject
+from test_cache_rewind import SUBJECTS, TEXT, WINDOW, Subject, subject
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_state import LayerState, MisfitError, can_take_state, put_state, take_state

@@ -10,7 +10,7 @@ NUM_CLIENTS = 200
 SECONDS = 15
 
 # Both models keep 64 texts for later, and the longest here take some four megabytes each. To see that nothing else
-# grows takes minutes: `python tests/load.py`.
+# grows takes minutes: `python tests/support/load.py`.
 KEPT_BYTES = 400 * 2**20
 
 # Prompts are tokenised in a thread, one at a time, and a client that leaves meanwhile leaves its thread to its work.

@@ -28,7 +28,7 @@ from test_conversation import THINKING_TEMPLATE, says, target, tokenizer
 
 import runtime
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ESCAPE, UP, PAGE_UP, PAGE_DOWN = "\x1b", "\x1b[A", "\x1b[5~", "\x1b[6~"
 CTRL_C, CTRL_D, CTRL_L = "\x03", "\x04", "\x0c"
 

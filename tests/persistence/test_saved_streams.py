@@ -23,7 +23,7 @@ from models import VOCAB_SIZE, gemma3_text, llama, near
 from test_conversation import THINKING_TEMPLATE, says
 from test_conversation import tokenizer as thinker
 from test_saved_sessions import cancel_at
-from test_stops import byte_level
+from test_stop_strings import byte_level
 
 import runtime
 from actors.drafters.draft_actor import DraftActor

@@ -27,7 +27,7 @@ from scripted import (
     simulated,
     truthful,
 )
-from test_stops import Letters
+from test_stop_strings import Letters
 
 from runtime.server.app import Service, application
 from runtime.server.connections.listener import Patience, serve

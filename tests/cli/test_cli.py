@@ -35,7 +35,7 @@ from runtime.cli import generate_command
 from runtime.cli import main as cli
 from runtime.terminal.signals import until_signal
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROMPT = "w1 w2 w3"
 
 # Generous, since it is no expectation but a way out of a hang.

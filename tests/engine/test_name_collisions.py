@@ -12,7 +12,7 @@ import pytest
 
 import runtime
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def script(where: Path, source: str) -> subprocess.CompletedProcess[str]:

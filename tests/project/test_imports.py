@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "actors", "runtime")
 
 # What protocol/ may not touch: schedules, clocks, global randomness, files.

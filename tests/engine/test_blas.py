@@ -20,7 +20,7 @@ from runtime.cli import main as cli
 from runtime.loading import blas
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe, num_threads
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX has a fast BLAS, and nothing goes in front")
 

@@ -33,7 +33,7 @@ from scripted import (
     truthful,
     within,
 )
-from test_cache_ladder import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
+from test_cache_rewind import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
 from test_schedules import COSTS, by_turns, tuples
 
 import runtime

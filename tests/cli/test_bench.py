@@ -51,7 +51,7 @@ from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
 
