@@ -12,35 +12,35 @@ from typing import Generic, TypeVar
 
 import trio
 
-from actors.model import Line, Model
-from actors.prefix_cache import Begun, KeptLines
+from actors.model import CachedSequence, Model
+from actors.prefix_cache import CacheHit, PrefixCache
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
-from protocol.cached_tokens import Held, Plan
+from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Close, Message
-from protocol.prefill_chunks import ChunkSize
+from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
-from protocol.session_state import Books, Commit, State
+from protocol.session_state import Commit, SessionPhase, SessionState
 from protocol.trace import Actor as ActorName
 from protocol.trace import Event, Instant, InstantKind
 
 logger = logging.getLogger("outrider")
 
-S = TypeVar("S", bound="Part")
+S = TypeVar("S", bound="ActorSession")
 
 # Bytes of caches that a model keeps of texts that are over, unless it is told otherwise.
 PREFIX_CACHE_BYTES = 2 * 1024**3
 
 
-class Part(ABC):
+class ActorSession(ABC):
     """One actor's part in one session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.id = session.opened.session
-        self.books = Books(session.opened)
-        self.held = Held()
-        self.line: Line | None = None  # where what is held is, while it takes part
+        self.state = SessionState(session.opened)
+        self.cached_tokens = CachedTokens()
+        self.sequence: CachedSequence | None = None  # where what is held is, while it takes part
         self.scope = trio.CancelScope()
         self.is_over = trio.Event()  # and whatever it had is let go of, or kept
         # What its cache holds is not known any more, so that no other session may use it.
@@ -153,8 +153,8 @@ class Actor(ABC, Generic[S]):
     def close_session(self, message: Close) -> None:
         """End a session, soon: after the job that is running, if one is. Never waits."""
         if (part := self._parts.get(message.session)) is not None:
-            if part.books.state is not State.CLOSED:
-                part.books.close(message)
+            if part.state.phase is not SessionPhase.CLOSED:
+                part.state.close(message)
                 self._note(part, "cancel")
             part.scope.cancel()
 
@@ -199,7 +199,7 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        round = part.books.round if round is None else round
+        round = part.state.round if round is None else round
         self._on_event(Instant(self.name, kind, part.id, self._clock(), round, num_tokens, tokens, commit))
 
 
@@ -225,9 +225,9 @@ class ModelActor(Actor[S]):
         super().__init__(on_event, prices, worker.clock)
         self.model = model
         self.worker = worker
-        self.chunk_size = ChunkSize()
+        self.chunk_size = PrefillChunkSize()
         # Of the thread, as the lines are: only jobs touch it.
-        self._kept = KeptLines(model, prefix_cache_bytes)
+        self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
 
     @property
     def is_alive(self) -> bool:
@@ -239,61 +239,61 @@ class ModelActor(Actor[S]):
         try:
             await super().serve(task_status)
         finally:
-            if len(self._kept) > 0:
+            if len(self._prefix_cache) > 0:
                 with trio.CancelScope(shield=True):
-                    await self._drop_what_is_kept()
+                    await self._clear_prefix_cache()
 
-    async def _drop_what_is_kept(self) -> None:
+    async def _clear_prefix_cache(self) -> None:
         try:
-            await self.worker.run(Job("close", self._kept.close))
+            await self.worker.run(Job("close", self._prefix_cache.close))
         except JobError as error:
             logger.warning("what was kept of texts that are over cannot be closed: %s", error)
 
     @asynccontextmanager
-    async def _line(self, part: S, *, beside_another: bool) -> AsyncIterator[Line]:
-        """A line for a session's text; where it may begin with what is kept of another text, `part.held` says so.
+    async def _line(self, part: S, *, beside_another: bool) -> AsyncIterator[CachedSequence]:
+        """A cached sequence for a session. `part.cached_tokens` says what it holds of an earlier text.
 
         In the end it is kept for others where the session asks for that and did not fail, and else closed.
         """
         opened = part.session.opened
         if opened.settings.reuse_prefix:
             await self.unwanted_to_be_over(part)
-            call = partial(self._kept.begin, opened.prompt, beside_another=beside_another)
+            call = partial(self._prefix_cache.begin, opened.prompt, beside_another=beside_another)
         else:
             call = partial(_begin, self.model, beside_another)
         begun = await self.worker.run(Job("open", call, part.id))
-        part.held.follow(Plan(0, opened.prompt[: begun.num_cached]))
-        part.line = begun.line
+        part.cached_tokens.follow(FeedPlan(0, opened.prompt[: begun.num_cached]))
+        part.sequence = begun.sequence
         is_in_order = False
         try:
-            yield begun.line
+            yield begun.sequence
             is_in_order = True
         except (trio.Cancelled, trio.BrokenResourceError, trio.ClosedResourceError):
             is_in_order = True  # nobody wants the rest, or the runtime ends
             raise
         finally:
-            part.line = None
-            put_away: Callable[[], None] = begun.line.close
+            part.sequence = None
+            put: Callable[[], None] = begun.sequence.close
             if opened.settings.reuse_prefix and is_in_order and not part.is_in_disorder and part.session.error is None:
-                put_away = partial(
-                    self._kept.put_away,
-                    begun.line,
-                    part.held.tokens,
-                    tuple(part.books.committed),
+                put = partial(
+                    self._prefix_cache.put,
+                    begun.sequence,
+                    part.cached_tokens.tokens,
+                    tuple(part.state.committed),
                     beside_another=beside_another,
                     num_prompt=len(opened.prompt),
                 )
             with trio.CancelScope(shield=True):
-                await self.worker.run(Job("close", put_away, part.id))
+                await self.worker.run(Job("close", put, part.id))
 
-    def part_of(self, session: int) -> S | None:
+    def session_of(self, session: int) -> S | None:
         """Its part in a session that is under way."""
         return self._parts.get(session)
 
-    async def settled(self) -> KeptLines:
+    async def settled(self) -> PrefixCache:
         """What is kept for others, once sessions that nobody wants any more have put away theirs."""
         await self.unwanted_to_be_over()
-        return self._kept
+        return self._prefix_cache
 
     async def unwanted_to_be_over(self, before: S | None = None) -> None:
         """Wait until what sessions had that nobody wants any more is kept, if they asked for that.
@@ -313,5 +313,5 @@ class ModelActor(Actor[S]):
         return self.worker.busy_seconds
 
 
-def _begin(model: Model, beside_another: bool) -> Begun:
-    return Begun(model.open_line(beside_another=beside_another), 0)
+def _begin(model: Model, beside_another: bool) -> CacheHit:
+    return CacheHit(model.open_sequence(beside_another=beside_another), 0)

@@ -1,6 +1,6 @@
 """What the actors need of a model, so that real models and scripted ones look alike.
 
-A `Line` is a model at work on one text: it holds what it has processed, goes forward, and, where it
+A `CachedSequence` is a model at work on one text: it holds what it has processed, goes forward, and, where it
 can, back. All its methods run on the model's own thread.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 
-class Rung(enum.Enum):
+class RewindMode(enum.Enum):
     """How a feed can be undone: the rungs of a ladder, best first."""
 
     TRIM = "trim"  # drop the tail, to any length
@@ -20,7 +20,7 @@ class Rung(enum.Enum):
     SINGLE = "none"  # not at all: feed only what is committed, the N=1 fallback
 
 
-class Line(Protocol):
+class CachedSequence(Protocol):
     """One text in the cache of one model."""
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -45,7 +45,7 @@ class Line(Protocol):
         """
         ...
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """Make sure that the next feed can be undone, if that can be.
 
         Args:
@@ -53,7 +53,7 @@ class Line(Protocol):
             settled: a length below which nobody will want to go back, such as that of the committed text;
                 checkpoints that only served that are dropped.
 
-        Returns: how it can be undone. After `Rung.SINGLE`, nothing may be fed that is not committed.
+        Returns: how it can be undone. After `RewindMode.SINGLE`, nothing may be fed that is not committed.
         """
         ...
 
@@ -85,7 +85,7 @@ class Line(Protocol):
         ...
 
     @property
-    def needs_pins(self) -> bool:
+    def needs_prefix_checkpoints(self) -> bool:
         """Whether, once the text has gone on, only a pin can lead back to where it is now, and pins can be set."""
         ...
 
@@ -94,7 +94,7 @@ class Line(Protocol):
         """Whether what it holds of a text depends on how that was cut into passes, by more than rounding."""
         ...
 
-    def pin(self) -> None:
+    def add_prefix_checkpoint(self) -> None:
         """Keep the way back to the present length, whatever is settled, until the line goes back beyond it."""
         ...
 
@@ -130,7 +130,7 @@ class Model(Protocol):
         """Most positions that it can take, or None where it names no bound."""
         ...
 
-    def open_line(self, *, beside_another: bool) -> Line:
+    def open_sequence(self, *, beside_another: bool) -> CachedSequence:
         """Begin a text.
 
         Args:

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from actors.model import Line
+from actors.model import CachedSequence
 from actors.workers.worker import Job, Worker
-from protocol.cached_tokens import Held, Plan
+from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
-from protocol.prefill_chunks import FIXED_SIZE, ChunkSize
+from protocol.prefill_chunks import FIXED_SIZE, PrefillChunkSize
 
 # Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
 # begins a thought, is left out where a template repeats the answer.
 BEFORE_THE_END = 16
 
 
-async def prefill(worker: Worker, line: Line, held: Held, opened: Open, chunk_size: ChunkSize) -> None:
+async def prefill(
+    worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
+) -> None:
     """Feed the prompt but for its last token, whose logits the first round wants, and what is held already.
 
     Args:
@@ -27,19 +29,34 @@ async def prefill(worker: Worker, line: Line, held: Held, opened: Open, chunk_si
     have their turn.
     """
     most = len(opened.prompt) - 1
-    pins = {most - BEFORE_THE_END, most} if opened.settings.reuse_prefix and line.needs_pins else set()
-    step = step_size(opened.settings.prefill_step_size, line)
-    while len(held) < most:
-        end = _end_of_pass(len(held), most, chunk_size() if step == "auto" else step, pins, is_aligned=step != "auto")
-        plan = held.plan(opened.prompt[:end], num_logits=0)
-        job = Job("prefill", partial(_read, line, plan.feed, end in pins), opened.session, len(plan.feed))
+    prefix_checkpoints = (
+        {most - BEFORE_THE_END, most} if opened.settings.reuse_prefix and sequence.needs_prefix_checkpoints else set()
+    )
+    step = step_size(opened.settings.prefill_step_size, sequence)
+    while len(cached_tokens) < most:
+        end = _end_of_pass(
+            len(cached_tokens),
+            most,
+            chunk_size() if step == "auto" else step,
+            prefix_checkpoints,
+            is_aligned=step != "auto",
+        )
+        plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
+        job = Job(
+            "prefill", partial(_read, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed)
+        )
         await worker.run(job)
         chunk_size.observe(job.num_tokens, job.seconds)
-        held.follow(plan)
+        cached_tokens.follow(plan)
 
 
 async def read_on(
-    worker: Worker, line: Line, held: Held, opened: Open, committed: Sequence[int], chunk_size: ChunkSize
+    worker: Worker,
+    sequence: CachedSequence,
+    cached_tokens: CachedTokens,
+    opened: Open,
+    committed: Sequence[int],
+    chunk_size: PrefillChunkSize,
 ) -> None:
     """Feed some of the committed tokens that a cache is behind, in one pass.
 
@@ -50,40 +67,44 @@ async def read_on(
     Cancellation: strikes after the pass.
     """
     step = opened.settings.prefill_step_size
-    plan = held.plan(committed, num_logits=0)
-    plan = Plan(plan.keep, plan.feed[: chunk_size() if step == "auto" else step])
-    job = Job("prefill", partial(_go_back_and_read, line, plan), opened.session, len(plan.feed))
+    plan = cached_tokens.plan(committed, num_logits=0)
+    plan = FeedPlan(plan.keep, plan.feed[: chunk_size() if step == "auto" else step])
+    job = Job("prefill", partial(_go_back_and_read, sequence, plan), opened.session, len(plan.feed))
     length = await worker.run(job)
     if length < plan.keep:  # it could only go back to a checkpoint, and read nothing
-        held.rewind(length)
+        cached_tokens.rewind(length)
     else:
         chunk_size.observe(job.num_tokens, job.seconds)
-        held.follow(plan)
+        cached_tokens.follow(plan)
 
 
-def step_size(setting: int | Literal["auto"], line: Line) -> int | Literal["auto"]:
+def step_size(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
     """Tokens in a pass; "auto" where prices decide, and may decide otherwise in each pass."""
-    return FIXED_SIZE if setting == "auto" and line.depends_on_passes else setting
+    return FIXED_SIZE if setting == "auto" and sequence.depends_on_passes else setting
 
 
-def _end_of_pass(begin: int, most: int, size: int, pins: set[int], *, is_aligned: bool) -> int:
+def _end_of_pass(begin: int, most: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:
     """Where a pass ends: after `size` tokens, or at the next multiple of that, at a pin, or at the end of the prompt.
 
     With a quantised cache it matters where: it is quantised at the end of a pass.
     """
     end = (begin // size + 1) * size if is_aligned else begin + size
-    return min(end, most, *(pin for pin in pins if pin > begin))
+    return min(
+        end,
+        most,
+        *(pin for pin in prefix_checkpoints if pin > begin),
+    )
 
 
-def _read(line: Line, tokens: tuple[int, ...], pin: bool) -> None:
-    line.feed(tokens, 0)
+def _read(sequence: CachedSequence, tokens: tuple[int, ...], pin: bool) -> None:
+    sequence.feed(tokens, 0)
     if pin:
-        line.pin()
+        sequence.add_prefix_checkpoint()
 
 
-def _go_back_and_read(line: Line, plan: Plan) -> int:
-    length = line.rewind(plan.keep)
+def _go_back_and_read(sequence: CachedSequence, plan: FeedPlan) -> int:
+    length = sequence.rewind(plan.keep)
     if length == plan.keep:
-        line.feed(plan.feed, 0)
-        line.check(plan.keep + len(plan.feed))
+        sequence.feed(plan.feed, 0)
+        sequence.check(plan.keep + len(plan.feed))
     return length

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import attrs
 
-from actors.model import Line, Model
+from actors.model import CachedSequence, Model
 from protocol.errors import RewindError
 
 # A search looks at each line; and past some number, what is oldest is not asked for again.
-MOST_LINES = 64
+MAX_SEQUENCES = 64
 
 # Tokens at the end of a prompt which ask for an answer, such as tags around an empty thought, and which a text that
 # goes on from it may be without.
@@ -23,10 +23,10 @@ ASKING = 4
 
 
 @attrs.frozen
-class Begun:
+class CacheHit:
     """A line for a session, which holds the first `num_cached` tokens of its prompt already."""
 
-    line: Line
+    sequence: CachedSequence
     num_cached: int
 
 
@@ -34,20 +34,20 @@ class Begun:
 class Nearest:
     """A line, what it has processed, and how much of that a text begins with to which it could go back."""
 
-    line: Line
+    sequence: CachedSequence
     tokens: tuple[int, ...]
     reach: int
 
 
 @attrs.frozen(eq=False)
-class _Kept:
+class _Entry:
     """A line, what it has processed, and whether it leaves room for another model.
 
     The first `num_prompt` tokens are what somebody asked to be read; what came of them may be left out of a text that
     goes on from there, as thoughts are.
     """
 
-    line: Line
+    sequence: CachedSequence
     tokens: tuple[int, ...]
     num_prompt: int
     beside_another: bool
@@ -62,7 +62,7 @@ class _Kept:
         return common >= self.num_prompt - ASKING or reach >= len(self.tokens) - reach
 
 
-class KeptLines:
+class PrefixCache:
     """The lines of one model that nobody is at work on. All its methods run on the model's own thread."""
 
     def __init__(self, model: Model, max_bytes: int) -> None:
@@ -74,41 +74,41 @@ class KeptLines:
         """
         self._model = model
         self._max_bytes = max_bytes
-        self._lines: list[_Kept] = []  # put away first is first
+        self._sequences: list[_Entry] = []  # put away first is first
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._sequences)
 
     @property
     def num_bytes(self) -> int:
         """What the kept lines hold in memory."""
-        return sum(kept.num_bytes for kept in self._lines)
+        return sum(kept.num_bytes for kept in self._sequences)
 
-    def begin(self, prompt: tuple[int, ...], *, beside_another: bool) -> Begun:
+    def begin(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
         """A line for a prompt: of those that may serve, the one that can hold most of its beginning; or a new one.
 
         Args:
             prompt: its last token is not among what the line holds, since its logits are wanted.
-            beside_another: see `Model.open_line`.
+            beside_another: see `Model.open_sequence`.
         """
         num_read = len(prompt) - 1
         best, num_cached = None, 0
-        for kept in self._lines:
+        for kept in self._sequences:
             if kept.beside_another == beside_another:
                 common = common_length(kept.tokens, prompt[:num_read])
-                reach = kept.line.reach(common, num_read)
+                reach = kept.sequence.reach(common, num_read)
                 # Of two that reach as far, the one that was put away last.
                 if reach > 0 and reach >= num_cached and kept.may_serve(common, reach):
                     best, num_cached = kept, reach
         if best is None:
-            return Begun(self._model.open_line(beside_another=beside_another), 0)
-        self._lines.remove(best)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0)
+        self._sequences.remove(best)
         try:
-            best.line.resume(num_cached)
+            best.sequence.resume(num_cached)
         except RewindError:
-            best.line.close()
+            best.sequence.close()
             raise
-        return Begun(best.line, num_cached)
+        return CacheHit(best.sequence, num_cached)
 
     def nearest(self, text: tuple[int, ...]) -> Nearest | None:
         """The line that has most of a text's beginning; it stays where it is.
@@ -116,16 +116,16 @@ class KeptLines:
         Where several have the same, the one that was put away last. None where all are for other texts.
         """
         best: Nearest | None = None
-        for kept in self._lines:
-            reach = kept.line.reach(common_length(kept.tokens, text), len(text))
+        for kept in self._sequences:
+            reach = kept.sequence.reach(common_length(kept.tokens, text), len(text))
             if reach > 0 and (best is None or reach >= best.reach):
-                best = Nearest(kept.line, kept.tokens, reach)
+                best = Nearest(kept.sequence, kept.tokens, reach)
         return best
 
-    def put_away(
+    def put(
         self,
-        line: Line,
-        held: tuple[int, ...],
+        sequence: CachedSequence,
+        cached_tokens: tuple[int, ...],
         committed: Sequence[int],
         *,
         beside_another: bool,
@@ -143,39 +143,45 @@ class KeptLines:
         Raises: RewindError: the line does not hold what it should; it is closed then.
         """
         try:
-            line.check(len(held))
-            common = common_length(held, committed)
-            if common < len(held) and line.reach(common, common) == common:
-                line.resume(common)
-                held = held[:common]
+            sequence.check(len(cached_tokens))
+            common = common_length(cached_tokens, committed)
+            if common < len(cached_tokens) and sequence.reach(common, common) == common:
+                sequence.resume(common)
+                cached_tokens = cached_tokens[:common]
         except RewindError:
-            line.close()
+            sequence.close()
             raise
-        kept = _Kept(line, held, len(held) if num_prompt is None else num_prompt, beside_another, line.num_bytes)
-        if kept.num_bytes > self._max_bytes or line.reach(len(held), len(held)) == 0:
-            line.close()
+        kept = _Entry(
+            sequence,
+            cached_tokens,
+            len(cached_tokens) if num_prompt is None else num_prompt,
+            beside_another,
+            sequence.num_bytes,
+        )
+        if kept.num_bytes > self._max_bytes or sequence.reach(len(cached_tokens), len(cached_tokens)) == 0:
+            sequence.close()
             return
-        self._drop_what_is_no_more_use_than(kept)
-        self._lines.append(kept)
-        while self.num_bytes > self._max_bytes or len(self._lines) > MOST_LINES:
-            self._lines.pop(0).line.close()
+        self._evict_entries_no_more_useful_than(kept)
+        self._sequences.append(kept)
+        while self.num_bytes > self._max_bytes or len(self._sequences) > MAX_SEQUENCES:
+            self._sequences.pop(0).sequence.close()
 
     def close(self) -> None:
         """Let go of all lines."""
-        while self._lines:
-            self._lines.pop().line.close()
+        while self._sequences:
+            self._sequences.pop().sequence.close()
 
-    def _drop_what_is_no_more_use_than(self, newer: _Kept) -> None:
+    def _evict_entries_no_more_useful_than(self, newer: _Entry) -> None:
         """Drop lines that hold the beginning of another, where that one could go back there."""
-        for kept in list(self._lines):
+        for kept in list(self._sequences):
             common = common_length(kept.tokens, newer.tokens)
             if (
                 kept.beside_another == newer.beside_another
                 and common == len(kept.tokens)
-                and newer.line.reach(common, common) == common
+                and newer.sequence.reach(common, common) == common
             ):
-                self._lines.remove(kept)
-                kept.line.close()
+                self._sequences.remove(kept)
+                kept.sequence.close()
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

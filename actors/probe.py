@@ -24,14 +24,14 @@ def probe(model: Model) -> None:
         logits. Logits that are not numbers are logits.
     """
     try:
-        line = model.open_line(beside_another=False)
+        sequence = model.open_sequence(beside_another=False)
         try:
-            logits = line.feed(PROBED, len(PROBED))
+            logits = sequence.feed(PROBED, len(PROBED))
             check_logits("the model", logits, (len(PROBED), model.vocab_size))
             mx.eval(logits)
-            line.check(len(PROBED))
+            sequence.check(len(PROBED))
         finally:
-            line.close()
+            sequence.close()
     except ModelError:
         raise
     # Somebody else's code: whatever it raises, the model cannot be used.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from actors.sampling.logits_pipeline import Shaping
+from actors.sampling.logits_pipeline import LogitsPipeline
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.session_state import Commit
@@ -45,8 +45,8 @@ class Session:
     on_left: Callable[[], None] | None = None
     _num_parts: int = attrs.field(default=0, init=False)
     is_unwanted: bool = False
-    shaping: Shaping = attrs.field(
-        init=False, default=attrs.Factory(lambda self: Shaping(self.opened), takes_self=True)
+    logits_pipeline: LogitsPipeline = attrs.field(
+        init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
 

@@ -10,12 +10,12 @@ import attrs
 import mlx.core as mx
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
-from actors.model import Line, Model, Rung
+from actors.actor import PREFIX_CACHE_BYTES, ActorSession, ModelActor
+from actors.model import CachedSequence, Model, RewindMode
 from actors.prefill import prefill
 from actors.probe import PROBED, probe
-from actors.sampling.logit_check import Peaks
-from actors.sampling.logits_pipeline import Shaping, Tail
+from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitsPipeline, Tail
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import (
@@ -27,16 +27,16 @@ from protocol.acceptance import (
     judge_by_rejection,
     likelihoods,
 )
-from protocol.cached_tokens import Plan
+from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Likelihood, Message, Open, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.replay import ReplayDebt
-from protocol.session_state import Commit, State
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.target_queue import Turns
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ T = TypeVar("T")
 TURNS_OF_AN_ANSWER = 4
 
 
-class TargetPart(Part):
+class TargetSession(ActorSession):
     """The target's part in one session."""
 
     def __init__(self, session: Session) -> None:
@@ -62,26 +62,26 @@ class TargetPart(Part):
     @property
     def seconds_per_token(self) -> float:
         """What a generated token has taken of the target's time so far; 0 before the first."""
-        return self.seconds / self.books.num_generated if self.books.num_generated else 0.0
+        return self.seconds / self.state.num_generated if self.state.num_generated else 0.0
 
     def receive(self, message: Message) -> None:
         """Take a proposal, or the drafter's leave."""
         match message:
             case Proposal():
-                if not self.books.propose(message):
+                if not self.state.propose(message):
                     self.session.counts.stale_proposals += 1
             case Ready():
                 self.is_drafter_ready, self.is_alone = True, False
             case Rest():
-                self.books.rest(message)
+                self.state.rest(message)
             case Withdraw():
-                self.books.withdraw(message)
+                self.state.withdraw(message)
             case _:
                 raise ProtocolError(f"the target was handed {message!r}")
         self.wake()
 
 
-class TargetActor(ModelActor[TargetPart]):
+class TargetActor(ModelActor[TargetSession]):
     """Verifies what is proposed, one forward pass a round.
 
     Each session has at most one job in the worker's queue, a chunk of its prompt or a round, and jobs are done in the
@@ -103,7 +103,7 @@ class TargetActor(ModelActor[TargetPart]):
         drafter: trio.MemorySendChannel[Message] | None = None,
         beside_another: bool = True,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-        turns: Turns | None = None,
+        target_queue: TargetQueue | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -117,23 +117,23 @@ class TargetActor(ModelActor[TargetPart]):
         self._on_failure = on_failure
         self.drafter = drafter
         self.beside_another = beside_another
-        self._turns = turns or Turns()
+        self._turns = target_queue or TargetQueue()
         self._num_in_rounds = 0
 
-    def _join(self, session: Session) -> TargetPart:
-        return TargetPart(session)
+    def _join(self, session: Session) -> TargetSession:
+        return TargetSession(session)
 
-    async def _take_part(self, part: TargetPart) -> None:
+    async def _take_part(self, part: TargetSession) -> None:
         opened, session = part.session.opened, part.session
         try:
-            async with self._line(part, beside_another=opened.drafted and self.beside_another) as line:
-                session.counts.cached_tokens = len(part.held)
-                await prefill(self.worker, line, part.held, opened, self.chunk_size)
-                while part.books.state is not State.CLOSED:
-                    session.unsent = await self._round(part, line)
+            async with self._line(part, beside_another=opened.drafted and self.beside_another) as sequence:
+                session.counts.cached_tokens = len(part.cached_tokens)
+                await prefill(self.worker, sequence, part.cached_tokens, opened, self.chunk_size)
+                while part.state.phase is not SessionPhase.CLOSED:
+                    session.unsent = await self._round(part, sequence)
                 # What has no room is handed out from where it is, and waiting for that would keep another from here.
                 self._deliver_now(session)
-                if part.books.finish_reason is not None:
+                if part.state.finish_reason is not None:
                     self._note(part, "finish")
         except JobError as error:
             await self._end_or_break(part, error)
@@ -144,10 +144,10 @@ class TargetActor(ModelActor[TargetPart]):
         finally:
             session.end()
             # A session that failed takes no place at the drafter, also while nobody has read that it did.
-            if part.books.state is not State.CLOSED and self.drafter is not None:
+            if part.state.phase is not SessionPhase.CLOSED and self.drafter is not None:
                 self.drafter.send_nowait(Close(part.id))
 
-    async def _end_or_break(self, part: TargetPart, error: JobError) -> None:
+    async def _end_or_break(self, part: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed; and the runtime, if the model does not work any more.
 
         An error that is not ours may be this session's doing all the same: a prompt that there is no memory for, a
@@ -166,7 +166,7 @@ class TargetActor(ModelActor[TargetPart]):
         else:
             self._fail(part, cause if isinstance(cause, Exception) else error)
 
-    def _fail(self, part: TargetPart, error: Exception) -> None:
+    def _fail(self, part: TargetSession, error: Exception) -> None:
         if isinstance(error, OutriderError):
             part.session.end(error)
             return
@@ -176,7 +176,7 @@ class TargetActor(ModelActor[TargetPart]):
         failure.__cause__ = error
         part.session.end(failure)
 
-    async def _round(self, part: TargetPart, line: Line) -> Commit:
+    async def _round(self, part: TargetSession, sequence: CachedSequence) -> Commit:
         """Wait for a proposal, judge it, tell the drafter, and return what was committed.
 
         What was committed before goes to the consumer once the models are at work again, or have to be waited for:
@@ -187,8 +187,13 @@ class TargetActor(ModelActor[TargetPart]):
         self._num_in_rounds += 1
         try:
             await self._wait_for_proposal(part)
-            proposal, is_drafted = part.books.outstanding, part.books.state is not State.UNDRAFTED
-            verdict = await (self._decode(part, line) if proposal is None else self._verify(part, line, proposal))
+            proposal, is_drafted = (
+                part.state.outstanding,
+                part.state.phase is not SessionPhase.UNDRAFTED,
+            )
+            verdict = await (
+                self._decode(part, sequence) if proposal is None else self._verify(part, sequence, proposal)
+            )
             # A job that runs is not abandoned, so the session may have been closed under it.
             await trio.lowlevel.checkpoint_if_cancelled()
             idle = max(0.0, self.worker.clock() - began - (self.worker.busy_seconds - busy_before))
@@ -196,13 +201,13 @@ class TargetActor(ModelActor[TargetPart]):
         finally:
             self._num_in_rounds -= 1
         verdict = self._read(part, verdict)
-        commit = part.books.apply(verdict)
+        commit = part.state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
         self._note(part, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if is_drafted and self.drafter is not None:
             self.drafter.send_nowait(verdict)
-            if part.is_alone and part.books.state in (State.PROPOSING, State.RESTING):
+            if part.is_alone and part.state.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING):
                 self._go_on_alone(part)
         if commit.round > 0:  # the first waits for the other's prefill
             if proposal is None:
@@ -214,23 +219,23 @@ class TargetActor(ModelActor[TargetPart]):
         part.was_plain = proposal is None
         return commit
 
-    async def _wait_for_proposal(self, part: TargetPart) -> None:
+    async def _wait_for_proposal(self, part: TargetSession) -> None:
         """Wait until the drafter has proposed, or leaves the round to the target, or is waited for no longer."""
         for _ in range(TURNS_OF_AN_ANSWER):
-            if part.books.state is not State.PROPOSING:
+            if part.state.phase is not SessionPhase.PROPOSING:
                 return
             await trio.lowlevel.checkpoint()
         began = trio.current_time()
-        while part.books.state is State.PROPOSING:
+        while part.state.phase is SessionPhase.PROPOSING:
             # Looked up again each time, since the drafter may have become ready meanwhile.
             deadline = began + self._patience_s(part)
             with trio.move_on_at(deadline):
                 await self._deliver(part.session)
                 await part.change()
-            if part.books.state is State.PROPOSING and trio.current_time() >= began + self._patience_s(part):
+            if part.state.phase is SessionPhase.PROPOSING and trio.current_time() >= began + self._patience_s(part):
                 await self._wait_no_longer(part)
 
-    async def _wait_no_longer(self, part: TargetPart) -> None:
+    async def _wait_no_longer(self, part: TargetSession) -> None:
         """Have the drafter propose what it has, if it can have anything; go on alone afterwards."""
         part.session.counts.draft_timeouts += 1
         self._note(part, "overdue")
@@ -239,11 +244,11 @@ class TargetActor(ModelActor[TargetPart]):
         if not has_read_the_prompt:
             self._go_on_alone(part)
         elif self.drafter is not None:
-            self.drafter.send_nowait(Due(part.id, part.books.round))
-            while part.books.state is State.PROPOSING:  # a few turns of the event loop
+            self.drafter.send_nowait(Due(part.id, part.state.round))
+            while part.state.phase is SessionPhase.PROPOSING:  # a few turns of the event loop
                 await part.change()
 
-    def _patience_s(self, part: TargetPart) -> float:
+    def _patience_s(self, part: TargetSession) -> float:
         """Seconds for which the drafter is waited for."""
         if not part.is_drafter_ready:
             return prompt_wait_s(self.prices)
@@ -251,15 +256,15 @@ class TargetActor(ModelActor[TargetPart]):
         num_steps = MAX_LOOKAHEAD if lookahead == "auto" else max(1, lookahead)
         return proposal_wait_s(self.prices, num_steps, len(self._parts))
 
-    def _go_on_alone(self, part: TargetPart) -> None:
+    def _go_on_alone(self, part: TargetSession) -> None:
         """Leave a drafter that is overdue behind for another round or two."""
         # Always for a round more than the one that begins, so that decoding can be a pass ahead.
-        if part.books.rests_until - part.books.round < ROUNDS_ALONE:
-            overdue = Overdue(part.id, part.books.round + ROUNDS_ALONE)
-            if part.books.rest(overdue) and self.drafter is not None:
+        if part.state.rests_until - part.state.round < ROUNDS_ALONE:
+            overdue = Overdue(part.id, part.state.round + ROUNDS_ALONE)
+            if part.state.rest(overdue) and self.drafter is not None:
                 self.drafter.send_nowait(overdue)
 
-    async def _pass(self, part: TargetPart, job: Job[T], expected_s: float) -> T:
+    async def _pass(self, part: TargetSession, job: Job[T], expected_s: float) -> T:
         """Have a round's job done in its turn; several that wait could be one pass, if lines could be fed together."""
         self._turns.enter(part.id, expected_s, self.worker.clock())
         try:
@@ -269,14 +274,14 @@ class TargetActor(ModelActor[TargetPart]):
         part.pass_seconds = job.seconds
         return result
 
-    def _read(self, part: TargetPart, verdict: Verdict) -> Verdict:
+    def _read(self, part: TargetSession, verdict: Verdict) -> Verdict:
         """The verdict, which ends the text where a stop string does.
 
         In the verdict, so that the drafter learns of it at once, and as it does of a stop token.
         """
         if part.session.find_stop is None:
             return verdict
-        return attrs.evolve(verdict, stop=part.session.find_stop(part.books.preview(verdict)))
+        return attrs.evolve(verdict, stop=part.session.find_stop(part.state.preview(verdict)))
 
     async def _wait_for_room(self, session: Session) -> None:
         """Wait for a slow consumer, if what was committed last has no room."""
@@ -300,12 +305,12 @@ class TargetActor(ModelActor[TargetPart]):
             return  # which the next `_deliver` will meet
         session.unsent = None
 
-    async def _verify(self, part: TargetPart, line: Line, proposal: Proposal) -> Verdict:
-        plan = part.held.plan(part.books.committed)
+    async def _verify(self, part: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
+        plan = part.cached_tokens.plan(part.state.committed)
         settle = part.replay.should_settle(len(plan.feed) - 1, self.prices.verify, part.seconds_per_token)
         job = Job(
             "verify",
-            partial(verify, line, plan, proposal, part.session, self._tail(part, proposal), settle=settle),
+            partial(verify, sequence, plan, proposal, part.session, self._tail(part, proposal), settle=settle),
             part.id,
             len(plan.feed) + (0 if settle else len(proposal.tokens)),
             proposal.round,
@@ -318,12 +323,12 @@ class TargetActor(ModelActor[TargetPart]):
         self.prices.verified(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
-        part.held.follow(Plan(plan.keep, plan.feed + proposal.tokens[: verified.width - len(plan.feed)]))
+        part.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[: verified.width - len(plan.feed)]))
         wanted = proposal.start + (0 if verified.single_step else judgement.num_accepted)
-        if len(part.held) > verified.length:
-            self._note(part, "rewind", num_tokens=len(part.held) - verified.length)
+        if len(part.cached_tokens) > verified.length:
+            self._note(part, "rewind", num_tokens=len(part.cached_tokens) - verified.length)
             part.session.counts.replayed_tokens += wanted - verified.length
-            part.held.rewind(verified.length)
+            part.cached_tokens.rewind(verified.length)
         return Verdict(
             part.id,
             proposal.round,
@@ -335,25 +340,27 @@ class TargetActor(ModelActor[TargetPart]):
             likelihoods=verified.likelihoods,
         )
 
-    def _tail(self, part: TargetPart, proposal: Proposal) -> Tail:
+    def _tail(self, part: TargetSession, proposal: Proposal) -> Tail:
         """The text that the logits of a proposal's tokens are shaped by."""
-        return part.session.shaping.tail(part.books.committed, proposal.tokens, num_rows=1 + len(proposal.tokens))
+        return part.session.logits_pipeline.tail(
+            part.state.committed, proposal.tokens, num_rows=1 + len(proposal.tokens)
+        )
 
-    async def _decode(self, part: TargetPart, line: Line) -> Verdict:
+    async def _decode(self, part: TargetSession, sequence: CachedSequence) -> Verdict:
         """A round without a proposal: the drafter rests, or nobody drafts any more."""
-        books = part.books
+        state = part.state
         if part.decoder is None:
-            part.decoder = PlainDecoder(line, part.session.opened, part.session.shaping)
-        plan = part.held.plan(books.committed, num_logits=0 if part.decoder.is_ahead else 1)
+            part.decoder = PlainDecoder(sequence, part.session.opened, part.session.logits_pipeline)
+        plan = part.cached_tokens.plan(state.committed, num_logits=0 if part.decoder.is_ahead else 1)
         # Only where the next token is the target's own as well, whatever this one is.
-        goes_on = books.state is not State.RESTING or books.round + 1 < books.rests_until
-        go_ahead = goes_on and (books.remaining is None or books.remaining > 1)
-        tail = part.session.shaping.tail(books.committed)
-        step = partial(part.decoder.step, plan, tail, books.next_position, go_ahead)
+        goes_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
+        go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
+        tail = part.session.logits_pipeline.tail(state.committed)
+        step = partial(part.decoder.step, plan, tail, state.next_position, go_ahead)
         expected_s = self.prices.plain.value or self.prices.verify(1)
-        token, likelihoods = await self._pass(part, Job("decode", step, part.id, 1, books.round), expected_s)
-        part.held.follow(Plan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
-        return Verdict(part.id, books.round, books.next_position, 0, token, likelihoods=likelihoods)
+        token, likelihoods = await self._pass(part, Job("decode", step, part.id, 1, state.round), expected_s)
+        part.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
+        return Verdict(part.id, state.round, state.next_position, 0, token, likelihoods=likelihoods)
 
 
 # --- on the target's thread -----------------------------------------------------------------------
@@ -378,7 +385,9 @@ class Verified:
     likelihoods: tuple[Likelihood, ...] = ()
 
 
-def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: Tail, *, settle: bool) -> Verified:
+def verify(
+    sequence: CachedSequence, plan: FeedPlan, proposal: Proposal, session: Session, tail: Tail, *, settle: bool
+) -> Verified:
     """One forward pass over what is not in the cache yet and the proposal; then the cache is put right.
 
     Where the cache could not lose the drafted tokens again, they are not fed (the N=1 fallback): the
@@ -390,25 +399,25 @@ def verify(line: Line, plan: Plan, proposal: Proposal, session: Session, tail: T
     Raises: NotANumberError, ProcessorError: there is no such row before it.
     """
     width = len(plan.feed) + len(proposal.tokens)
-    single_step = bool(proposal.tokens) and (settle or line.prepare(width, proposal.start) is Rung.SINGLE)
+    single_step = bool(proposal.tokens) and (settle or sequence.prepare(width, proposal.start) is RewindMode.SINGLE)
     drafted = proposal.tokens[:1] if single_step else proposal.tokens
     fed = () if single_step else drafted
-    logits = line.feed(plan.feed + fed, 1 + len(fed))
+    logits = sequence.feed(plan.feed + fed, 1 + len(fed))
     assert logits is not None
-    processed = session.shaping.process(logits, tail, proposal.start)
-    peaks = Peaks.of(logits, processed)
-    filtered = session.shaping.filter(processed, proposal.start)
-    judgement = judge(filtered, drafted, proposal, session, peaks.arrays())
+    processed = session.logits_pipeline.process(logits, tail, proposal.start)
+    logit_check = LogitCheck.of(logits, processed)
+    filtered = session.logits_pipeline.filter(processed, proposal.start)
+    judgement = judge(filtered, drafted, proposal, session, logit_check.arrays())
     num_fed = 0 if single_step else judgement.num_accepted
-    if judgement.num_accepted + (judgement.token is not None) > (num_sound := peaks.num_sound()):
+    if judgement.num_accepted + (judgement.token is not None) > (num_sound := logit_check.num_sound()):
         if num_sound == 0:
-            peaks.check(0, proposal.start, "target")
+            logit_check.check(0, proposal.start, "target")
         # The next round asks for the row that is missing, and so feeds the token before it again.
         judgement, num_fed = Judgement(num_sound, None), num_sound - 1
     tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
     likely = asked_likelihoods(processed, tokens, session.opened)
-    length = line.rewind(proposal.start + num_fed)
-    line.check(length)
+    length = sequence.rewind(proposal.start + num_fed)
+    sequence.check(length)
     return Verified(judgement, len(plan.feed) + len(fed), length, single_step, likely)
 
 
@@ -431,7 +440,7 @@ def judge(
             seed=opened.seed,
             start=proposal.start,
             beside=beside,
-            chosen=session.shaping.sample(logits),
+            chosen=session.logits_pipeline.sample(logits),
         )
     return judge_by_rejection(
         logits,
@@ -456,10 +465,10 @@ class _Launched:
 
     token: mx.array
     logits: mx.array
-    peaks: Peaks
+    logit_check: LogitCheck
 
     def launch(self) -> None:
-        mx.async_eval(self.token, *self.peaks.arrays())
+        mx.async_eval(self.token, *self.logit_check.arrays())
 
 
 class PlainDecoder:
@@ -470,10 +479,10 @@ class PlainDecoder:
     called with what is computed and nothing else, the pass alone is launched, and its token chosen in the next step.
     """
 
-    def __init__(self, line: Line, opened: Open, shaping: Shaping) -> None:
-        self._line = line
+    def __init__(self, sequence: CachedSequence, opened: Open, logits_pipeline: LogitsPipeline) -> None:
+        self._line = sequence
         self._opened = opened
-        self._shaping = shaping
+        self._shaping = logits_pipeline
         self._pending: _Launched | None = None  # the next token, not read
         self._rows: mx.array | None = None  # or (1, V), the model's logits of which it is to be chosen
 
@@ -482,7 +491,7 @@ class PlainDecoder:
         """Whether the cache already processes the last token that was returned."""
         return self._pending is not None or self._rows is not None
 
-    def step(self, plan: Plan, tail: Tail, position: int, go_ahead: bool) -> tuple[int, tuple[Likelihood, ...]]:
+    def step(self, plan: FeedPlan, tail: Tail, position: int, go_ahead: bool) -> tuple[int, tuple[Likelihood, ...]]:
         """The token at a position, and how likely it was, where that is asked for.
 
         Args:
@@ -512,7 +521,7 @@ class PlainDecoder:
                 self._pending.launch()
         self._line.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
         chosen = cast(int, now.token.item())
-        now.peaks.check(0, position, "target")
+        now.logit_check.check(0, position, "target")
         return chosen, asked_likelihoods(now.logits, (chosen,), self._opened)
 
     def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _Launched:
@@ -526,4 +535,4 @@ class PlainDecoder:
         else:
             probs = distribution(filtered[0], settings.temperature)
             token = draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
-        return _Launched(token, logits, Peaks.of(rows, logits))
+        return _Launched(token, logits, LogitCheck.of(rows, logits))

@@ -12,11 +12,11 @@ from functools import partial
 import mlx.core as mx
 import trio
 
-from actors.model import Line, Model
-from actors.sampling.logits_pipeline import NOTHING, Shaping
+from actors.model import CachedSequence, Model
+from actors.sampling.logits_pipeline import NOTHING, LogitsPipeline
 from actors.target import PlainDecoder
 from actors.workers.worker import Job, JobError, Worker
-from protocol.cached_tokens import Plan
+from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prices import Prices
 from protocol.settings import Settings
@@ -61,19 +61,21 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
             await _decode_plainly(ours, target_worker, prices)
 
 
-async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], prices: Prices) -> None:
+async def _side_by_side(
+    ours: tuple[CachedSequence, Worker], theirs: tuple[CachedSequence, Worker], prices: Prices
+) -> None:
     """Passes of the target, with a drafter beside them."""
     is_over = False
     # Not left to the nursery, which would wrap them in a group.
     errors: list[JobError] = []
 
     async def draft_on() -> None:
-        line, worker = theirs
+        sequence, worker = theirs
         try:
             for _ in range(MOST_BESIDE):
                 if is_over:
                     return
-                job = _pass(line, 1)
+                job = _pass(sequence, 1)
                 await worker.run(job)
                 prices.drafted(1, job.began, job.ended, beside=True)
         except JobError as error:
@@ -81,10 +83,10 @@ async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], 
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(draft_on)
-        line, worker = ours
+        sequence, worker = ours
         try:
             for width in WIDTHS:
-                job = _pass(line, width)
+                job = _pass(sequence, width)
                 await worker.run(job)
                 prices.verified(width, job.began, job.ended)
         except JobError as error:
@@ -94,31 +96,31 @@ async def _side_by_side(ours: tuple[Line, Worker], theirs: tuple[Line, Worker], 
         raise errors[0]
 
 
-async def _decode_plainly(line: Line, worker: Worker, prices: Prices) -> None:
+async def _decode_plainly(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
     """Tokens without a drafter, one pass ahead, as in a stream."""
-    decoder, plan = PlainDecoder(line, _OPENED, Shaping(_OPENED)), Plan(TEXT, (0,))
+    decoder, plan = PlainDecoder(sequence, _OPENED, LogitsPipeline(_OPENED)), FeedPlan(TEXT, (0,))
     for step in range(PLAIN_STEPS):
         length, began = plan.keep + len(plan.feed), worker.clock()
         await worker.run(Job("warm-up", partial(decoder.step, plan, NOTHING, length, True), None, 1))
         if step > 0:
             prices.plain.observe(worker.clock() - began)
-        plan = Plan(length + 1, ())
+        plan = FeedPlan(length + 1, ())
 
 
 @asynccontextmanager
-async def _line(model: Model, worker: Worker) -> AsyncIterator[Line]:
-    line = await worker.run(Job("warm-up", partial(model.open_line, beside_another=True)))
+async def _line(model: Model, worker: Worker) -> AsyncIterator[CachedSequence]:
+    sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
-        await worker.run(Job("warm-up", partial(line.feed, (0,) * TEXT, 0), None, TEXT))
-        yield line
+        await worker.run(Job("warm-up", partial(sequence.feed, (0,) * TEXT, 0), None, TEXT))
+        yield sequence
     finally:
         with trio.CancelScope(shield=True):
-            await worker.run(Job("warm-up", line.close))
+            await worker.run(Job("warm-up", sequence.close))
 
 
-def _pass(line: Line, width: int) -> Job[None]:
+def _pass(sequence: CachedSequence, width: int) -> Job[None]:
     def call() -> None:
-        mx.eval(line.feed((0,) * width, width))
+        mx.eval(sequence.feed((0,) * width, width))
 
     # Of a kind that is counted for no session.
     return Job("warm-up", call, None, width)

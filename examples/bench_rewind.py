@@ -33,7 +33,7 @@ from mlx_lm.models import lfm2
 import actors.target
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.model import Rung
+from actors.model import RewindMode
 from actors.workers.worker import Job, ThreadWorker
 from protocol.prices import WidthPrice
 from protocol.replay import ReplayDebt
@@ -82,7 +82,7 @@ class Oracle:
         self.acceptance = acceptance
         self.text: Sequence[int] = PROMPT
 
-    def open_line(self, *, beside_another: bool) -> OracleLine:
+    def open_sequence(self, *, beside_another: bool) -> OracleLine:
         return OracleLine(self)
 
 
@@ -108,8 +108,8 @@ class OracleLine:
     def feed_lazy(self, token: mx.array) -> mx.array:
         raise NotImplementedError("a drafter is never asked to decode")
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
-        return Rung.TRIM
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
         self._length = length

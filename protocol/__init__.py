@@ -6,7 +6,7 @@ from the doing, it can be tested by enumeration and by property tests, and the s
 models on threads and scripted ones in simulated time.
 
 * `messages`: what the two actors say to each other.
-* `books`: the state of one session, kept in two copies, one at each actor.
+* `session_state`: the state of one session, kept in two copies, one at each actor.
 * `acceptance`: the rules match and rejection.
 * `randomness`: where every random number comes from.
 * `tree`, `lookahead`: what has been drafted ahead, and how far to go.

@@ -10,14 +10,14 @@ from protocol.errors import ProtocolError
 
 
 @attrs.frozen
-class Plan:
+class FeedPlan:
     """How to bring a cache in line: keep the first `keep` tokens it holds, then feed `feed`."""
 
     keep: int
     feed: tuple[int, ...]
 
 
-class Held:
+class CachedTokens:
     """The tokens that one cache has processed, in order: its side of the session's books.
 
     There is one way to bring a cache in line with a text, whatever happened before: rewind to the
@@ -39,7 +39,7 @@ class Held:
         """A copy of what is held."""
         return tuple(self._tokens)
 
-    def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> Plan:
+    def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> FeedPlan:
         """The shortest way to hold `committed + beyond`.
 
         Args:
@@ -64,9 +64,9 @@ class Held:
                 common += 1
         keep = min(common, total - num_logits)
         after = tuple(committed[keep:]) + tuple(beyond[max(0, keep - len(committed)) :])
-        return Plan(keep, after)
+        return FeedPlan(keep, after)
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: FeedPlan) -> None:
         """Note that the cache has carried out a plan."""
         del self._tokens[plan.keep :]
         self._tokens += plan.feed

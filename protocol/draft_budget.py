@@ -18,7 +18,7 @@ from protocol.lookahead_tree import Guess
 
 
 @attrs.frozen
-class Worth:
+class StepWorth:
     """*Work ahead or rest*: whether a step is worth its time, beside the target.
 
     Attributes:
@@ -40,7 +40,7 @@ class Worth:
 
 
 @attrs.frozen
-class Leash:
+class DraftBudget:
     """Leave to go on after a draft step that is under way.
 
     Attributes:
@@ -58,11 +58,11 @@ class Leash:
     reach: float = 1.0
     least: float = 0.0
     rival: float = 0.0
-    worth: Worth | None = None
+    worth: StepWorth | None = None
     believe: Callable[[int, float], float] | None = None
     mean: float = 1.0
 
-    def after(self, guesses: Sequence[Guess], now: float) -> Leash | None:
+    def after(self, guesses: Sequence[Guess], now: float) -> DraftBudget | None:
         """What is left of it after a step that has brought these, its own choice first; None to ask."""
         if self.believe is None:
             return self._after(1.0, (), now)
@@ -73,7 +73,7 @@ class Leash:
         """Whether a step is likely to follow the one that is under way."""
         return self._after(self.mean, (), now) is not None
 
-    def _after(self, choice: float, others: Sequence[float], now: float) -> Leash | None:
+    def _after(self, choice: float, others: Sequence[float], now: float) -> DraftBudget | None:
         reach = self.reach * choice
         rival = max(self.rival, self.reach * max(others, default=0.0))
         if self.steps <= 0 or reach <= self.least:
@@ -83,4 +83,4 @@ class Leash:
         return attrs.evolve(self, steps=self.steps - 1, reach=reach, rival=rival)
 
 
-NO_LEASH = Leash(0)
+NO_DRAFT_BUDGET = DraftBudget(0)

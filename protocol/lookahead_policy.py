@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import attrs
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_LEASH, Leash, Worth
+from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget, StepWorth
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
@@ -47,7 +47,7 @@ class View:
     due: float | None = None
     in_flight: Node | None = None
     in_flight_until: float = 0.0
-    slack: float = 0.0
+    queue_slack_s: float = 0.0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -76,7 +76,7 @@ class Policy(Protocol):
         """The node to draft after next, or None to do nothing until something changes."""
         ...
 
-    def leash(self, view: View, node: Node) -> Leash:
+    def draft_budget(self, view: View, node: Node) -> DraftBudget:
         """How far to go on, down the drafter's own choices, after a node that `expansion` has said."""
         ...
 
@@ -98,7 +98,7 @@ class Policy(Protocol):
 
 
 @attrs.frozen
-class Chain:
+class ChainPolicy:
     """A fixed lookahead over a single chain.
 
     Attributes:
@@ -129,11 +129,11 @@ class Chain:
         # with every guess right, the next proposal is there when the verdict is.
         return 2 * self.most + 1
 
-    def leash(self, view: View, node: Node) -> Leash:
-        """See `Policy.leash`."""
+    def draft_budget(self, view: View, node: Node) -> DraftBudget:
+        """See `Policy.draft_budget`."""
         # On the drafter's turn, up to a proposal.
         deepest = min(self.most, view.limit) if view.due is None else self._deepest
-        return Leash(min(deepest, view.depth) - view.tree.depth(node) - 1)
+        return DraftBudget(min(deepest, view.depth) - view.tree.depth(node) - 1)
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""
@@ -170,7 +170,7 @@ CATCH_UP, MOST_PATIENCE = 6, 96
 
 
 @attrs.define
-class Auto:
+class AutoPolicy:
     """The rules over measured prices.
 
     *Send or wait*: a token goes into the proposal if `reach > R (ΔT_v + wait)`: what it may bring, against what else
@@ -227,7 +227,7 @@ class Auto:
             if reach <= price:
                 break
             gain += reach - price
-            before, reached = reached, reached + self.prices.draft(1, beside=reached < view.slack)
+            before, reached = reached, reached + self.prices.draft(1, beside=reached < view.queue_slack_s)
             price = worth * (per_token + self._late(view, before, reached))
         return gain
 
@@ -236,7 +236,7 @@ class Auto:
 
         While it has passes of other sessions, only by how much the two slow each other down.
         """
-        hidden = max(0.0, min(end, view.slack) - begin)
+        hidden = max(0.0, min(end, view.queue_slack_s) - begin)
         return end - begin - hidden + self.prices.verify.delay * hidden
 
     def _wait(self, view: View, end: Node) -> float:
@@ -245,7 +245,7 @@ class Auto:
         if view.in_flight is end:
             return left
         # A drafter that has fallen behind catches up once; that is not the price of this token.
-        return left + self.prices.draft(1, beside=left < view.slack)
+        return left + self.prices.draft(1, beside=left < view.queue_slack_s)
 
     def expansion(self, view: View) -> Node | None:
         """See `Policy.expansion`."""
@@ -268,12 +268,12 @@ class Auto:
         assert view.due is not None
         return self._worth(view, view.width(node), view.due)(node.reach, view.now)
 
-    def _worth(self, view: View, width: int, due: float) -> Worth:
+    def _worth(self, view: View, width: int, due: float) -> StepWorth:
         prices = self.prices
         step = prices.draft(1, beside=False)
         # What can be drafted once the verdict is there, while the target has others' passes, saves it no time.
-        saved = 0.0 if self._num_wanted * step <= view.slack and view.slack > 0.0 else step
-        return Worth(prices.draft(width, beside=True), saved, prices.verify.delay, due)
+        saved = 0.0 if self._num_wanted * step <= view.queue_slack_s and view.queue_slack_s > 0.0 else step
+        return StepWorth(prices.draft(width, beside=True), saved, prices.verify.delay, due)
 
     @property
     def _num_wanted(self) -> int:
@@ -283,24 +283,24 @@ class Auto:
             return MAX_LOOKAHEAD
         return max(0, min(MAX_LOOKAHEAD, int(math.log(min(price, 1.0)) / math.log(max(mean, 1e-9)))))
 
-    def leash(self, view: View, node: Node) -> Leash:
-        """See `Policy.leash`."""
+    def draft_budget(self, view: View, node: Node) -> DraftBudget:
+        """See `Policy.draft_budget`."""
         if not self.prices.is_known or node.children:
             # What comes after it is maybe not the drafter's choice, but what was looked up.
-            return NO_LEASH
+            return NO_DRAFT_BUDGET
         believe, mean = self.calibration.snapshot(), self.calibration.mean
         further = -1 - view.tree.depth(node)
         if view.due is None:
             # Up to a proposal: as long as `_gain_by_drafting` will say to wait for another token.
-            step = self.prices.draft(1, beside=view.slack > 0.0)
+            step = self.prices.draft(1, beside=view.queue_slack_s > 0.0)
             price = self.prices.rate * (self.prices.verify.per_token + self._late(view, 0.0, step))
             most = min(view.limit, view.depth) + further
-            if view.slack > 0.0:
+            if view.queue_slack_s > 0.0:
                 # What a step costs then changes where others' passes end.
-                most = min(most, int(view.slack / max(step, 1e-9)))
-            return Leash(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
+                most = min(most, int(view.queue_slack_s / max(step, 1e-9)))
+            return DraftBudget(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
         worth = self._worth(view, 1, view.due)
-        return Leash(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
+        return DraftBudget(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
 
     def _rival(self, view: View, node: Node) -> float:
         """The greatest reach of all else that could be drafted after, in steps of width 1."""
@@ -373,5 +373,5 @@ def policy_for(setting: int | Literal["auto"], prices: Prices, rule: object) -> 
     if setting == "auto":
         calibration = prices.calibration(rule)
         calibration.begin_text()
-        return Auto(prices, calibration)
-    return Chain(setting)
+        return AutoPolicy(prices, calibration)
+    return ChainPolicy(setting)

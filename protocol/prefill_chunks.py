@@ -23,7 +23,7 @@ FIXED_SIZE = 2048
 
 
 @attrs.define
-class ChunkSize:
+class PrefillChunkSize:
     """The size of the next pass, by what passes have cost so far: as large as is cheap, and MAX_PASS_S at most.
 
     It begins with the smallest size, and doubles it as long as twice as many tokens promise to fit into the time.

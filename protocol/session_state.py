@@ -33,7 +33,7 @@ from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposa
 FinishReason = Literal["stop", "length"]
 
 
-class State(enum.Enum):
+class SessionPhase(enum.Enum):
     """Whose turn it is; see the module's table."""
 
     PROPOSING = "proposing"
@@ -43,23 +43,23 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-TRANSITIONS: dict[tuple[State, type], State] = {
-    (State.PROPOSING, Proposal): State.VERIFYING,
-    (State.VERIFYING, Verdict): State.PROPOSING,
-    (State.PROPOSING, Rest): State.RESTING,
-    (State.RESTING, Rest): State.RESTING,
-    (State.RESTING, Verdict): State.RESTING,  # and on to PROPOSING in the round that ends the rest
-    (State.PROPOSING, Overdue): State.RESTING,
-    (State.VERIFYING, Overdue): State.RESTING,
-    (State.RESTING, Overdue): State.RESTING,
-    (State.PROPOSING, Withdraw): State.UNDRAFTED,
-    (State.RESTING, Withdraw): State.UNDRAFTED,
-    (State.VERIFYING, Withdraw): State.UNDRAFTED,
-    (State.UNDRAFTED, Verdict): State.UNDRAFTED,
-    (State.PROPOSING, Close): State.CLOSED,
-    (State.VERIFYING, Close): State.CLOSED,
-    (State.RESTING, Close): State.CLOSED,
-    (State.UNDRAFTED, Close): State.CLOSED,
+TRANSITIONS: dict[tuple[SessionPhase, type], SessionPhase] = {
+    (SessionPhase.PROPOSING, Proposal): SessionPhase.VERIFYING,
+    (SessionPhase.VERIFYING, Verdict): SessionPhase.PROPOSING,
+    (SessionPhase.PROPOSING, Rest): SessionPhase.RESTING,
+    (SessionPhase.RESTING, Rest): SessionPhase.RESTING,
+    (SessionPhase.RESTING, Verdict): SessionPhase.RESTING,  # and on to PROPOSING in the round that ends the rest
+    (SessionPhase.PROPOSING, Overdue): SessionPhase.RESTING,
+    (SessionPhase.VERIFYING, Overdue): SessionPhase.RESTING,
+    (SessionPhase.RESTING, Overdue): SessionPhase.RESTING,
+    (SessionPhase.PROPOSING, Withdraw): SessionPhase.UNDRAFTED,
+    (SessionPhase.RESTING, Withdraw): SessionPhase.UNDRAFTED,
+    (SessionPhase.VERIFYING, Withdraw): SessionPhase.UNDRAFTED,
+    (SessionPhase.UNDRAFTED, Verdict): SessionPhase.UNDRAFTED,
+    (SessionPhase.PROPOSING, Close): SessionPhase.CLOSED,
+    (SessionPhase.VERIFYING, Close): SessionPhase.CLOSED,
+    (SessionPhase.RESTING, Close): SessionPhase.CLOSED,
+    (SessionPhase.UNDRAFTED, Close): SessionPhase.CLOSED,
 }
 
 
@@ -98,7 +98,7 @@ class Commit:
     stop_reason: str | int | None = None
 
 
-class Books:
+class SessionState:
     """One actor's copy of a session's state.
 
     Attributes:
@@ -114,7 +114,7 @@ class Books:
 
     def __init__(self, opened: Open) -> None:
         self.opened = opened
-        self.state = State.PROPOSING if opened.drafted else State.UNDRAFTED
+        self.phase = SessionPhase.PROPOSING if opened.drafted else SessionPhase.UNDRAFTED
         self.round = 0
         self.committed: list[int] = list(opened.prompt)
         self.outstanding: Proposal | None = None
@@ -152,12 +152,12 @@ class Books:
             raise ProtocolError(f"session {self.opened.session} was handed {message!r}")
         over = (
             message.round < self.round
-            or self.state is State.CLOSED
+            or self.phase is SessionPhase.CLOSED
             # A second copy of the proposal on the table, or one from before the drafter withdrew.
-            or (isinstance(message, Proposal) and self.state is not State.PROPOSING)
+            or (isinstance(message, Proposal) and self.phase is not SessionPhase.PROPOSING)
         )
         # Of a session that is closed, all rounds are over: in a rest, the other side may be some of them ahead.
-        if over and (message.round <= self.round or self.state is State.CLOSED):
+        if over and (message.round <= self.round or self.phase is SessionPhase.CLOSED):
             self.num_stale += 1
             return True
         if message.round != self.round or message.start != self.next_position:
@@ -177,7 +177,10 @@ class Books:
 
     def rest(self, message: Rest | Overdue) -> bool:
         """Leave the rounds until another to the target alone. False if they are over and nothing changed."""
-        if message.until <= max(self.round, self.rests_until) or self.state in (State.UNDRAFTED, State.CLOSED):
+        if message.until <= max(self.round, self.rests_until) or self.phase in (
+            SessionPhase.UNDRAFTED,
+            SessionPhase.CLOSED,
+        ):
             return False
         self._move(message)
         self.rests_until = message.until
@@ -186,12 +189,12 @@ class Books:
 
     def withdraw(self, message: Withdraw) -> None:
         """The drafter leaves; what it has on the table stays there."""
-        if self.state not in (State.UNDRAFTED, State.CLOSED):
+        if self.phase not in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
             self._move(message)
 
     def close(self, message: Close) -> None:
         """The session is over. Closing twice is closing once."""
-        if self.state is not State.CLOSED:
+        if self.phase is not SessionPhase.CLOSED:
             self._move(message)
 
     def preview(self, verdict: Verdict) -> Commit:
@@ -216,8 +219,8 @@ class Books:
         self.committed += commit.tokens
         self.outstanding = None
         self.round += 1
-        if self.state is State.RESTING and self.round >= self.rests_until:
-            self.state = State.PROPOSING
+        if self.phase is SessionPhase.RESTING and self.round >= self.rests_until:
+            self.phase = SessionPhase.PROPOSING
         if commit.finish_reason is not None:
             self.finish_reason = commit.finish_reason
             self.close(Close(self.opened.session))
@@ -253,14 +256,14 @@ class Books:
             bonus=whole and judged > 0 and judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,
-            resting=self.state is State.RESTING,
+            resting=self.phase is SessionPhase.RESTING,
             finish_reason=finish_reason,
             likelihoods=verdict.likelihoods[:most],
             stop_reason=stop_reason,
         )
 
     def _move(self, message: Message) -> None:
-        following = TRANSITIONS.get((self.state, type(message)))
+        following = TRANSITIONS.get((self.phase, type(message)))
         if following is None:
-            raise ProtocolError(f"session {self.opened.session} is {self.state.value}; {message!r} has no place there")
-        self.state = following
+            raise ProtocolError(f"session {self.opened.session} is {self.phase.value}; {message!r} has no place there")
+        self.phase = following

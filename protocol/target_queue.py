@@ -10,7 +10,7 @@ import attrs
 
 
 @attrs.define
-class Turns:
+class TargetQueue:
     """Passes that were handed to the target and are not done; it does them in that order, at most one a session."""
 
     _handed: dict[int, float] = attrs.field(factory=dict, init=False)  # by session, seconds that it is expected to take

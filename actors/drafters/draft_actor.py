@@ -9,22 +9,22 @@ from functools import partial
 import attrs
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor, Part
+from actors.actor import PREFIX_CACHE_BYTES, ActorSession, ModelActor
 from actors.drafters.draft_steps import Drafted, DraftSteps, FellBack, Outcome, Refused, catch_up
 from actors.drafters.drafter import Drafter
-from actors.model import Line, Model
+from actors.model import CachedSequence, Model
 from actors.prefill import prefill, read_on
 from actors.session import Session
 from actors.workers.worker import Job, Step, Steps, Worker
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import Auto, Chain, Policy, View, policy_for
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View, policy_for
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
-from protocol.session_state import Commit, State
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
-from protocol.target_queue import Turns
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 # Tokens of a prompt that are indexed in a row: a few milliseconds at most, in which nothing else happens.
@@ -65,7 +65,7 @@ class Drafting:
     beside: bool = False
 
 
-class DraftPart(Part):
+class DraftSession(ActorSession):
     """The drafter's part in one session: its books, its tree, and what it decides from them."""
 
     def __init__(
@@ -73,7 +73,7 @@ class DraftPart(Part):
         session: Session,
         context_length: int | None,
         policy: Policy,
-        hear: Callable[[DraftPart, Verdict | Due | Overdue], None],
+        hear: Callable[[DraftSession, Verdict | Due | Overdue], None],
     ) -> None:
         super().__init__(session)
         self._hear = hear
@@ -106,15 +106,15 @@ class DraftPart(Part):
 
         Cancellation: strikes every few hundred tokens.
         """
-        committed = self.books.committed  # which the target may lengthen meanwhile
-        while isinstance(self.policy, Auto) and len(self.text) < len(committed):
+        committed = self.state.committed  # which the target may lengthen meanwhile
+        while isinstance(self.policy, AutoPolicy) and len(self.text) < len(committed):
             self.text.append(committed[len(self.text) : len(self.text) + INDEXED_IN_A_ROW])
             await trio.lowlevel.checkpoint()
 
     @property
     def is_past_context(self) -> bool:
         """Whether the text has outgrown the drafter: the token at position n is drafted by feeding n tokens."""
-        return self.context_length is not None and self.books.next_position > self.context_length
+        return self.context_length is not None and self.state.next_position > self.context_length
 
     @property
     def useful_depth(self) -> int:
@@ -122,21 +122,21 @@ class DraftPart(Part):
         if not self.can_look_ahead:
             return 1
         most = MAX_LOOKAHEAD * 2 + 1
-        if self.books.remaining is not None:
-            most = min(most, self.books.remaining)
+        if self.state.remaining is not None:
+            most = min(most, self.state.remaining)
         if self.context_length is not None:
-            most = min(most, self.context_length - self.books.next_position + 1)
+            most = min(most, self.context_length - self.state.next_position + 1)
         return max(0, most)
 
     @property
     def num_behind(self) -> int:
         """Committed tokens that the drafter has not read."""
-        return len(self.books.committed) - len(self.held)
+        return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now: float, slack: float = 0.0) -> View:
+    def view(self, now: float, queue_slack_s: float = 0.0) -> View:
         """What the policy may look at; see `View` for the slack."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
-        limit = MAX_LOOKAHEAD if self.books.remaining is None else min(MAX_LOOKAHEAD, self.books.remaining - 1)
+        limit = MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
         return View(
             tree=self.tree,
             limit=limit,
@@ -144,43 +144,43 @@ class DraftPart(Part):
             can_expand=self._may_go_on,
             width=self._width,
             now=now,
-            due=self.due if self.books.state is State.VERIFYING else None,
+            due=self.due if self.state.phase is SessionPhase.VERIFYING else None,
             in_flight=self.drafting.node if self.drafting else None,
             in_flight_until=self.drafting.until if self.drafting else 0.0,
-            slack=slack,
+            queue_slack_s=queue_slack_s,
         )
 
-    def next_expansion(self, now: float, slack: float = 0.0) -> Node | None:
+    def next_expansion(self, now: float, queue_slack_s: float = 0.0) -> Node | None:
         """What to draft after next, or None to do nothing until something changes."""
-        if self.books.state not in (State.PROPOSING, State.VERIFYING) or not self.is_ready:
+        if self.state.phase not in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) or not self.is_ready:
             return None
-        return self.policy.expansion(self.view(now, slack))
+        return self.policy.expansion(self.view(now, queue_slack_s))
 
-    def next_proposal(self, now: float, slack: float = 0.0) -> Proposal | None:
+    def next_proposal(self, now: float, queue_slack_s: float = 0.0) -> Proposal | None:
         """What to send now, or None to draft on, or because it is not the drafter's turn."""
-        books = self.books
-        if books.state is not State.PROPOSING or not self.is_ready:
+        state = self.state
+        if state.phase is not SessionPhase.PROPOSING or not self.is_ready:
             return None
-        nodes = self.policy.proposal(self.view(now, slack))
+        nodes = self.policy.proposal(self.view(now, queue_slack_s))
         if nodes is None:
             return None
         return self.proposal(nodes)
 
     def proposal_by_now(self, now: float) -> Proposal:
         """What has been drafted by now, as much as can be of use; maybe nothing."""
-        most = self.policy.most if isinstance(self.policy, Chain) else MAX_LOOKAHEAD
+        most = self.policy.most if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
         return self.proposal(self.tree.chain()[: min(most, self.view(now).limit)])
 
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of these."""
-        books = self.books
+        state = self.state
         guesses = [node.guess for node in nodes if node.guess is not None]
-        probs = () if books.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
-        return Proposal(self.id, books.round, books.next_position, tuple(guess.token for guess in guesses), probs)
+        probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
+        return Proposal(self.id, state.round, state.next_position, tuple(guess.token for guess in guesses), probs)
 
     def learn(self, commit: Commit, num_judged: int) -> None:
         """See which guesses were right."""
-        if not isinstance(self.policy, Auto):
+        if not isinstance(self.policy, AutoPolicy):
             return
         by_match = self.session.opened.settings.rule == "match"
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
@@ -193,7 +193,7 @@ class DraftPart(Part):
         """Move on to what was committed. True for a hit: its last token had been drafted, too."""
         was_hit = self.tree.advance(commit.tokens)
         # Before the prompt is indexed, `index_text` comes by here as well.
-        if isinstance(self.policy, Auto) and len(self.text) == commit.start:
+        if isinstance(self.policy, AutoPolicy) and len(self.text) == commit.start:
             self.text.append(commit.tokens)
             if not was_hit and (found := self.text.lookup(most=LOOKED_UP_AT_ONCE)) is not None:
                 self.tree.look_up(
@@ -210,10 +210,10 @@ class DraftPart(Part):
 
     def _width(self, node: Node) -> int:
         """How many tokens must be fed to draft after a node."""
-        return len(self.held.plan(self.books.committed, self.tree.path(node)).feed)
+        return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)
 
 
-class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
+class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     """Drafts a token a step, for all sessions in turn.
 
     Attributes:
@@ -234,7 +234,7 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-        turns: Turns | None = None,
+        target_queue: TargetQueue | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -248,7 +248,7 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
-        self._turns = turns or Turns()
+        self._turns = target_queue or TargetQueue()
         self.chains: bool | None = None
 
     @property
@@ -259,45 +259,52 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
     def _hangs(self) -> bool:
         return self.worker.is_hanging or any(part.is_late for part in list(self._parts.values()))
 
-    def _join(self, session: Session) -> DraftPart:
+    def _join(self, session: Session) -> DraftSession:
         policy = self._make_policy(session.opened.settings, self.prices)
-        return DraftPart(session, self.model.context_length, policy, self._hear)
+        return DraftSession(session, self.model.context_length, policy, self._hear)
 
-    async def _take_part(self, part: DraftPart) -> None:
+    async def _take_part(self, part: DraftSession) -> None:
         opened = part.session.opened
         if part.is_past_context:
             self._withdraw(part)
             return
         try:
-            async with self._line(part, beside_another=True) as line:
-                await prefill(self.worker, line, part.held, opened, self.chunk_size)
+            async with self._line(part, beside_another=True) as sequence:
+                await prefill(self.worker, sequence, part.cached_tokens, opened, self.chunk_size)
                 await part.index_text()
-                await self._draft_on(part, line)
+                await self._draft_on(part, sequence)
         except Exception as error:  # whatever it is: it costs speed, never text
             self._fail(part, error)
 
-    async def _draft_on(self, part: DraftPart, line: Line) -> None:
+    async def _draft_on(self, part: DraftSession, sequence: CachedSequence) -> None:
         """Draft, and send proposals, until the session is over."""
-        while part.books.state is not State.CLOSED:
+        while part.state.phase is not SessionPhase.CLOSED:
             if part.is_past_context:
                 self._withdraw(part)
                 return
             if not part.is_ready:
-                await self._become_ready(part, line)
+                await self._become_ready(part, sequence)
                 continue
-            if part.books.state is State.RESTING and part.policy.should_catch_up(part.num_behind):
-                await self._catch_up(part, line)
+            if part.state.phase is SessionPhase.RESTING and part.policy.should_catch_up(part.num_behind):
+                await self._catch_up(part, sequence)
                 continue
             node = self._next_expansion(part)
             if node is None:
                 await part.change()
             else:
-                await self._draft(part, line, node)
+                await self._draft(part, sequence, node)
 
-    async def _become_ready(self, part: DraftPart, line: Line) -> None:
+    async def _become_ready(self, part: DraftSession, sequence: CachedSequence) -> None:
         """Read a pass of what the target has committed alone; or, if that is little, have it wait for proposals."""
         if part.num_behind > FEW_BEHIND:
-            await read_on(self.worker, line, part.held, part.session.opened, part.books.committed, self.chunk_size)
+            await read_on(
+                self.worker,
+                sequence,
+                part.cached_tokens,
+                part.session.opened,
+                part.state.committed,
+                self.chunk_size,
+            )
             return
         part.is_ready = True
         if part.is_late:
@@ -306,34 +313,34 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         self._target.send_nowait(Ready(part.id))
         self._take_turn(part)
 
-    def _next_expansion(self, part: DraftPart) -> Node | None:
+    def _next_expansion(self, part: DraftSession) -> Node | None:
         now = self.worker.clock()
         return part.next_expansion(now, self._slack(part, now))
 
-    def _slack(self, part: DraftPart, now: float) -> float:
-        """See `View.slack`."""
-        if part.books.state is not State.VERIFYING:
+    def _slack(self, part: DraftSession, now: float) -> float:
+        """See `View.queue_slack_s`."""
+        if part.state.phase is not SessionPhase.VERIFYING:
             return self._turns.left(now)
         if self._is_waited_for_by_others(part):
             # What they need is sure to be of use, and the target will have it.
             return math.inf
         return self._turns.of_others(part.id)
 
-    def _is_waited_for_by_others(self, part: DraftPart) -> bool:
+    def _is_waited_for_by_others(self, part: DraftSession) -> bool:
         return any(
-            other.books.state is State.PROPOSING and other.is_ready
+            other.state.phase is SessionPhase.PROPOSING and other.is_ready
             for other in self._parts.values()
             if other is not part
         )
 
-    async def _draft(self, part: DraftPart, line: Line, node: Node) -> None:
+    async def _draft(self, part: DraftSession, sequence: CachedSequence, node: Node) -> None:
         """Draft after a node, and on down the drafter's own choices, as long as nothing else is wanted."""
-        plan = part.held.plan(part.books.committed, part.tree.path(node))
-        if plan.keep < len(part.held):
-            self._note(part, "rewind", num_tokens=len(part.held) - plan.keep)
+        plan = part.cached_tokens.plan(part.state.committed, part.tree.path(node))
+        if plan.keep < len(part.cached_tokens):
+            self._note(part, "rewind", num_tokens=len(part.cached_tokens) - plan.keep)
         on_thread = DraftSteps(
-            line,
-            len(part.books.committed),
+            sequence,
+            len(part.state.committed),
             part.session,
             self._target_vocab_size,
             part.policy.num_guesses,
@@ -341,15 +348,15 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
             self.chains,
         )
         now = self.worker.clock()
-        leash = part.policy.leash(part.view(now, self._slack(part, now)), node)
-        tail = part.session.shaping.tail(part.books.committed, part.tree.path(node))
+        draft_budget = part.policy.draft_budget(part.view(now, self._slack(part, now)), node)
+        tail = part.session.logits_pipeline.tail(part.state.committed, part.tree.path(node))
         steps = Steps(
             "draft",
-            partial(on_thread.begin, plan, node.trail, tail, leash),
+            partial(on_thread.begin, plan, node.trail, tail, draft_budget),
             partial(self._heed, part),
             part.id,
             len(plan.feed),
-            part.books.round,
+            part.state.round,
         )
         part.drafting = Drafting(steps)
         self._begin_step(part, part.drafting, node, len(plan.feed))
@@ -358,15 +365,15 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         finally:
             part.drafting = None
 
-    def _begin_step(self, part: DraftPart, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
+    def _begin_step(self, part: DraftSession, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
         drafting.node = node
-        drafting.beside = part.books.state is State.VERIFYING
+        drafting.beside = part.state.phase is SessionPhase.VERIFYING
         drafting.until = self.worker.clock() + self.prices.draft(
             num_tokens, beside=drafting.beside or self._turns.is_busy
         )
-        drafting.steps.round = part.books.round
+        drafting.steps.round = part.state.round
 
-    def _heed(self, part: DraftPart, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
+    def _heed(self, part: DraftSession, job: Job[Step[Outcome]], outcome: Outcome, goes_on: bool) -> None:
         """See what a draft step has brought; if another follows, it is after its choice."""
         drafting, following = part.drafting, None
         assert drafting is not None
@@ -377,23 +384,23 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
                 beside = drafting.beside or self._turns.was_busy_since(job.began)
                 self.prices.drafted(job.num_tokens, job.began, job.ended, beside=beside)
                 part.can_look_ahead = outcome.can_look_ahead
-                part.held.follow(outcome.fed)
+                part.cached_tokens.follow(outcome.fed)
                 # The text may have gone another way meanwhile, and taken the node with it.
                 if node is not None and node.alive:
                     following = part.tree.expand(node, *self._calibrated(part, outcome))
             case FellBack():
                 # What is wanted may still be the same, with more to feed.
                 part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
-                part.held.rewind(outcome.length)
+                part.cached_tokens.rewind(outcome.length)
             case Refused():
                 part.can_look_ahead = False
-                part.held.rewind(outcome.length)
+                part.cached_tokens.rewind(outcome.length)
         self._propose(part)
         if goes_on:
             self._begin_step(part, drafting, following, 1)
             self._reconsider(part)
 
-    def _reconsider(self, part: DraftPart) -> None:
+    def _reconsider(self, part: DraftSession) -> None:
         """Have the draft steps that are under way end where something else is wanted by now.
 
         What is wanted instead is asked for once they have: the step that is running is not abandoned.
@@ -403,29 +410,29 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         if drafting.node is None or drafting.node is not self._next_expansion(part):
             drafting.steps.interrupt()
 
-    def _calibrated(self, part: DraftPart, drafted: Drafted) -> tuple[Guess, ...]:
-        if not isinstance(part.policy, Auto):
+    def _calibrated(self, part: DraftSession, drafted: Drafted) -> tuple[Guess, ...]:
+        if not isinstance(part.policy, AutoPolicy):
             return drafted.guesses
         calibration = part.policy.calibration
         return tuple(attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw)) for guess in drafted.guesses)
 
-    async def _catch_up(self, part: DraftPart, line: Line) -> None:
+    async def _catch_up(self, part: DraftSession, sequence: CachedSequence) -> None:
         """Read what the target has committed in a rest, and see what would have been guessed right."""
-        assert isinstance(part.policy, Auto)
-        plan = part.held.plan(part.books.committed, num_logits=0)
+        assert isinstance(part.policy, AutoPolicy)
+        plan = part.cached_tokens.plan(part.state.committed, num_logits=0)
         num_rows = min(len(plan.feed), MOST_ROWS)
-        tail = part.session.shaping.tail(part.books.committed, num_rows=num_rows)
-        call = partial(catch_up, line, plan, part.session, self._target_vocab_size, num_rows, tail)
-        job = Job("draft", call, part.id, len(plan.feed), part.books.round)
+        tail = part.session.logits_pipeline.tail(part.state.committed, num_rows=num_rows)
+        call = partial(catch_up, sequence, plan, part.session, self._target_vocab_size, num_rows, tail)
+        job = Job("draft", call, part.id, len(plan.feed), part.state.round)
         outcome = await self.worker.run(job)
         if isinstance(outcome, FellBack):
             part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
-            part.held.rewind(outcome.length)
+            part.cached_tokens.rewind(outcome.length)
             return
         self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
-        part.held.follow(plan)
+        part.cached_tokens.follow(plan)
         # Of the last, what comes is not known yet.
-        came = part.books.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
+        came = part.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
         by_match = part.session.opened.settings.rule == "match"
         for (token, raw), actual in zip(outcome, came, strict=False):
             if by_match:
@@ -433,56 +440,56 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
             else:
                 part.policy.calibration.expect(raw)
 
-    def _take_turn(self, part: DraftPart) -> None:
+    def _take_turn(self, part: DraftSession) -> None:
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target alone."""
-        if part.books.state is State.PROPOSING and part.is_ready and part.policy.should_rest():
+        if part.state.phase is SessionPhase.PROPOSING and part.is_ready and part.policy.should_rest():
             self._rest(part)
         else:
             self._propose(part)
 
-    def _rest(self, part: DraftPart) -> None:
-        was_resting = part.books.state is State.RESTING
-        rest = Rest(part.id, part.books.round + REST)
-        if part.books.rest(rest):
+    def _rest(self, part: DraftSession) -> None:
+        was_resting = part.state.phase is SessionPhase.RESTING
+        rest = Rest(part.id, part.state.round + REST)
+        if part.state.rest(rest):
             self._target.send_nowait(rest)
             if not was_resting:
                 self._note(part, "rest", num_tokens=REST)
 
-    def _propose(self, part: DraftPart) -> None:
+    def _propose(self, part: DraftSession) -> None:
         now = self.worker.clock()
         if (proposal := part.next_proposal(now, self._slack(part, now))) is not None:
             self._send(part, proposal)
 
-    def _send(self, part: DraftPart, proposal: Proposal) -> None:
+    def _send(self, part: DraftSession, proposal: Proposal) -> None:
         now = self.worker.clock()
-        part.books.propose(proposal)
+        part.state.propose(proposal)
         self._target.send_nowait(proposal)
         part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
         self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
-    def _hear(self, part: DraftPart, message: Verdict | Due | Overdue) -> None:
+    def _hear(self, part: DraftSession, message: Verdict | Due | Overdue) -> None:
         match message:
             case Verdict():
                 self._hear_verdict(part, message)
             case Due():
                 self._hear_of_lateness(part, message)
             case Overdue():
-                part.books.rest(message)
+                part.state.rest(message)
                 self._reconsider(part)
 
-    def _hear_of_lateness(self, part: DraftPart, due: Due) -> None:
+    def _hear_of_lateness(self, part: DraftSession, due: Due) -> None:
         """Propose what there is, end what is being drafted as soon as that can be, and catch up."""
         # Also where the two have crossed: the target goes on alone until it hears that the drafter is ready.
         part.is_late = part.is_late or part.is_ready
         part.is_ready = False
-        if part.books.state is State.PROPOSING and part.books.round == due.round:
+        if part.state.phase is SessionPhase.PROPOSING and part.state.round == due.round:
             self._send(part, part.proposal_by_now(self.worker.clock()))
         self._reconsider(part)
 
-    def _hear_verdict(self, part: DraftPart, verdict: Verdict) -> None:
+    def _hear_verdict(self, part: DraftSession, verdict: Verdict) -> None:
         """Move on to what a verdict has committed."""
-        was_resting, proposal = part.books.state is State.RESTING, part.books.outstanding
-        commit = part.books.apply(verdict)
+        was_resting, proposal = part.state.phase is SessionPhase.RESTING, part.state.outstanding
+        commit = part.state.apply(verdict)
         if commit is None:
             part.session.counts.stale_proposals += 1
             return
@@ -494,7 +501,7 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         if not part.is_ready:
             return
         if was_resting:
-            is_ending = part.books.rests_until - part.books.round == SAY_SO_BEFORE
+            is_ending = part.state.rests_until - part.state.round == SAY_SO_BEFORE
             if is_ending and part.policy.should_rest_on(part.num_behind):
                 self._rest(part)
         else:
@@ -502,7 +509,7 @@ class DraftActor(ModelActor[DraftPart], Drafter[DraftPart]):
         self._take_turn(part)
         self._reconsider(part)
 
-    def _count_hit(self, part: DraftPart, verdict: Verdict, was_hit: bool) -> None:
+    def _count_hit(self, part: DraftSession, verdict: Verdict, was_hit: bool) -> None:
         # Others' passes hide a miss as well as a hit does.
         self.prices.hits.observe(float(was_hit or self._turns.is_busy))
         if was_hit:

@@ -10,14 +10,14 @@ from typing import cast
 import attrs
 import mlx.core as mx
 
-from actors.model import Line, Rung
-from actors.sampling.logit_check import Peaks
+from actors.model import CachedSequence, RewindMode
+from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import Tail, pad
 from actors.session import Session
 from actors.workers.worker import Step
 from protocol.acceptance import distribution, draw, likeliest, scores
-from protocol.cached_tokens import Plan
-from protocol.draft_budget import NO_LEASH, Leash
+from protocol.cached_tokens import FeedPlan
+from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
 from protocol.messages import Open
 from protocol.randomness import Purpose, further, key_for
@@ -36,7 +36,7 @@ class Drafted:
 
     guesses: tuple[Guess, ...]
     can_look_ahead: bool
-    fed: Plan
+    fed: FeedPlan
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ class DraftSteps:
         chains: see `DraftActor`.
     """
 
-    line: Line
+    sequence: CachedSequence
     settled: int
     session: Session
     vocab_size: int
@@ -80,7 +80,7 @@ class DraftSteps:
     clock: Callable[[], float]
     chains: bool | None
 
-    def begin(self, plan: Plan, trail: int, tail: Tail, leash: Leash) -> Step[Outcome]:
+    def begin(self, plan: FeedPlan, trail: int, tail: Tail, draft_budget: DraftBudget) -> Step[Outcome]:
         """Draft one token.
 
         Args:
@@ -92,64 +92,70 @@ class DraftSteps:
         Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
             distribution that it was drawn from; or what stood against it.
         """
-        if (length := self.line.rewind(plan.keep)) < plan.keep:
+        if (length := self.sequence.rewind(plan.keep)) < plan.keep:
             return Step(FellBack(length, plan.keep))
         position = plan.keep + len(plan.feed)
-        if position > self.settled and self.line.prepare(len(plan.feed), self.settled) is Rung.SINGLE:
+        if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
             return Step(Refused(plan.keep))
-        rows = self.line.feed(plan.feed, 1)
+        rows = self.sequence.feed(plan.feed, 1)
         assert rows is not None
-        return self._read(plan, self._guess(rows, position, trail, tail), trail, tail, leash)
+        return self._read(plan, self._guess(rows, position, trail, tail), trail, tail, draft_budget)
 
-    def _read(self, fed: Plan, lazy: LazyGuesses, trail: int, tail: Tail, leash: Leash) -> Step[Outcome]:
+    def _read(
+        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, tail: Tail, draft_budget: DraftBudget
+    ) -> Step[Outcome]:
         """Read guesses back, and say what follows; where that pays, it is launched first."""
         position = fed.keep + len(fed.feed)
         can_look_ahead = True
         launched: LazyGuesses | None = None
-        if self._may_chain() and leash.foresees_another(self.clock()):
+        if self._may_chain() and draft_budget.foresees_another(self.clock()):
             can_look_ahead = self._can_look_ahead()
             if can_look_ahead:
                 mx.async_eval(*lazy.arrays())
-                launched = self._guess(self.line.feed_lazy(lazy.choice), position + 1, 0, tail)
+                launched = self._guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, tail)
                 mx.async_eval(*launched.arrays())
         found = lazy.read()
-        lazy.peaks.check(0, position, "draft")
+        lazy.logit_check.check(0, position, "draft")
         token = found[0].token
         if launched is not None:
-            self.line.check(position + 1)
+            self.sequence.check(position + 1)
             # Whatever comes of the step, the cache holds the choice.
-            fed = Plan(fed.keep, (*fed.feed, token))
+            fed = FeedPlan(fed.keep, (*fed.feed, token))
         else:
-            self.line.check(position)
+            self.sequence.check(position)
             can_look_ahead = can_look_ahead and self._can_look_ahead()
         drafted = Drafted(found, can_look_ahead, fed)
         # Nothing comes after the end of the text.
         if not can_look_ahead or token in self.session.opened.stop_tokens:
             return Step(drafted)
-        left, trail, tail = leash.after(found, self.clock()), further(trail, token), tail.then(token)
+        left, trail, tail = draft_budget.after(found, self.clock()), further(trail, token), tail.then(token)
         if launched is not None:
             # The device is at work on it, wanted or not.
-            return Step(drafted, partial(self._read, Plan(position + 1, ()), launched, trail, tail, left or NO_LEASH))
+            return Step(
+                drafted, partial(self._read, FeedPlan(position + 1, ()), launched, trail, tail, left or NO_DRAFT_BUDGET)
+            )
         if left is not None:
-            return Step(drafted, partial(self.begin, Plan(position, (token,)), trail, tail, left))
+            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, tail, left))
         return Step(drafted)
 
     def _guess(self, rows: mx.array, position: int, trail: int, tail: Tail) -> LazyGuesses:
-        logits = self.session.shaping.shape(pad(rows, self.vocab_size), tail, position)
+        logits = self.session.logits_pipeline.shape(pad(rows, self.vocab_size), tail, position)
         # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
-        peaks = Peaks.of(rows, rows)
-        chosen = self.session.shaping.sample(logits)
-        return guesses(logits, peaks, self.session.opened, position, trail, self.vocab_size, self.num_guesses, chosen)
+        logit_check = LogitCheck.of(rows, rows)
+        chosen = self.session.logits_pipeline.sample(logits)
+        return guesses(
+            logits, logit_check, self.session.opened, position, trail, self.vocab_size, self.num_guesses, chosen
+        )
 
     def _can_look_ahead(self) -> bool:
-        return self.line.prepare(1, self.settled) is not Rung.SINGLE
+        return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
 
     def _may_chain(self) -> bool:
         """Whether a step may be launched before the choice that it starts from is known."""
         # Under the rejection rule what is drawn hangs on the text before; so does what some processors make of logits.
         # A user's sampler is called with what is computed.
-        shaping = self.session.shaping
-        if self.session.opened.settings.rule != "match" or shaping.needs_text or shaping.runs_user_code:
+        logits_pipeline = self.session.logits_pipeline
+        if self.session.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
         return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
 
@@ -168,14 +174,14 @@ class LazyGuesses:
     """
 
     choice: mx.array
-    peaks: Peaks
+    logit_check: LogitCheck
     others: tuple[mx.array, mx.array]
     expected: mx.array | None = None
     probs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        arrays = (self.choice, *self.peaks.arrays(), *self.others, self.expected, self.probs)
+        arrays = (self.choice, *self.logit_check.arrays(), *self.others, self.expected, self.probs)
         return [array for array in arrays if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
@@ -190,7 +196,7 @@ class LazyGuesses:
 
 def guesses(
     logits: mx.array,
-    peaks: Peaks,
+    logit_check: LogitCheck,
     opened: Open,
     position: int,
     trail: int,
@@ -213,15 +219,17 @@ def guesses(
     settings, seed = opened.settings, opened.seed
     if chosen is not None:
         share = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
-        return LazyGuesses(chosen, peaks, likeliest(logits, num_guesses), share)
+        return LazyGuesses(chosen, logit_check, likeliest(logits, num_guesses), share)
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
-        return LazyGuesses(found[0][:, 0], peaks, found)
+        return LazyGuesses(found[0][:, 0], logit_check, found)
     # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So what counts is
     # what a draw from this q may expect, not what this draw may.
     probs = distribution(logits[0], settings.drafting_temperature)
     drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-    return LazyGuesses(drawn[None], peaks, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs)
+    return LazyGuesses(
+        drawn[None], logit_check, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs
+    )
 
 
 def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
@@ -241,7 +249,7 @@ def _share(share: float) -> float:
 
 
 def catch_up(
-    line: Line, plan: Plan, session: Session, vocab_size: int, num_rows: int, tail: Tail
+    sequence: CachedSequence, plan: FeedPlan, session: Session, vocab_size: int, num_rows: int, tail: Tail
 ) -> list[tuple[int, float]] | FellBack:
     """Read committed tokens, and guess what comes after each of the last `num_rows`.
 
@@ -249,14 +257,14 @@ def catch_up(
 
     Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
     """
-    if (length := line.rewind(plan.keep)) < plan.keep:
+    if (length := sequence.rewind(plan.keep)) < plan.keep:
         return FellBack(length, plan.keep)
     end = plan.keep + len(plan.feed)
-    rows = line.feed(plan.feed, num_rows)
+    rows = sequence.feed(plan.feed, num_rows)
     assert rows is not None
     start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
-    logits = session.shaping.shape(pad(rows, vocab_size), tail, start)
-    if (chosen := session.shaping.sample(logits)) is not None:
+    logits = session.logits_pipeline.shape(pad(rows, vocab_size), tail, start)
+    if (chosen := session.logits_pipeline.sample(logits)) is not None:
         probs = mx.softmax(logits.astype(mx.float32), axis=-1)
         tokens, shares = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
     elif settings.rule == "match":
@@ -265,10 +273,10 @@ def catch_up(
     else:
         probs = distribution(logits, settings.drafting_temperature)
         tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
-    peaks = Peaks.of(rows, rows)
-    mx.eval(tokens, shares, *peaks.arrays())
-    line.check(end)
-    if (num_sound := peaks.num_sound()) < num_rows:
-        peaks.check(num_sound, start + num_sound, "draft")
+    logit_check = LogitCheck.of(rows, rows)
+    mx.eval(tokens, shares, *logit_check.arrays())
+    sequence.check(end)
+    if (num_sound := logit_check.num_sound()) < num_rows:
+        logit_check.check(num_sound, start + num_sound, "draft")
     found = map(_share, cast(list[float], shares.tolist()))
     return list(zip(cast(list[int], tokens.tolist()), found, strict=True))

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import trio
 
-from actors.actor import Actor, Part
+from actors.actor import Actor, ActorSession
 from protocol.messages import Message, Withdraw
-from protocol.session_state import State
+from protocol.session_state import SessionPhase
 
 logger = logging.getLogger("outrider")
 
-S = TypeVar("S", bound=Part)
+S = TypeVar("S", bound=ActorSession)
 
 
 class Drafter(Actor[S]):
@@ -30,11 +30,11 @@ class Drafter(Actor[S]):
     def _withdraw(self, part: S) -> None:
         """Leave a session to the target, which is faster alone than with empty proposals."""
         self._note(part, "withdraw")
-        part.books.withdraw(Withdraw(part.id))
+        part.state.withdraw(Withdraw(part.id))
         self._target.send_nowait(Withdraw(part.id))
 
     def withdraw_from_all(self) -> None:
         """Leave every session to the target. Never waits."""
         for part in list(self._parts.values()):
-            if part.books.state is not State.CLOSED:
+            if part.state.phase is not SessionPhase.CLOSED:
                 self._withdraw(part)

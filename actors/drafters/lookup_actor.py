@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import trio
 
-from actors.actor import Part
+from actors.actor import ActorSession
 from actors.drafters.draft_actor import INDEXED_IN_A_ROW, MakePolicy, policy_by_settings
 from actors.drafters.drafter import Drafter
 from actors.session import Session
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import LEAST_REACH, UNPRICED, Auto, Chain, Policy, View
+from protocol.lookahead_policy import LEAST_REACH, UNPRICED, AutoPolicy, ChainPolicy, Policy, View
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
-from protocol.session_state import Commit, State
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Event
 
@@ -28,18 +28,18 @@ PATIENCE = 8
 REST = 3
 
 
-class LookupPart(Part):
+class LookupSession(ActorSession):
     """The lookup's part in one session: its books, the index over its text, and what was found there."""
 
     def __init__(
-        self, session: Session, policy: Policy, hear: Callable[[LookupPart, Verdict | Due | Overdue], None]
+        self, session: Session, policy: Policy, hear: Callable[[LookupSession, Verdict | Due | Overdue], None]
     ) -> None:
         super().__init__(session)
         self._hear = hear
         opened = session.opened
         self.policy = policy
         # A match of one token is right too seldom to be proposed unseen, and often enough to be priced.
-        self.index = PromptLookup(shortest=1 if isinstance(policy, Auto) else 2)
+        self.index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.num_idle = 0  # rounds in a row without anything to propose
         self.is_ready = False  # the prompt is indexed
@@ -54,11 +54,11 @@ class LookupPart(Part):
     @property
     def may_rest(self) -> bool:
         """Whether there has been nothing to propose for long enough to leave the target alone."""
-        return isinstance(self.policy, Auto) and self.num_idle > PATIENCE
+        return isinstance(self.policy, AutoPolicy) and self.num_idle > PATIENCE
 
     def follow(self, commit: Commit) -> bool:
         """Move on to what was committed. True for a hit: its last token had been found, too."""
-        if isinstance(self.policy, Auto):
+        if isinstance(self.policy, AutoPolicy):
             # Under either rule, also those that were not judged: what was looked up is no draw, so the token that
             # came is the same one as often as it would have stood.
             for _, guess, was_right in self.tree.outcomes(commit.tokens):
@@ -74,7 +74,7 @@ class LookupPart(Part):
 
         Cancellation: strikes every few hundred tokens.
         """
-        committed = self.books.committed
+        committed = self.state.committed
         while len(self.index) < len(committed):
             self.index.append(committed[len(self.index) : len(self.index) + INDEXED_IN_A_ROW])
             await trio.lowlevel.checkpoint()
@@ -83,15 +83,15 @@ class LookupPart(Part):
 
     def look_up(self) -> None:
         """Grow the tree anew from the committed text, by the chain that is found."""
-        books, policy = self.books, self.policy
-        self.tree = LookaheadTree(books.committed[-1], books.next_position - 1)
+        state, policy = self.state, self.policy
+        self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
         # One more than may be proposed: a guess at the token that the target puts after the proposal.
-        most = 1 + (policy.most if isinstance(policy, Chain) else MAX_LOOKAHEAD)
-        if (found := self.index.lookup(most=most if books.remaining is None else min(most, books.remaining))) is None:
+        most = 1 + (policy.most if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
+        if (found := self.index.lookup(most=most if state.remaining is None else min(most, state.remaining))) is None:
             return
         node, least = self.tree.root, self._least_reach()
         for token, raw in zip(found.tokens, found.confidences, strict=True):
-            confidence = policy.calibration(0, raw) if isinstance(policy, Auto) else raw
+            confidence = policy.calibration(0, raw) if isinstance(policy, AutoPolicy) else raw
             node = self.tree.expand(node, Guess(token, confidence, raw=raw))
             # Nothing comes after the end of the text, and nothing is proposed after what is not.
             if token in self.session.opened.stop_tokens or node.reach < least:
@@ -99,7 +99,7 @@ class LookupPart(Part):
 
     def _least_reach(self) -> float:
         """A reach below which nothing will be proposed."""
-        if not isinstance(self.policy, Auto):
+        if not isinstance(self.policy, AutoPolicy):
             return 0.0
         prices = self.policy.prices
         return max(LEAST_REACH, prices.rate * prices.verify.per_token)
@@ -107,8 +107,8 @@ class LookupPart(Part):
     def worth_proposing(self, now: float) -> list[Node]:
         """What was found, as far as the policy wants it proposed."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
-        limit = MAX_LOOKAHEAD if self.books.remaining is None else min(MAX_LOOKAHEAD, self.books.remaining - 1)
-        if isinstance(self.policy, Auto) and not self.policy.prices.is_known:
+        limit = MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
+        if isinstance(self.policy, AutoPolicy) and not self.policy.prices.is_known:
             limit = min(limit, UNPRICED)
         # All there is to find is there; nothing is gained by waiting.
         view = View(tree=self.tree, limit=limit, depth=limit, can_expand=lambda _: False, width=lambda _: 0, now=now)
@@ -116,12 +116,12 @@ class LookupPart(Part):
 
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of these."""
-        books = self.books
-        probs = () if books.opened.settings.rule == "match" else (None,) * len(nodes)
-        return Proposal(self.id, books.round, books.next_position, tuple(node.token for node in nodes), probs)
+        state = self.state
+        probs = () if state.opened.settings.rule == "match" else (None,) * len(nodes)
+        return Proposal(self.id, state.round, state.next_position, tuple(node.token for node in nodes), probs)
 
 
-class LookupActor(Drafter[LookupPart]):
+class LookupActor(Drafter[LookupSession]):
     """Looks up, for all sessions; has no model and no thread, and answers a verdict as it hears it."""
 
     name = "draft"
@@ -148,10 +148,10 @@ class LookupActor(Drafter[LookupPart]):
         self._target = target
         self._make_policy = make_policy
 
-    def _join(self, session: Session) -> LookupPart:
-        return LookupPart(session, self._make_policy(session.opened.settings, self.prices), self._hear)
+    def _join(self, session: Session) -> LookupSession:
+        return LookupSession(session, self._make_policy(session.opened.settings, self.prices), self._hear)
 
-    async def _take_part(self, part: LookupPart) -> None:
+    async def _take_part(self, part: LookupSession) -> None:
         try:
             await part.index_text()
             self._target.send_nowait(Ready(part.id))
@@ -159,22 +159,22 @@ class LookupActor(Drafter[LookupPart]):
         except Exception as error:  # whatever it is: it costs speed, never text
             self._fail(part, error)
             return
-        while part.books.state is not State.CLOSED:
+        while part.state.phase is not SessionPhase.CLOSED:
             await part.change()
 
-    def _hear(self, part: LookupPart, message: Verdict | Due | Overdue) -> None:
+    def _hear(self, part: LookupSession, message: Verdict | Due | Overdue) -> None:
         match message:
             case Verdict():
                 self._hear_verdict(part, message)
             case Due():  # it answers at once, so that has crossed its answer
                 self._target.send_nowait(Ready(part.id))
             case Overdue():
-                part.books.rest(message)
+                part.state.rest(message)
 
-    def _hear_verdict(self, part: LookupPart, verdict: Verdict) -> None:
+    def _hear_verdict(self, part: LookupSession, verdict: Verdict) -> None:
         """Move on to what a verdict has committed, and answer it."""
-        was_resting = part.books.state is State.RESTING
-        commit = part.books.apply(verdict)
+        was_resting = part.state.phase is SessionPhase.RESTING
+        commit = part.state.apply(verdict)
         if commit is None:
             part.session.counts.stale_proposals += 1
             return
@@ -187,7 +187,7 @@ class LookupActor(Drafter[LookupPart]):
             self._count_hit(part, verdict, was_hit)
         self._answer(part)
 
-    def _count_hit(self, part: LookupPart, verdict: Verdict, was_hit: bool) -> None:
+    def _count_hit(self, part: LookupSession, verdict: Verdict, was_hit: bool) -> None:
         if was_hit:
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))
@@ -195,23 +195,23 @@ class LookupActor(Drafter[LookupPart]):
             part.session.counts.lookahead_misses += 1
             self._note(part, "miss", round=verdict.round)
 
-    def _answer(self, part: LookupPart) -> None:
+    def _answer(self, part: LookupSession) -> None:
         """Propose what is found; or leave the next rounds to the target, if there has been nothing for a while."""
         nodes = part.worth_proposing(self._clock())
         part.num_idle = 0 if nodes else part.num_idle + 1
         if part.may_rest:
             self._rest(part)
-        elif part.books.state is State.PROPOSING:
+        elif part.state.phase is SessionPhase.PROPOSING:
             proposal = part.proposal(nodes)
-            part.books.propose(proposal)
+            part.state.propose(proposal)
             self._target.send_nowait(proposal)
             self._note(part, "proposal", round=proposal.round, num_tokens=len(nodes), tokens=proposal.tokens)
 
-    def _rest(self, part: LookupPart) -> None:
+    def _rest(self, part: LookupSession) -> None:
         """Leave some rounds to the target alone; or some more, as long as nothing turns up."""
-        was_resting = part.books.state is State.RESTING
-        rest = Rest(part.id, part.books.round + REST)
-        if part.books.rest(rest):
+        was_resting = part.state.phase is SessionPhase.RESTING
+        rest = Rest(part.id, part.state.round + REST)
+        if part.state.rest(rest):
             self._target.send_nowait(rest)
             if not was_resting:
                 self._note(part, "rest", num_tokens=REST)

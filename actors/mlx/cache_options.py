@@ -10,7 +10,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from actors.mlx.cache_rewind import can_checkpoint, can_read_at_once, can_trim_after, reads_alike
-from actors.model import Rung
+from actors.model import RewindMode
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
 
@@ -54,17 +54,17 @@ class CacheOptions:
         """Whether a text of so many tokens is read the same way, however it is divided into passes."""
         return not self.one_by_one and all(reads_alike(layer, num_tokens) for layer in cache)
 
-    def rung(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> Rung:
+    def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
         """How a feed of so many tokens, from a length, could be undone; see `can_trim_after`."""
         # Quantising cannot be undone. Only committed tokens may bring it about, and then at the same place as
         # in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
-            return Rung.SINGLE
+            return RewindMode.SINGLE
         if num_tokens > 1 and self._goes_one_by_one(cache, num_tokens):
-            return Rung.SINGLE
+            return RewindMode.SINGLE
         if self.can_trim(cache, num_tokens, back_to):
-            return Rung.TRIM
-        return Rung.CHECKPOINT if self.can_checkpoint(cache) else Rung.SINGLE
+            return RewindMode.TRIM
+        return RewindMode.CHECKPOINT if self.can_checkpoint(cache) else RewindMode.SINGLE
 
     def passes(self, cache: list[Any], length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
         """How to divide a feed, from a length, into passes, so that each gives what plain decoding would give."""

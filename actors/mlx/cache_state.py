@@ -88,23 +88,23 @@ def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
     return kind.make(taken.state, type(like))
 
 
-def take_pin(layer: Any) -> LayerState:
+def take_prefix_checkpoint(layer: Any) -> LayerState:
     """What it takes to bring a layer back to where it is now, once it has gone on.
 
     Where rows stay as they were written, that is their number.
     """
     if type(layer) is CacheList:
-        return LayerState("CacheList", parts=tuple(take_pin(part) for part in layer.caches))
+        return LayerState("CacheList", parts=tuple(take_prefix_checkpoint(part) for part in layer.caches))
     if type(layer) is KVCache:
         return LayerState("KVCache", (None, None, layer.offset))
     return take_state(layer)
 
 
-def put_pin(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
+def put_prefix_checkpoint(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
     """What brings a layer back, as often as it is called.
 
     Args:
-        taken: by `take_pin`.
+        taken: by `take_prefix_checkpoint`.
         length: tokens that the layer held then.
         layer: has gone on from there.
         like, longer: as for `put_state`.
@@ -114,7 +114,7 @@ def put_pin(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) 
     if type(layer) is CacheList:
         _check_parts(taken, like)
         others = zip(layer.caches, like.caches, longer.caches, strict=True)
-        parts = [put_pin(part, length, *three) for part, three in zip(taken.parts, others, strict=True)]
+        parts = [put_prefix_checkpoint(part, length, *three) for part, three in zip(taken.parts, others, strict=True)]
 
         def restore_parts() -> None:
             for restore in parts:
@@ -130,8 +130,8 @@ def put_pin(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) 
             layer.offset = length
 
         return cut
-    held = list(lengths(put_state(taken, like, longer)))
-    _require(all(one == length for one in held), "another length in a pin", like)
+    cached_tokens = list(lengths(put_state(taken, like, longer)))
+    _require(all(one == length for one in cached_tokens), "another length in a pin", like)
     kind = _KINDS[type(layer)]
 
     def restore() -> None:

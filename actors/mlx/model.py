@@ -28,8 +28,8 @@ from actors.mlx.cache_rewind import (
     window,
 )
 from actors.mlx.layer_evaluation import evaluating_layers
-from actors.mlx.sequence import MLXLine
-from actors.model import Rung
+from actors.mlx.sequence import MLXSequence
+from actors.model import RewindMode
 from actors.probe import PROBED, check_logits
 from protocol.errors import ModelError
 
@@ -94,12 +94,12 @@ class MLXModel:
         logits = model(mx.array([PROBED]), cache=cache)
         self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
         mx.eval(logits)
-        if held := {have for layer in cache for have in lengths(layer)} - {len(PROBED)}:
+        if others := {have for layer in cache for have in lengths(layer)} - {len(PROBED)}:
             raise ModelError(
-                f"{named} leaves {max(held)} tokens in its cache after {len(PROBED)}; a language model must hand the "
+                f"{named} leaves {max(others)} tokens in its cache after {len(PROBED)}; a language model must hand the "
                 "`cache` that it is called with on to its layers"
             )
-        self._check_ladder(options.make_cache(model))
+        self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
@@ -133,30 +133,30 @@ class MLXModel:
             named |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return named
 
-    def open_line(self, *, beside_another: bool) -> MLXLine:
-        """See `Model.open_line`."""
+    def open_sequence(self, *, beside_another: bool) -> MLXSequence:
+        """See `Model.open_sequence`."""
         # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid
         # is one of MLX's CPU scheduler.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return MLXLine(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
+        return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
 
     def anatomy(self) -> Anatomy:
         """What the model is made of, and how its caches can be rewound; feeds a few tokens to see."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
-        line = MLXLine(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
-        line.feed((0,) * 8, 0)
-        windows = [size for layer in line.cache if (size := window(layer)) is not None]
+        sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
+        sequence.feed((0,) * 8, 0)
+        windows = [size for layer in sequence.cache if (size := window(layer)) is not None]
         limit = min(windows, default=None)
         return Anatomy(
             family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
             num_bytes=sum(leaf.nbytes for leaf in weights),
             dtypes=tuple(sorted({str(leaf.dtype).removeprefix("mlx.core.") for leaf in weights})),
-            cache_kinds=dict(Counter(kind(layer) for layer in line.cache)),
-            rung=self._options.rung(line.cache, 8, 4),
+            cache_kinds=dict(Counter(kind(layer) for layer in sequence.cache)),
+            rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
             window=limit,
-            rung_beyond_window=None if limit is None else self._options.rung(line.cache, 8, limit),
-            checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in line.cache),
+            rewind_mode_beyond_window=None if limit is None else self._options.rewind_mode(sequence.cache, 8, limit),
+            checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
         )
 
     def _check_quantisation(self, cache: list[Any]) -> None:
@@ -169,7 +169,7 @@ class MLXModel:
                 f"model: {error}; use a kv_group_size that divides the size of its heads"
             ) from error
 
-    def _check_ladder(self, cache: list[Any]) -> None:
+    def _check_rewind_modes(self, cache: list[Any]) -> None:
         """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""
         wanted = self._options.rewind
         if self._options.one_by_one:
@@ -214,9 +214,9 @@ class Anatomy:
     num_bytes: int
     dtypes: tuple[str, ...]
     cache_kinds: dict[str, int]
-    rung: Rung
+    rewind_mode: RewindMode
     window: int | None
-    rung_beyond_window: Rung | None
+    rewind_mode_beyond_window: RewindMode | None
     checkpoint_bytes: int
 
 

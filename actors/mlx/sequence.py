@@ -13,15 +13,22 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_rewind import Restore, can_always_trim, checkpoint_bytes, lengths, snapshot, trim
-from actors.mlx.cache_state import MisfitError, can_take_state, put_pin, put_state, take_pin, take_state
+from actors.mlx.cache_state import (
+    MisfitError,
+    can_take_state,
+    put_prefix_checkpoint,
+    put_state,
+    take_prefix_checkpoint,
+    take_state,
+)
 from actors.mlx.layer_evaluation import evaluate_in_slices
 from actors.mlx.memory import release_buffers
-from actors.mlx.sequence_state import LineState, PinState
-from actors.model import Rung
+from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
+from actors.model import RewindMode
 from protocol.errors import RewindError
 
 
-class MLXLine:
+class MLXSequence:
     """One text in the caches of an mlx-lm model."""
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int, in_slices: bool) -> None:
@@ -70,13 +77,15 @@ class MLXLine:
         self._grow(len(tokens))
         return logits[0]
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """See `Line.prepare`."""
-        rung = self._options.rung(self.cache, self._length, num_tokens, settled)
-        if rung is Rung.CHECKPOINT and (not self._checkpoints or self._checkpoints[-1].length < self._length):
+        rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
+        if rewind_mode is RewindMode.CHECKPOINT and (
+            not self._checkpoints or self._checkpoints[-1].length < self._length
+        ):
             self._checkpoints.append(self._checkpoint())
         self._forget_below(settled)
-        return rung
+        return rewind_mode
 
     def rewind(self, length: int) -> int:
         """See `Line.rewind`."""
@@ -105,7 +114,7 @@ class MLXLine:
         """Tokens that it has processed."""
         return self._length
 
-    def take_state(self, tokens: tuple[int, ...]) -> LineState | None:
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """What it holds, for a file; None where some cache is of a class of which nothing is known.
 
         Args:
@@ -116,23 +125,35 @@ class MLXLine:
         self.check(len(tokens))
         if not tokens or not all(can_take_state(layer) for layer in self.cache):
             return None
-        return LineState(tokens, tuple(take_state(layer) for layer in self.cache), tuple(self._take_pins()))
+        return SequenceState(
+            tokens, tuple(take_state(layer) for layer in self.cache), tuple(self._take_prefix_checkpoints())
+        )
 
-    def _take_pins(self) -> Iterator[PinState]:
+    def _take_prefix_checkpoints(self) -> Iterator[PrefixCheckpointState]:
         now = self._checkpoint()
         for length, checkpoint in sorted({c.length: c for c in (*self._checkpoints, *self._pins)}.items()):
             self._put_back(checkpoint)
-            yield PinState(length, tuple(take_pin(layer) for layer in self.cache))
+            yield PrefixCheckpointState(length, tuple(take_prefix_checkpoint(layer) for layer in self.cache))
         self._put_back(now)
 
-    def put_state(self, state: LineState) -> None:
+    def put_state(self, state: SequenceState) -> None:
         """Have an empty line hold what another one of the same model held.
 
         Raises: MisfitError, RewindError: the state is none of this model's; the line is empty still.
         """
-        if any(len(layers) != len(self.cache) for layers in (state.layers, *(pin.layers for pin in state.pins))):
+        if any(
+            len(layers) != len(self.cache)
+            for layers in (
+                state.layers,
+                *(pin.layers for pin in state.prefix_checkpoints),
+            )
+        ):
             raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
-        bounds = [0, *(pin.length for pin in state.pins), len(state.tokens) + 1]
+        bounds = [
+            0,
+            *(pin.length for pin in state.prefix_checkpoints),
+            len(state.tokens) + 1,
+        ]
         if any(length >= after for length, after in pairwise(bounds)):
             raise MisfitError(f"its pins are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
         is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
@@ -141,9 +162,9 @@ class MLXLine:
         try:
             self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
             self.check(len(state.tokens))
-            for pin in state.pins:
+            for pin in state.prefix_checkpoints:
                 layers = zip(pin.layers, self.cache, like, strict=True)
-                restores = [put_pin(taken, pin.length, layer, *pair) for taken, layer, pair in layers]
+                restores = [put_prefix_checkpoint(taken, pin.length, layer, *pair) for taken, layer, pair in layers]
                 self._pins.append(Checkpoint(pin.length, restores))
         except (MisfitError, RewindError):
             self.cache, self._pins = empty, []
@@ -173,8 +194,8 @@ class MLXLine:
         return sum(int(layer.nbytes) for layer in self.cache) + num_checkpoints * in_checkpoints
 
     @property
-    def needs_pins(self) -> bool:
-        """See `Line.needs_pins`."""
+    def needs_prefix_checkpoints(self) -> bool:
+        """See `Line.needs_prefix_checkpoints`."""
         # A prefill is cut where a pin is set.
         if self.depends_on_passes:
             return False
@@ -186,8 +207,8 @@ class MLXLine:
         # Caches are quantised at the end of a pass, and some read several tokens otherwise than one by one.
         return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
-    def pin(self) -> None:
-        """See `Line.pin`."""
+    def add_prefix_checkpoint(self) -> None:
+        """See `Line.add_prefix_checkpoint`."""
         if not self._pins or self._pins[-1].length < self._length:
             self._pins.append(self._checkpoint())
 

@@ -16,7 +16,7 @@ _MAX_DEPTH = 8
 
 
 @attrs.frozen
-class PinState:
+class PrefixCheckpointState:
     """What a line's layers held when it had processed `length` tokens."""
 
     length: int
@@ -24,7 +24,7 @@ class PinState:
 
 
 @attrs.frozen
-class LineState:
+class SequenceState:
     """What a line holds.
 
     Attributes:
@@ -35,16 +35,16 @@ class LineState:
 
     tokens: tuple[int, ...]
     layers: tuple[LayerState, ...]
-    pins: tuple[PinState, ...] = ()
+    prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The numbers of tokens with which another text could begin, whatever its caches."""
-        return (*(pin.length for pin in self.pins), len(self.tokens))
+        return (*(pin.length for pin in self.prefix_checkpoints), len(self.tokens))
 
 
 @attrs.frozen
-class LineRecord:
+class SequenceRecord:
     """A line's state as a file has it.
 
     Attributes:
@@ -56,7 +56,7 @@ class LineRecord:
     tensors: Mapping[str, Tensor]
 
 
-def record(line: LineState, name: str) -> LineRecord:
+def record(sequence: SequenceState, name: str) -> SequenceRecord:
     """A line's state for a file; on the line's own thread.
 
     Args:
@@ -81,14 +81,17 @@ def record(line: LineState, name: str) -> LineRecord:
         return {"kind": taken.kind, "state": tree(taken.state)}
 
     description = {
-        "tokens": add(mx.array(line.tokens, mx.uint32)),
-        "layers": [layer(taken) for taken in line.layers],
-        "pins": [{"length": pin.length, "layers": [layer(taken) for taken in pin.layers]} for pin in line.pins],
+        "tokens": add(mx.array(sequence.tokens, mx.uint32)),
+        "layers": [layer(taken) for taken in sequence.layers],
+        "pins": [
+            {"length": pin.length, "layers": [layer(taken) for taken in pin.layers]}
+            for pin in sequence.prefix_checkpoints
+        ],
     }
-    return LineRecord(description, tensors)
+    return SequenceRecord(description, tensors)
 
 
-def recall(recorded: LineRecord) -> LineState:
+def recall(recorded: SequenceRecord) -> SequenceState:
     """A line's state from a file; on the thread of the model that it is for.
 
     Raises: MisfitError: this is no description of one.
@@ -113,21 +116,21 @@ def recall(recorded: LineRecord) -> LineState:
                 return LayerState(kind, tree(state, 0))
         raise MisfitError("it describes a layer otherwise than it should")
 
-    def pin(described: Any) -> PinState:
+    def prefix_checkpoint(described: Any) -> PrefixCheckpointState:
         match described:
             case {"length": int(length), "layers": list(layers)}:
-                return PinState(length, tuple(layer(one) for one in layers))
+                return PrefixCheckpointState(length, tuple(layer(one) for one in layers))
         raise MisfitError("it describes a pin otherwise than it should")
 
     match recorded.description:
-        case {"tokens": dict(tokens), "layers": list(layers), "pins": list(pins)}:
+        case {"tokens": dict(tokens), "layers": list(layers), "pins": list(prefix_checkpoints)}:
             ids = array(tokens)
             if ids.ndim != 1 or ids.dtype != mx.uint32:
                 raise MisfitError("its tokens are no list of ids")
-            return LineState(
+            return SequenceState(
                 tuple(cast(list[int], ids.tolist())),
                 tuple(layer(one) for one in layers),
-                tuple(pin(one) for one in pins),
+                tuple(prefix_checkpoint(one) for one in prefix_checkpoints),
             )
     raise MisfitError("it describes a cache otherwise than it should")
 

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
-from actors.actor import ModelActor, Part
-from actors.drafters.draft_actor import DraftPart
+from actors.actor import ActorSession, ModelActor
+from actors.drafters.draft_actor import DraftSession
 from actors.mlx.cache_state import MisfitError
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXLine
-from actors.mlx.sequence_state import LineRecord, LineState, recall, record
+from actors.mlx.sequence import MLXSequence
+from actors.mlx.sequence_state import SequenceRecord, SequenceState, recall, record
 from actors.persistence.fingerprint import Fingerprint, fingerprint
-from actors.prefix_cache import KeptLines, common_length
+from actors.prefix_cache import PrefixCache, common_length
 from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.errors import OutriderError, RewindError, SessionFileError
 from protocol.trace import Actor as ActorName
@@ -31,7 +31,7 @@ _MOST_TRIES = 3
 
 
 @attrs.frozen
-class SavedModel:
+class SavedModelState:
     """What a file has of a model.
 
     Attributes:
@@ -40,14 +40,14 @@ class SavedModel:
     """
 
     fingerprint: Fingerprint
-    line: LineRecord | None
+    sequence: SequenceRecord | None
 
 
 @attrs.frozen
-class FilledLine:
+class FilledSequence:
     """A line that holds what a file had, and that no session knows of yet."""
 
-    line: MLXLine
+    sequence: MLXSequence
     tokens: tuple[int, ...]
     beside_another: bool
 
@@ -62,25 +62,25 @@ class _Look:
         busy_seconds: of the worker, then.
     """
 
-    state: LineState | None
+    state: SequenceState | None
     tokens: tuple[int, ...] | None
     busy_seconds: float
 
 
 def _look(
     actor: ModelActor[Any],
-    part: Part,
+    part: ActorSession,
     hear: Callable[[_Look], None],
     _job: Job[Any],
-    state: LineState | None,
+    state: SequenceState | None,
     _goes_on: bool,
 ) -> None:
     # Of draft steps the session has heard by now, as each was done.
-    tokens = part.held.tokens if isinstance(part, DraftPart) and part.drafting is not None else None
+    tokens = part.cached_tokens.tokens if isinstance(part, DraftSession) and part.drafting is not None else None
     hear(_Look(state, tokens, actor.worker.busy_seconds))
 
 
-async def take(actor: ModelActor[Any], session: int) -> LineState | None:
+async def take(actor: ModelActor[Any], session: int) -> SequenceState | None:
     """What a session that is under way has in an actor's model, between two of its jobs; the session goes on.
 
     Returns: None where it takes no part, or has nothing that another text could begin with.
@@ -90,12 +90,12 @@ async def take(actor: ModelActor[Any], session: int) -> LineState | None:
     Raises: RewindError: a cache does not hold what it should.
     """
     for _ in range(_MOST_TRIES):
-        part = actor.part_of(session)
-        if part is None or part.is_in_disorder or not isinstance(part.line, MLXLine):
+        part = actor.session_of(session)
+        if part is None or part.is_in_disorder or not isinstance(part.sequence, MLXSequence):
             return None
         heard: list[_Look] = []
         look = partial(_look, actor, part, heard.append)
-        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, part.line), look)))
+        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, part.sequence), look)))
         (seen,) = heard
         if seen.state is None:
             return None
@@ -103,7 +103,7 @@ async def take(actor: ModelActor[Any], session: int) -> LineState | None:
         if tokens is None:
             # The session's task may not have heard yet of its own job before this one. No other may have ended since.
             await trio.lowlevel.checkpoint()
-            tokens = part.held.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
+            tokens = part.cached_tokens.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
         if len(tokens) == len(seen.state.tokens):
             return attrs.evolve(seen.state, tokens=tokens)
     return None
@@ -118,7 +118,7 @@ async def let_pass(actor: ModelActor[Any]) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: LineState | None = None) -> SavedModel:
+async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
     """A model and what it has cached of a text, as they are now.
 
     Args:
@@ -141,7 +141,7 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
     return await _run(actor, Job("load", partial(fingerprint, _real(actor).module)))
 
 
-async def fill(actor: ModelActor[Any], recorded: LineRecord, *, beside_another: bool) -> FilledLine:
+async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
     """A line of an actor's model with what a file has. No session knows of it before it is kept.
 
     Cancellation: waits for the job that is running.
@@ -155,10 +155,10 @@ async def fill(actor: ModelActor[Any], recorded: LineRecord, *, beside_another: 
         raise SessionFileError(f"what the file has cached of the {actor.name} is none of this model's: {why}") from why
 
 
-async def keep(actor: ModelActor[Any], filled: FilledLine) -> None:
+async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Keep a line for the session that will ask for its text."""
     kept = await actor.settled()
-    call = partial(kept.put_away, filled.line, filled.tokens, filled.tokens, beside_another=filled.beside_another)
+    call = partial(kept.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another)
     await _run(actor, Job("load", call))
 
 
@@ -171,41 +171,41 @@ def _real(actor: ModelActor[Any]) -> MLXModel:
 # --- on the model's thread ------------------------------------------------------------------------
 
 
-def _save(model: MLXModel, name: ActorName, kept: KeptLines, text: tuple[int, ...]) -> SavedModel:
+def _save(model: MLXModel, name: ActorName, kept: PrefixCache, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
     if (found := kept.nearest(text)) is None:
-        return SavedModel(identity, None)
-    assert isinstance(found.line, MLXLine)
-    state = found.line.take_state(found.tokens)
+        return SavedModelState(identity, None)
+    assert isinstance(found.sequence, MLXSequence)
+    state = found.sequence.take_state(found.tokens)
     if state is not None and found.reach < len(found.tokens):
         state = _cut(model, state, found.reach)
     if state is None:
         logger.warning("the %s has caches of a class that nothing is known of: they are not saved", name)
-        return SavedModel(identity, None)
-    return SavedModel(identity, record(state, name))
+        return SavedModelState(identity, None)
+    return SavedModelState(identity, record(state, name))
 
 
-def _take(line: MLXLine) -> Step[LineState | None]:
+def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
     """What a line holds, if it is of use to another text; of its tokens, only the number."""
-    if line.reach(line.length, line.length) == 0:
+    if sequence.reach(sequence.length, sequence.length) == 0:
         return Step(None)
-    return Step(line.take_state((0,) * line.length))
+    return Step(sequence.take_state((0,) * sequence.length))
 
 
-def _save_taken(model: MLXModel, name: ActorName, taken: LineState, text: tuple[int, ...]) -> SavedModel:
+def _save_taken(model: MLXModel, name: ActorName, taken: SequenceState, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
     # The last token is to be read in any case, since its logits are wanted.
     common = common_length(taken.tokens, text[:-1])
     state = taken if common == len(taken.tokens) else _cut(model, taken, common)
-    return SavedModel(identity, None if state is None else record(state, name))
+    return SavedModelState(identity, None if state is None else record(state, name))
 
 
-def _cut(model: MLXModel, state: LineState, length: int) -> LineState | None:
+def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | None:
     """A state without what comes after some length, or after the nearest below it that can be gone back to, if any.
 
     That is of another text, and no business of whoever gets the file.
     """
-    copy = model.open_line(beside_another=False)
+    copy = model.open_sequence(beside_another=False)
     copy.put_state(state)
     if (reach := copy.reach(length, length)) == 0:
         return None
@@ -213,11 +213,11 @@ def _cut(model: MLXModel, state: LineState, length: int) -> LineState | None:
     return copy.take_state(state.tokens[:reach])
 
 
-def _fill(model: MLXModel, recorded: LineRecord, beside_another: bool) -> FilledLine:
+def _fill(model: MLXModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
     state = recall(recorded)
-    line = model.open_line(beside_another=beside_another)
-    line.put_state(state)
-    return FilledLine(line, state.tokens, beside_another)
+    sequence = model.open_sequence(beside_another=beside_another)
+    sequence.put_state(state)
+    return FilledSequence(sequence, state.tokens, beside_another)
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:

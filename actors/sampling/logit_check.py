@@ -16,7 +16,7 @@ from protocol.errors import NotANumberError, OutriderError, ProcessorError
 
 
 @attrs.frozen
-class Peaks:
+class LogitCheck:
     """The largest logit of each row, lazy.
 
     Attributes:
@@ -28,7 +28,7 @@ class Peaks:
     shaped: mx.array | None = None
 
     @classmethod
-    def of(cls, logits: mx.array, processed: mx.array) -> Peaks:
+    def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
         """Of rows (n, V), and of what processors made of them, which may be the same object."""
         return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
 
@@ -38,8 +38,8 @@ class Peaks:
 
     def num_sound(self) -> int:
         """How many rows, from the first on, can be chosen from."""
-        peaks = zip(*(cast(list[float], array.tolist()) for array in self.arrays()), strict=True)
-        return next((i for i, row in enumerate(peaks) if not all(map(math.isfinite, row))), self.own.size)
+        logit_check = zip(*(cast(list[float], array.tolist()) for array in self.arrays()), strict=True)
+        return next((i for i, row in enumerate(logit_check) if not all(map(math.isfinite, row))), self.own.size)
 
     def check(self, row: int, position: int, role: str) -> None:
         """Make sure that a row can be chosen from.

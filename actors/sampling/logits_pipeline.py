@@ -47,7 +47,7 @@ NOTHING = Tail(0, ())
 _NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
-class Shaping:
+class LogitsPipeline:
     """What one session's settings make of logits."""
 
     def __init__(self, opened: Open) -> None:

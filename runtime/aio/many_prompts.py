@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from protocol.errors import StreamBusyError
 from runtime.aio.thread import settled
 from runtime.bridge.many_prompts import MergedHandle, MergedSource
-from runtime.bridge.stream import Relay
+from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class MergedStream(MergedHandle[T]):
     """`runtime.generation.merged_streams.Merged` for asyncio: cancelling the task ends all generations."""
 
-    def __init__(self, relay: Relay[MergedSource[T], tuple[int, T]], check_loop: Callable[[], None]) -> None:
+    def __init__(self, relay: BridgeStream[MergedSource[T], tuple[int, T]], check_loop: Callable[[], None]) -> None:
         """Nothing was given so far; as `MergedHandle`, and:
 
         Args:
@@ -94,7 +94,7 @@ class Completions(MergedStream[Completion]):
     """
 
     def __init__(
-        self, relay: Relay[MergedSource[Completion], tuple[int, Completion]], check_loop: Callable[[], None]
+        self, relay: BridgeStream[MergedSource[Completion], tuple[int, Completion]], check_loop: Callable[[], None]
     ) -> None:
         """Made by `Runtime.generate_many`.
 

@@ -12,7 +12,7 @@ import outcome
 import trio
 
 from protocol.errors import WrongEventLoopError
-from runtime.bridge.call import Errand
+from runtime.bridge.call import BridgeCall
 from runtime.bridge.trio_thread import Promise, TrioThread
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ async def settled(promise: Promise[T]) -> T:
     return promise.result() if promise.done() else await asyncio.shield(cast("asyncio.Future[T]", promise))
 
 
-async def result_of(errand: Errand[T]) -> T:
+async def result_of(errand: BridgeCall[T]) -> T:
     """What comes of an errand.
 
     Cancellation: reaches what is done, and strikes once that has ended.

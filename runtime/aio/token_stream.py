@@ -11,7 +11,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Statistics
 from runtime.aio.thread import settled
 from runtime.bridge.handles import Commits, StreamHandle
-from runtime.bridge.stream import Relay
+from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
 from runtime.persistence.session_file import SessionFile
 
@@ -29,7 +29,7 @@ class TokenStream(StreamHandle):
 
     def __init__(
         self,
-        relay: Relay[Commits, Commit],
+        relay: BridgeStream[Commits, Commit],
         unopened: Callable[[], Statistics],
         check_loop: Callable[[], None],
         done_in_trio: Callable[[Callable[[], Awaitable[int]]], Awaitable[int]],

@@ -106,7 +106,7 @@ class Run:
 
 
 @attrs.frozen
-class Cast:
+class ModelPair:
     """Two models on their threads.
 
     Attributes:
@@ -128,7 +128,7 @@ class Stage:
     Nothing of one contender is under way any more when the next begins.
     """
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: ModelPair) -> None:
         """A stage on which nobody stands yet."""
         self._models = cast.models
         self._workers = cast.workers

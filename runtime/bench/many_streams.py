@@ -19,7 +19,17 @@ from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench.contenders import PLAIN, Contender, Lookahead
 from runtime.bench.many_stream_contenders import BATCHED, Group, StreamStage, Way
-from runtime.bench.setup import Asked, Circumstances, numbers, once_each, order, ratio, set_up, time_left, total
+from runtime.bench.setup import (
+    BenchmarkRequest,
+    Circumstances,
+    numbers,
+    once_each,
+    order,
+    ratio,
+    set_up,
+    time_left,
+    total,
+)
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 
@@ -27,7 +37,7 @@ MOST_STREAMS = 256
 
 
 @attrs.frozen(kw_only=True)
-class StreamsPlan(Asked):
+class StreamsPlan(BenchmarkRequest):
     """What to measure.
 
     Raises: SettingsError, PromptError: something is out of its range.

@@ -19,7 +19,7 @@ from protocol.errors import ModelError
 from protocol.settings import MAX_LOOKAHEAD, NGRAM
 from runtime.bench.contenders import PLAIN, Contender, Lookahead, Run, Stage
 from runtime.bench.setup import (
-    Asked,
+    BenchmarkRequest,
     Circumstances,
     numbers,
     once_each,
@@ -33,7 +33,7 @@ from runtime.loading.model_sources import Source
 
 
 @attrs.frozen(kw_only=True)
-class Plan(Asked):
+class Plan(BenchmarkRequest):
     """What to measure.
 
     Raises: SettingsError: something is out of its range.

@@ -21,7 +21,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
 from protocol.trace import Actor
-from runtime.bench.contenders import Cast, Switch, blas_threads
+from runtime.bench.contenders import ModelPair, Switch, blas_threads
 from runtime.generation.text import check_vocabularies, encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
@@ -70,7 +70,7 @@ def once_each(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 @attrs.frozen(kw_only=True)
-class Asked:
+class BenchmarkRequest:
     """What any benchmark is asked to measure.
 
     Raises: SettingsError: something is out of its range.
@@ -167,10 +167,10 @@ async def set_up(
     stack: AsyncExitStack,
     target: Source,
     draft: Source,
-    asked: Asked,
+    asked: BenchmarkRequest,
     circumstances: Circumstances,
     on_progress: Callable[[str], None],
-) -> tuple[Cast, list[tuple[int, ...]]]:
+) -> tuple[ModelPair, list[tuple[int, ...]]]:
     """Load two models onto threads of their own.
 
     Args:
@@ -203,10 +203,10 @@ async def set_up(
     models = {role: one.model for role, one in loaded.items()}
     await _note_circumstances(circumstances, sources, models, workers)
     prompts = await _encode(workers["target"], loaded, asked)
-    return Cast(models, workers, events, asked.cache_options), prompts
+    return ModelPair(models, workers, events, asked.cache_options), prompts
 
 
-async def _load(worker: Worker, role: str, source: Source, asked: Asked) -> Loaded:
+async def _load(worker: Worker, role: str, source: Source, asked: BenchmarkRequest) -> Loaded:
     loaded = await load_onto(worker, role, source, asked.cache_options)
     if asked.dtype is not None:
         await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, asked.dtype))))
@@ -218,7 +218,7 @@ def _cast(model: MLXModel, dtype: mx.Dtype) -> None:
     mx.eval(model.module)
 
 
-async def _encode(worker: Worker, loaded: dict[str, Loaded], asked: Asked) -> list[tuple[int, ...]]:
+async def _encode(worker: Worker, loaded: dict[str, Loaded], asked: BenchmarkRequest) -> list[tuple[int, ...]]:
     """The prompts as ids, for both models.
 
     Raises: PromptError, VocabularyMismatchError.

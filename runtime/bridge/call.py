@@ -14,7 +14,7 @@ from runtime.bridge.trio_thread import Promise, TrioThread
 T = TypeVar("T")
 
 
-class Errand(Generic[T]):
+class BridgeCall(Generic[T]):
     """An async function of trio's, called for a caller elsewhere.
 
     Attributes:

@@ -18,20 +18,20 @@ from actors.mlx.memory import peak_memory
 from protocol.errors import ConversationBusyError, RuntimeClosedError
 from protocol.session_state import Commit, FinishReason
 from protocol.statistics import Counts, Statistics
-from runtime.bridge.call import Errand
-from runtime.bridge.stream import Relay, S
+from runtime.bridge.call import BridgeCall
+from runtime.bridge.stream import BridgeStream, S
 from runtime.bridge.trio_thread import TrioThread
 from runtime.engine import runtime as engine
 from runtime.engine.health import Health
 from runtime.generation import conversation, token_stream
-from runtime.generation.reasoning import Answer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt
 from runtime.persistence.session_file import SessionFile
 
 T = TypeVar("T")
 Thread = TypeVar("Thread", bound=TrioThread[Any])
 
-_NOTHING = Answer(None, ())
+_NOTHING = ReasoningTracker(None, ())
 
 
 class Commits:
@@ -65,7 +65,7 @@ class Commits:
 class StreamHandle:
     """Holds on to a generation from outside trio's thread; a subclass waits for its tokens."""
 
-    def __init__(self, relay: Relay[Commits, Commit], unopened: Callable[[], Statistics]) -> None:
+    def __init__(self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics]) -> None:
         """Nothing was given so far.
 
         Args:
@@ -89,7 +89,7 @@ class StreamHandle:
         return None if self._source is None else self._source.reading.stop_reason
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ReasoningTracker:
         """What was given so far, told apart into what the model thinks and what it says."""
         return _NOTHING if self._source is None else self._source.reading.answer
 
@@ -268,17 +268,17 @@ class RuntimeHandle(Generic[Thread]):
         """Streams that wait for others to make room, because `max_streams` are at work; with the same reserve."""
         return self._runtime.num_waiting
 
-    def _relay(self, make_source: Callable[[], S]) -> Relay[S, Any]:
+    def _relay(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:
         try:
-            return Relay(self._thread, make_source)
+            return BridgeStream(self._thread, make_source)
         except trio.RunFinishedError:
             raise RuntimeClosedError(engine.CLOSED) from None
 
-    def _errand(self, do: Callable[[], Awaitable[T]]) -> Errand[T]:
+    def _errand(self, do: Callable[[], Awaitable[T]]) -> BridgeCall[T]:
         """Something that trio does, while the runtime is open."""
         self._runtime._check_open()
         try:
-            return Errand(self._thread, self._runtime._check_open, do)
+            return BridgeCall(self._thread, self._runtime._check_open, do)
         except trio.RunFinishedError:
             raise RuntimeClosedError(engine.CLOSED) from None
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from protocol.errors import RuntimeClosedError
 from runtime.bridge.handles import own
-from runtime.bridge.stream import Relay
+from runtime.bridge.stream import BridgeStream
 from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 
@@ -61,7 +61,7 @@ class MergedSource(Generic[T]):
 class MergedHandle(Generic[T]):
     """Holds on to many generations from outside trio's thread; a subclass waits for what they give."""
 
-    def __init__(self, relay: Relay[MergedSource[T], tuple[int, T]]) -> None:
+    def __init__(self, relay: BridgeStream[MergedSource[T], tuple[int, T]]) -> None:
         """Nothing was given so far.
 
         Args:

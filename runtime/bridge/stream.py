@@ -36,7 +36,7 @@ class Source(Protocol[T_co]):
 S = TypeVar("S", bound=Source[Any])
 
 
-class Relay(Generic[S, T]):
+class BridgeStream(Generic[S, T]):
     """Between a source and its consumer.
 
     Nothing is fetched that was not asked for, so that a slow consumer slows the source as one in trio would. The way

@@ -207,7 +207,7 @@ async def _open_and_serve(server: _Server) -> None:
     from runtime.engine.opening import open as open_runtime
     from runtime.server.access_log import AccessLog
     from runtime.server.app import Service, application
-    from runtime.server.connections.listener import Patience, serve
+    from runtime.server.connections.listener import ConnectionLimits, serve
     from runtime.server.endpoint import Limits
     from runtime.server.grammars.checker import grammar_checker
     from runtime.server.timelines import Timelines
@@ -231,7 +231,7 @@ async def _open_and_serve(server: _Server) -> None:
         hosts=["*"] if server.key is not None else [*_OURSELVES, arguments.host, *arguments.allow_host],
         origins=arguments.allow_origin,
     )
-    patience = Patience(
+    patience = ConnectionLimits(
         max_connections=arguments.max_connections,
         stalled_s=arguments.stalled_seconds,
         grace_s=arguments.grace_seconds,

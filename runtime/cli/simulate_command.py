@@ -281,14 +281,14 @@ def _ways(
 ) -> Iterator[tuple[Decoding, int | Literal["auto"], int | Literal["auto"], MakePolicy]]:
     """Each way of decoding: its name, its lookahead, the setting for it, and its policy."""
     from actors.drafters.draft_actor import policy_by_settings
-    from protocol.lookahead_policy import Auto, Chain
+    from protocol.lookahead_policy import AutoPolicy, ChainPolicy
 
     def sequential(lookahead: int) -> MakePolicy:
-        return lambda settings, prices: Chain(lookahead, overlaps=False)
+        return lambda settings, prices: ChainPolicy(lookahead, overlaps=False)
 
     def single_chain(settings: Settings, prices: Prices) -> Policy:
         tree = policy_by_settings(settings, prices)
-        assert isinstance(tree, Auto)
+        assert isinstance(tree, AutoPolicy)
         return attrs.evolve(tree, num_guesses=1)
 
     yield "plain", 0, 0, policy_by_settings

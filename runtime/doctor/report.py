@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.model import Anatomy, MLXModel
-from actors.model import Line, Rung
+from actors.model import CachedSequence, RewindMode
 from actors.workers.worker import Job, JobError, ThreadWorker
 from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
@@ -168,11 +168,11 @@ def _time_passes(model: MLXModel) -> Passes:
     price = WidthPrice(memory=1e9)
     for repeat in range(REPEATS + 1):
         for width in WIDTHS:
-            rung = line.prepare(width, CONTEXT)
+            rewind_mode = line.prepare(width, CONTEXT)
             began = time.perf_counter()
             mx.eval(line.feed((1,) * width, width))
             took = time.perf_counter() - began
-            if rung is Rung.SINGLE:
+            if rewind_mode is RewindMode.SINGLE:
                 line = _line_with_text(model)
             else:
                 line.rewind(CONTEXT)
@@ -185,8 +185,8 @@ def _time_passes(model: MLXModel) -> Passes:
     return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
 
 
-def _line_with_text(model: MLXModel) -> Line:
-    line = model.open_line(beside_another=False)
+def _line_with_text(model: MLXModel) -> CachedSequence:
+    line = model.open_sequence(beside_another=False)
     line.feed(tuple(range(CONTEXT)), 0)
     return line
 
@@ -220,7 +220,7 @@ def _findings(diagnosis: Diagnosis) -> Findings:
         verify_seconds=target.passes.seconds,
         draft_seconds=None if draft is None else draft.passes.seconds,
         same_vocabulary=diagnosis.same_vocabulary,
-        can_rewind=target.anatomy.rung is not Rung.SINGLE,
+        can_rewind=target.anatomy.rewind_mode is not RewindMode.SINGLE,
         dtypes=target.anatomy.dtypes,
         blas=diagnosis.blas,
         suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
@@ -236,11 +236,11 @@ def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
             f"{anatomy.num_parameters / 1e6:,.1f} M values, {_size(anatomy.num_bytes)}, {', '.join(anatomy.dtypes)}",
         ),
         ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
-        ("rewinds by", _RUNGS[anatomy.rung]),
+        ("rewinds by", _RUNGS[anatomy.rewind_mode]),
     ]
-    if anatomy.window is not None and anatomy.rung_beyond_window is not None:
-        rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rung_beyond_window]))
-    if Rung.CHECKPOINT in (anatomy.rung, anatomy.rung_beyond_window):
+    if anatomy.window is not None and anatomy.rewind_mode_beyond_window is not None:
+        rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rewind_mode_beyond_window]))
+    if RewindMode.CHECKPOINT in (anatomy.rewind_mode, anatomy.rewind_mode_beyond_window):
         rows.append(("a checkpoint keeps", _size(anatomy.checkpoint_bytes)))
     for width, seconds in passes.seconds.items():
         low, high = passes.spread[width]
@@ -258,7 +258,7 @@ def _size(num_bytes: int) -> str:
 
 
 _RUNGS = {
-    Rung.TRIM: "trim: drops rejected tokens, at no cost",
-    Rung.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
-    Rung.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",
+    RewindMode.TRIM: "trim: drops rejected tokens, at no cost",
+    RewindMode.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
+    RewindMode.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",
 }

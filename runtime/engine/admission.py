@@ -7,7 +7,7 @@ from collections.abc import Callable
 from actors.session import Session
 
 
-class Places:
+class StreamAdmission:
     """Lets sessions begin, at once where there is a place, else in the order in which they came.
 
     A session has its place until both actors have put away what they had of it: what is bounded is the work of the

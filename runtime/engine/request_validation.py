@@ -33,7 +33,7 @@ logger = logging.getLogger("outrider")
 _warned_of: set[str] = set()  # logits processors and samplers, once a process
 
 
-class Intake:
+class RequestValidation:
     """Takes in what is asked of a target; asks nothing of the models."""
 
     def __init__(

@@ -32,18 +32,18 @@ from protocol.prices import Prices
 from protocol.session_state import Commit
 from protocol.settings import MISSING, NGRAM, Settings, SettingsLike, check_vocabulary_size, settings_from
 from protocol.statistics import Counts, Statistics
-from protocol.target_queue import Turns
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Span
-from runtime.engine.admission import Places
+from runtime.engine.admission import StreamAdmission
 from runtime.engine.drafter_slot import DrafterPlace, Load, LoadedDrafter
 from runtime.engine.health import Health
 from runtime.engine.nursery import BackgroundNursery
-from runtime.engine.request_validation import Intake
+from runtime.engine.request_validation import RequestValidation
 from runtime.generation.conversation import Account, Conversation, Message
 from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
-from runtime.generation.reasoning import Answer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText, Prompt, StopFinder
-from runtime.generation.token_reader import Arrivals, Progress, Reading
+from runtime.generation.token_reader import Arrivals, Progress, TokenReader
 from runtime.generation.token_stream import Completion, TokenStream, complete
 from runtime.loading.model_sources import Device, Source, check_unknown
 from runtime.persistence import saved_session
@@ -92,12 +92,16 @@ class Runtime:
     ) -> None:
         self._prices = prices
         self._nursery = nursery
-        self._places = Places(max_streams, self._begin_session, lambda: self._closed is None and target.is_serving)
+        self._places = StreamAdmission(
+            max_streams, self._begin_session, lambda: self._closed is None and target.is_serving
+        )
         self._target = target
         self._drafter = drafter
         self._tokenizer = tokenizer
         self._shared_tokenizer = shared_tokenizer
-        self._intake = Intake(target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults)
+        self._intake = RequestValidation(
+            target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
+        )
         self._events = events
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sessions: dict[int, Session] = {}
@@ -470,14 +474,14 @@ class Runtime:
     def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
         """Begin a generation, or go on with one that was saved."""
         self._check_open()
-        answer = Answer(self._tokenizer, opened.prompt[: opened.num_prompt])
+        answer = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
             find_stop.resume(opened.prompt[opened.num_prompt :])
-        reading = Reading(
+        reading = TokenReader(
             session,
             GrowingText(self._tokenizer, opened),
             answer,
@@ -614,14 +618,14 @@ async def running(
             assert runtime is not None
             runtime._break(error)
 
-        turns = Turns()
+        turns = TargetQueue()
         target_actor = TargetActor(
             *target,
             events,
             prices,
             on_failure=on_failure,
             prefix_cache_bytes=prefix_cache_bytes,
-            turns=turns,
+            target_queue=turns,
         )
 
         def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
@@ -637,7 +641,7 @@ async def running(
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
                 prefix_cache_bytes=prefix_cache_bytes,
-                turns=turns,
+                target_queue=turns,
             )
 
         drafter = DrafterPlace(nursery, target_actor, make_drafter, load_draft)

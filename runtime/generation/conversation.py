@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
-from runtime.generation.reasoning import Answer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
 from runtime.generation.token_stream import Completion, TokenStream, complete
 from runtime.persistence.session_file import SessionFile
@@ -55,7 +55,7 @@ class _Turn:
     """A turn that was begun last: what was said to the model, and what it has answered by now."""
 
     said: str
-    answer: Answer
+    answer: ReasoningTracker
     stream: weakref.ref[TokenStream]  # weak, since dropping the stream is a way to end it
 
 

@@ -9,7 +9,7 @@ from typing import cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-class Answer:
+class ReasoningTracker:
     """A growing answer, told apart into what the model thinks and what it says.
 
     Attributes:
@@ -77,7 +77,7 @@ class Answer:
         """All but thinking and tags."""
         return self._given(is_thinking=False)
 
-    def remembered(self) -> Answer:
+    def remembered(self) -> ReasoningTracker:
         """The answer as the next turn is to know it: once it is over, with its tail, whose tokens were given."""
         if not self.is_over or not self.tail:
             return self

@@ -16,7 +16,7 @@ from protocol.prices import Estimates
 from protocol.reprs import brief, excerpt
 from protocol.session_state import Commit, FinishReason
 from protocol.statistics import Statistics
-from runtime.generation.reasoning import Answer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
 
 STREAM_CLOSED = "this stream was closed; begin another with stream()"
@@ -107,7 +107,7 @@ class Progress:
         return attrs.evolve(self, commits=tuple(found))
 
 
-class Reading:
+class TokenReader:
     """The tokens of one generation, as they come of what is committed: put into words, told apart, and counted.
 
     It waits for nothing, so that it serves readers in trio and in asyncio. All of it is used in one thread.
@@ -124,7 +124,7 @@ class Reading:
         self,
         session: Session,
         text: GrowingText,
-        answer: Answer,
+        answer: ReasoningTracker,
         *,
         clock: Callable[[], float],
         on_token: Callable[[Commit, int], None],

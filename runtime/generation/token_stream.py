@@ -12,8 +12,8 @@ from protocol.errors import StreamBusyError
 from protocol.reprs import excerpt
 from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
-from runtime.generation.reasoning import Answer
-from runtime.generation.token_reader import Arrivals, Progress, Reading, Token
+from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
 from runtime.persistence.session_file import SessionFile
 
 Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
@@ -56,7 +56,7 @@ class TokenStream:
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
-    def __init__(self, reading: Reading, arrivals: Arrivals, write: Write) -> None:
+    def __init__(self, reading: TokenReader, arrivals: Arrivals, write: Write) -> None:
         """Made by `Runtime.stream`.
 
         Args:
@@ -86,7 +86,7 @@ class TokenStream:
         return self._reading.began
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ReasoningTracker:
         """What was given so far, told apart into what the model thinks and what it says."""
         return self._reading.answer
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import attrs
 import trio
 
-from actors.mlx.sequence_state import LineRecord
+from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
-from actors.persistence.saved_sequence import SavedModel
+from actors.persistence.saved_sequence import SavedModelState
 from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.messages import Likelihood
@@ -69,8 +69,8 @@ class SavedSession:
     num_processors: int
     cache_options: Mapping[str, int | None]
     vocabulary: str | None
-    target: SavedModel
-    draft: SavedModel | None
+    target: SavedModelState
+    draft: SavedModelState | None
     stream: SavedStream | None = None
 
     def __repr__(self) -> str:
@@ -205,11 +205,11 @@ def _contents(session: SavedSession) -> Contents:
     tokens = memoryview(array("I", session.tokens)).cast("B")
     tensors = {"tokens": Tensor("U32", (len(session.tokens),), tokens)}
 
-    def model(saved: SavedModel | None) -> Any:
+    def model(saved: SavedModelState | None) -> Any:
         if saved is None:
             return None
-        tensors.update(saved.line.tensors if saved.line is not None else {})
-        line = None if saved.line is None else saved.line.description
+        tensors.update(saved.sequence.tensors if saved.sequence is not None else {})
+        line = None if saved.sequence is None else saved.sequence.description
         return {"fingerprint": attrs.asdict(saved.fingerprint), "line": line}
 
     content = {
@@ -368,13 +368,13 @@ def _tokens(tensor: Tensor | None) -> tuple[int, ...]:
     return tuple(tensor.data.cast("I").tolist())
 
 
-def _model(described: Mapping[str, Any], contents: Contents) -> SavedModel:
+def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
     names = {field.name: int if field.name == "num_parameters" else str for field in attrs.fields(Fingerprint)}
     match described:
         case {"fingerprint": dict(values), "line": dict() | None as line} if values.keys() == names.keys():
             if all(type(values[name]) is kind for name, kind in names.items()):
-                recorded = None if line is None else LineRecord(line, contents.tensors)
-                return SavedModel(Fingerprint(**values), recorded)
+                recorded = None if line is None else SequenceRecord(line, contents.tensors)
+                return SavedModelState(Fingerprint(**values), recorded)
     _unexpected("what it says of a model")
 
 

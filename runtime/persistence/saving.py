@@ -14,7 +14,7 @@ from actors.drafters.draft_actor import DraftActor
 from actors.mlx.model import MLXModel
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import vocabulary_digest
-from actors.persistence.saved_sequence import FilledLine, SavedModel
+from actors.persistence.saved_sequence import FilledSequence, SavedModelState
 from actors.target import TargetActor
 from actors.workers.worker import HangError, JobError
 from protocol.errors import SessionFileError
@@ -150,16 +150,16 @@ class Models:
 
         Raises: SessionFileError: the file has cached something that does not fit the models.
         """
-        wanted: list[tuple[TargetActor | DraftActor, SavedModel | None, bool]] = [
+        wanted: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
             (self.target, session.target, drafted and self.target.beside_another)
         ]
         if self.draft is not None:
             wanted.append((self.draft, session.draft, True))
-        filled: list[tuple[TargetActor | DraftActor, FilledLine]] = []
+        filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
         try:
             for actor, saved, beside_another in wanted:
-                if saved is not None and saved.line is not None:
-                    line = await saved_sequence.fill(actor, saved.line, beside_another=beside_another)
+                if saved is not None and saved.sequence is not None:
+                    line = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
                     filled.append((actor, line))
         except SessionFileError as error:
             raise SessionFileError(

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.server.errors import Refusal
+from runtime.server.errors import ErrorResponse
 
 # Answers whose durations are remembered, to say when there will be room.
 _REMEMBERED = 32
 _LONGEST_WAIT_S = 60
 
 
-class House:
+class RequestAdmission:
     """Counts requests that are being answered, and refuses those for which there is no room.
 
     Attributes:
@@ -40,7 +40,7 @@ class House:
         """Raises: Refusal: there is no room for another request at present."""
         if self.num_within >= self._max_streams + self._max_waiting:
             seconds = self.retry_after_s
-            raise Refusal(
+            raise ErrorResponse(
                 429,
                 f"{self._max_streams} requests are being answered and {self._max_waiting} wait, which is as many as "
                 f"may; try again in {seconds} s",
@@ -62,7 +62,7 @@ class House:
         is_refused = False
         try:
             yield
-        except Refusal:
+        except ErrorResponse:
             is_refused = True
             raise
         finally:

@@ -20,14 +20,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from runtime.server.admission import House
-from runtime.server.background import Aside, in_thread
-from runtime.server.endpoint import Desk, Endpoint, Limits
-from runtime.server.errors import Refusal
-from runtime.server.grammars.checker import Check
+from runtime.server.admission import RequestAdmission
+from runtime.server.background import Background, in_thread
+from runtime.server.endpoint import Endpoint, Limits, ServerContext
+from runtime.server.errors import ErrorResponse
+from runtime.server.grammars.checker import GrammarCheck
 from runtime.server.grammars.schemas import Schemas
-from runtime.server.metrics import Meters, service_status
-from runtime.server.middleware import AlwaysHeaders, Key, Names
+from runtime.server.metrics import Metrics, service_status
+from runtime.server.middleware import AlwaysHeaders, ApiKey, HostNames
 from runtime.server.openai.openapi import description
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.timelines import Timelines
@@ -75,7 +75,7 @@ class Service:
 
 
 def application(
-    runtime: Runtime, service: Service, timelines: Timelines, check: Check, *, aside: Aside = in_thread
+    runtime: Runtime, service: Service, timelines: Timelines, check: GrammarCheck, *, aside: Background = in_thread
 ) -> ASGIApp:
     """An ASGI application, for a server on trio.
 
@@ -84,12 +84,12 @@ def application(
         service: what is offered.
         timelines: that the runtime was opened with, as its trace.
         check: tries out grammars, as `grammar_checker` does.
-        aside: see `Aside`.
+        aside: see `Background`.
     """
-    meters = Meters(runtime)
-    house = House(service.max_streams, service.max_waiting, trio.current_time)
+    meters = Metrics(runtime)
+    house = RequestAdmission(service.max_streams, service.max_waiting, trio.current_time)
     schemas = Schemas(runtime.tokenizer, check, aside, service.limits.schema_s)
-    desk = Desk(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
+    desk = ServerContext(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
     docs = resources.files("runtime").joinpath("server", "docs")
@@ -109,13 +109,13 @@ def application(
 
     async def model(request: Request) -> Response:
         if request.path_params["model"] != service.model:
-            raise Refusal(404, f"there is no such model here; it is {service.model!r}", code="model_not_found")
+            raise ErrorResponse(404, f"there is no such model here; it is {service.model!r}", code="model_not_found")
         return JSONResponse(_model(runtime, service, started))
 
     async def timeline(request: Request) -> Response:
         found = await timelines.page(request.path_params["id"], runtime.tokenizer)
         if found is None:
-            raise Refusal(404, "this answer is not remembered, or was not watched")
+            raise ErrorResponse(404, "this answer is not remembered, or was not watched")
         return HTMLResponse(found, headers={"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"})
 
     async def health(request: Request) -> Response:
@@ -154,12 +154,12 @@ def application(
             Route("/v1/chat/completions", Endpoint(desk, ChatRequest), methods=["POST"]),
         ],
         middleware=[
-            Middleware(Names, names=service.hosts),
+            Middleware(HostNames, names=service.hosts),
             # Before the key, which a browser does not send along when it asks whether it may.
             *([_origins(service.origins)] if service.origins else []),
-            Middleware(Key, key=service.api_key),
+            Middleware(ApiKey, key=service.api_key),
         ],
-        exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _failed},
+        exception_handlers={ErrorResponse: _refused, HTTPException: _not_found, Exception: _failed},
     )
     # Not among the others: those are within what answers a failure of the application.
     return AlwaysHeaders(app)
@@ -201,17 +201,17 @@ def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ErrorResponse)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    refusal = Refusal(error.status_code, said.get(error.status_code, error.detail))
+    refusal = ErrorResponse(error.status_code, said.get(error.status_code, error.detail))
     return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    refusal = Refusal(500, "the server has failed; its log says how", type="server_error", code="internal_error")
+    refusal = ErrorResponse(500, "the server has failed; its log says how", type="server_error", code="internal_error")
     return JSONResponse(refusal.body(), status_code=500)

@@ -10,7 +10,7 @@ import trio
 T = TypeVar("T")
 
 
-class Aside(Protocol):
+class Background(Protocol):
     """What does something while trio goes on with the rest."""
 
     async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:

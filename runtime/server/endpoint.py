@@ -12,15 +12,15 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import OutriderError
 from runtime.generation.text import apply_chat_template
 from runtime.server.access_log import TOKENS
-from runtime.server.admission import House
-from runtime.server.background import Aside
+from runtime.server.admission import RequestAdmission
+from runtime.server.background import Background
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
-from runtime.server.errors import Refusal, refusal_of, short
+from runtime.server.errors import ErrorResponse, error_response_of, short
 from runtime.server.grammars.schemas import Schemas
-from runtime.server.metrics import Meters
+from runtime.server.metrics import Metrics
 from runtime.server.openai.event_stream import send_as_it_comes, send_whole
 from runtime.server.openai.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
-from runtime.server.openai.serializers import writer_for
+from runtime.server.openai.serializers import serializer_for
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Limits:
 
 
 @attrs.define
-class Desk:
+class ServerContext:
     """Where requests are answered; what all of them share.
 
     Attributes:
@@ -72,10 +72,10 @@ class Desk:
     runtime: Runtime
     model: str
     limits: Limits
-    house: House
+    house: RequestAdmission
     timelines: Timelines
-    meters: Meters
-    aside: Aside
+    meters: Metrics
+    aside: Background
     schemas: Schemas
     tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
 
@@ -98,7 +98,7 @@ class _Attempt:
 class Endpoint:
     """Answers one kind of request; an ASGI application."""
 
-    def __init__(self, desk: Desk, kind: type[CompletionRequest] | type[ChatRequest]) -> None:
+    def __init__(self, desk: ServerContext, kind: type[CompletionRequest] | type[ChatRequest]) -> None:
         """For `/v1/completions`, or for `/v1/chat/completions`."""
         self._desk = desk
         self._kind = kind
@@ -120,7 +120,7 @@ class Endpoint:
                 await while_there(
                     receive, send, desk.limits.stalled_s, partial(self._answer, request, client_address(scope), attempt)
                 )
-        except Refusal as refusal:
+        except ErrorResponse as refusal:
             attempt.status = refusal.status
             raise
         except ClientGone:
@@ -144,10 +144,10 @@ class Endpoint:
             prompt, settings = await self._prepared(request, client)
             stream = desk.runtime.stream(prompt, **settings)
         except OutriderError as error:
-            raise refusal_of(error, request.prompt_field) from error
+            raise error_response_of(error, request.prompt_field) from error
         attempt.stream = stream
         async with stream:
-            writer = writer_for(
+            writer = serializer_for(
                 request,
                 desk.model,
                 _tokenizer(desk.runtime),
@@ -159,7 +159,7 @@ class Endpoint:
                 return
             attempt.failure = await send_whole(stream, writer, send)
             if attempt.failure is not None:
-                raise refusal_of(attempt.failure) from attempt.failure
+                raise error_response_of(attempt.failure) from attempt.failure
 
     async def _prepared(self, request: Request, client: str) -> tuple[tuple[int, ...], dict[str, Any]]:
         """The prompt and the settings of a request, which is from this client.
@@ -184,7 +184,7 @@ class Endpoint:
         )
         most = desk.limits.max_prompt_tokens
         if most is not None and len(prompt) > most:
-            raise Refusal(
+            raise ErrorResponse(
                 400,
                 f"the prompt has {len(prompt)} tokens, and this server takes {most}; shorten it",
                 param=request.prompt_field,
@@ -198,7 +198,7 @@ class Endpoint:
 
 def _check_model(request: Request, name: str) -> None:
     if request.model is not None and request.model != name:
-        raise Refusal(
+        raise ErrorResponse(
             404, f"there is no model {short(request.model)} here; it is {name!r}", param="model", code="model_not_found"
         )
 
@@ -209,7 +209,7 @@ def _most_tokens(request: Request, limits: Limits) -> int:
         return limits.max_tokens if most is None else min(limits.max_tokens, most)
     if most is not None and wanted > most:
         field = request.most_tokens_field
-        raise Refusal(400, f"{field} must be at most {most} here, got {wanted}", param=field)
+        raise ErrorResponse(400, f"{field} must be at most {most} here, got {wanted}", param=field)
     return wanted
 
 

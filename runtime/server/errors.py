@@ -40,7 +40,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class Refusal(Exception):
+class ErrorResponse(Exception):
     """A request that gets an error for an answer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Refusal(Exception):
         return ErrorBody(error=self.detail).model_dump()
 
 
-def refusal_of(error: OutriderError, prompt_field: str = "prompt") -> Refusal:
+def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> ErrorResponse:
     """What a client is told of an error of the runtime's.
 
     Args:
@@ -79,18 +79,18 @@ def refusal_of(error: OutriderError, prompt_field: str = "prompt") -> Refusal:
     said = str(error)
     match error:
         case PromptTooLongError():
-            return Refusal(400, said, code="context_length_exceeded", param=prompt_field)
+            return ErrorResponse(400, said, code="context_length_exceeded", param=prompt_field)
         case PromptError():
-            return Refusal(400, said, param=prompt_field)
+            return ErrorResponse(400, said, param=prompt_field)
         case SettingsError():
-            return Refusal(400, said)
+            return ErrorResponse(400, said)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
             # The one processor that a request can bring along is a grammar.
-            return Refusal(400, str(error.__cause__), param="response_format")
+            return ErrorResponse(400, str(error.__cause__), param="response_format")
         case RuntimeBrokenError() | RuntimeClosedError():
-            return Refusal(503, said, type="server_error", code="models_unavailable")
+            return ErrorResponse(503, said, type="server_error", code="models_unavailable")
         case _:
-            return Refusal(500, said, type="server_error", code="generation_failed")
+            return ErrorResponse(500, said, type="server_error", code="generation_failed")
 
 
 # --- bodies that are not as they should be --------------------------------------------------------
@@ -141,7 +141,7 @@ def short(value: Any) -> str:
     return said if len(said) <= 60 else f"{said[:57]}…"
 
 
-def refusal_of_body(error: ValidationError, fields: Sequence[str]) -> Refusal:
+def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> ErrorResponse:
     """What a client is told of a body that is not as it should be.
 
     Args:
@@ -160,7 +160,9 @@ def refusal_of_body(error: ValidationError, fields: Sequence[str]) -> Refusal:
     match first["type"]:
         case "json_invalid":
             # Where bytes are no text, there may be no better words.
-            return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}; send an object")
+            return ErrorResponse(
+                400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}; send an object"
+            )
         case "extra_forbidden":
             message = f"there is no field {short(str(place[-1]))} here; {_instead(place, fields)}"
         case "missing":
@@ -177,7 +179,7 @@ def refusal_of_body(error: ValidationError, fields: Sequence[str]) -> Refusal:
             message = f"{param or 'the body'} must be {wanted}, got {short(first['input'])}"
             if named and named[-1] in _REMEDIES:
                 message += f"; {_REMEDIES[named[-1]]}"
-    return Refusal(400, message, param=None if param is None else param[:100])
+    return ErrorResponse(400, message, param=None if param is None else param[:100])
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -26,7 +26,7 @@ def service_status(health: Health) -> Literal["ok", "degraded", "broken"]:
     return "degraded" if health.draft is False else "ok"
 
 
-class Meters:
+class Metrics:
     """What a server counts of its requests, beside what the runtime counts of its models.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.server.errors import Refusal
+from runtime.server.errors import ErrorResponse
 
 _ALWAYS = [
     (b"x-content-type-options", b"nosniff"),
@@ -35,7 +35,7 @@ class AlwaysHeaders:
         await self._app(scope, receive, send_more)
 
 
-class Names:
+class HostNames:
     """Lets nobody in who asks for the server by a name that it does not go by.
 
     A page of another host whose name was made to point here asks by that name.
@@ -58,7 +58,7 @@ class Names:
             asked = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             name = _without_port(asked[0]) if len(asked) == 1 else ""
             if _plain(name) not in self._names:
-                refusal = Refusal(
+                refusal = ErrorResponse(
                     400,
                     f"this server does not go by the name {name[:100]!r}; if it should, start it with "
                     "--allow-host NAME, or with an API key",
@@ -69,7 +69,7 @@ class Names:
         await self._app(scope, receive, send)
 
 
-class Key:
+class ApiKey:
     """Lets nobody at `/v1` without the key, if there is one."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -83,7 +83,7 @@ class Key:
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # In a time that says nothing of how much of it was right.
             if not secrets.compare_digest(given.strip(), self._expected) or scheme.lower() != b"bearer":
-                refusal = Refusal(
+                refusal = ErrorResponse(
                     401,
                     "this server wants its API key: send Authorization: Bearer KEY",
                     code="invalid_api_key",
@@ -94,7 +94,7 @@ class Key:
         await self._app(scope, receive, send)
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:
     response = JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers)
     await response(scope, receive, send)
 

@@ -24,7 +24,7 @@ import trio
 import trio.testing
 
 from actors.drafters.draft_actor import MakePolicy, policy_by_settings
-from actors.model import Rung
+from actors.model import RewindMode
 from actors.warm_up import warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
@@ -196,9 +196,9 @@ class _ScriptedLine:
         self._histories.append(_after(self._histories[-1], cast(int, token.item())))
         return self._rows(self._histories, 1)
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """See `Line.prepare`."""
-        return Rung.TRIM
+        return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
         """See `Line.rewind`."""
@@ -217,11 +217,11 @@ class _ScriptedLine:
         self._histories.clear()
 
     num_bytes = 0  # to speak of
-    needs_pins = False  # it can always go back
+    needs_prefix_checkpoints = False  # it can always go back
     depends_on_passes = False
 
-    def pin(self) -> None:
-        """See `Line.pin`."""
+    def add_prefix_checkpoint(self) -> None:
+        """See `Line.add_prefix_checkpoint`."""
 
     def reach(self, length: int, num_tokens: int) -> int:
         """See `Line.reach`."""
@@ -241,8 +241,8 @@ class ScriptedTarget:
     def __init__(self, scenario: Scenario) -> None:
         self._seed = scenario.seed
 
-    def open_line(self, *, beside_another: bool) -> _ScriptedLine:
-        """See `Model.open_line`."""
+    def open_sequence(self, *, beside_another: bool) -> _ScriptedLine:
+        """See `Model.open_sequence`."""
         return _ScriptedLine(self._rows, _after(0, self._seed))
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
@@ -268,8 +268,8 @@ class ScriptedDraft:
         means = (scenario.acceptance, *(acceptance for _, acceptance in scenario.acceptance_changes))
         self._chances = [_chances(mean, scenario.spread) for mean in means]
 
-    def open_line(self, *, beside_another: bool) -> _ScriptedLine:
-        """See `Model.open_line`."""
+    def open_sequence(self, *, beside_another: bool) -> _ScriptedLine:
+        """See `Model.open_sequence`."""
         return _ScriptedLine(self._rows, _after(0, self._seed))
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:

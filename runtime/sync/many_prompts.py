@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import StreamBusyError
 from runtime.bridge.many_prompts import MergedHandle, MergedSource
-from runtime.bridge.stream import Relay
+from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
 from runtime.sync.thread import settled
 
@@ -26,7 +26,7 @@ class TokenStreams(MergedHandle[Token]):
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
-    def __init__(self, relay: Relay[MergedSource[Token], tuple[int, Token]], runtime: Runtime) -> None:
+    def __init__(self, relay: BridgeStream[MergedSource[Token], tuple[int, Token]], runtime: Runtime) -> None:
         """Made by `Runtime.stream_many`; as `MergedHandle`, and:
 
         Args:

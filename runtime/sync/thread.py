@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import outcome
 
-from runtime.bridge.call import Errand
+from runtime.bridge.call import BridgeCall
 from runtime.bridge.trio_thread import Promise, TrioThread
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def settled(promise: Promise[T]) -> T:
     return result
 
 
-def result_of(errand: Errand[T]) -> T:
+def result_of(errand: BridgeCall[T]) -> T:
     """Block for what comes of an errand.
 
     Interrupting: a Ctrl-C reaches what is done, and is raised once that has ended; a second one does not wait for that.

@@ -11,7 +11,7 @@ from protocol.errors import StreamBusyError
 from protocol.session_state import Commit
 from protocol.statistics import Statistics
 from runtime.bridge.handles import Commits, StreamHandle
-from runtime.bridge.stream import Relay
+from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
 from runtime.persistence.session_file import SessionFile
 from runtime.sync.thread import settled
@@ -31,7 +31,9 @@ class TokenStream(StreamHandle):
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
-    def __init__(self, relay: Relay[Commits, Commit], unopened: Callable[[], Statistics], runtime: Runtime) -> None:
+    def __init__(
+        self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics], runtime: Runtime
+    ) -> None:
         """Made by `Runtime.stream`; as `StreamHandle`, and:
 
         Args:

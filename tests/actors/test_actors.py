@@ -160,7 +160,7 @@ async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, auto
     draft = ScriptedModel(truthful, context_length=10)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
-        assert max(len(line.tokens) for line in draft.lines) == 10
+        assert max(len(sequence.tokens) for sequence in draft.sequences) == 10
         # Position 10 is the eighth generated token.
         assert not any(token.from_draft for token in completion.tokens[8:])
 
@@ -224,10 +224,10 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
         completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
 
     assert ids(completion.tokens) == continuation(PROMPT, 30)
-    (line,) = target.lines
-    assert line.rewinds == []
-    assert line.tokens == (PROMPT + continuation(PROMPT, 30))[: len(line.tokens)]
-    assert all(len(tokens) == 1 for at, tokens in line.fed if at >= len(PROMPT) - 1)
+    (sequence,) = target.sequences
+    assert sequence.rewinds == []
+    assert sequence.tokens == (PROMPT + continuation(PROMPT, 30))[: len(sequence.tokens)]
+    assert all(len(tokens) == 1 for at, tokens in sequence.fed if at >= len(PROMPT) - 1)
     # In a rest it goes one token of its own ahead, which it will not have to lose; for a drafter, never.
     is_ahead = completion.statistics.resting_rounds > 0
     assert not is_ahead or lookahead == "auto"
@@ -249,7 +249,7 @@ async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, aut
     async with simulated(target, ScriptedModel(agreeing(0.5))) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=40, lookahead=3) == continuation(PROMPT, 40)
         spans = simulation.spans("target", "prefill", "verify")
-    assert [span.num_tokens for span in spans] == [len(tokens) for _, tokens in target.lines[0].fed]
+    assert [span.num_tokens for span in spans] == [len(tokens) for _, tokens in target.sequences[0].fed]
     assert any(span.num_tokens == 1 for span in spans) is (undo == "nothing")
 
 
@@ -273,9 +273,9 @@ async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
         completion = await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=lookahead)
 
     assert PROMPT + ids(completion.tokens) == text
-    (line,) = draft.lines
-    assert line.rewinds == []
-    assert line.tokens == text[: len(line.tokens)]
+    (sequence,) = draft.sequences
+    assert sequence.rewinds == []
+    assert sequence.tokens == text[: len(sequence.tokens)]
     assert simulation.draft_worker.most_ahead == 0
     # One token can be guessed beyond what is committed, and it is.
     assert {instant.num_tokens for instant in simulation.instants("proposal")} <= {0, 1}
@@ -290,7 +290,7 @@ async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojum
         target, draft = ScriptedModel(truthful, undo=never), ScriptedModel(agreeing(agreement), undo=never)
         async with simulated(target, draft) as simulation:
             assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=3) == continuation(PROMPT, 30)
-            assert target.lines[0].rewinds == draft.lines[0].rewinds == []
+            assert target.sequences[0].rewinds == draft.sequences[0].rewinds == []
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])

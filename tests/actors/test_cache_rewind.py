@@ -34,8 +34,8 @@ from actors.mlx.cache_rewind import (
     trim,
 )
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXLine
-from actors.model import Rung
+from actors.mlx.sequence import MLXSequence
+from actors.model import RewindMode
 from protocol.errors import ModelError, RewindError, SettingsError
 
 VOCAB_SIZE = 64
@@ -60,9 +60,9 @@ class Subject:
     options: CacheOptions = attrs.Factory(CacheOptions)
     _rows: dict[tuple[int, tuple[int, ...]], mx.array] = attrs.field(factory=dict, init=False)
 
-    def open_line(self, rewind: Any) -> MLXLine:
+    def open_sequence(self, rewind: Any) -> MLXSequence:
         options = attrs.evolve(self.options, rewind=rewind)
-        return MLXLine(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
+        return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
 
     def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
         """The logits after a text, of which the first tokens were fed at once."""
@@ -131,16 +131,16 @@ class Climber:
 
     def __init__(self, of: Subject, rewind: str, *, prompt_length: int) -> None:
         self.subject = of
-        self.line = of.open_line(rewind)
+        self.sequence = of.open_sequence(rewind)
         self.num_committed = prompt_length
         self.num_prefilled = prompt_length - 1
-        self.held: list[int] = []
+        self.cached_tokens: list[int] = []
         self.seen: list[tuple[tuple[int, ...], mx.array]] = []
-        self.rungs: set[Rung] = set()
+        self.rungs: set[RewindMode] = set()
         if self.num_prefilled:
-            self.line.feed(tuple(TEXT[: self.num_prefilled]), 0)
-            self.held = TEXT[: self.num_prefilled]
-        self.line.check(len(self.held))
+            self.sequence.feed(tuple(TEXT[: self.num_prefilled]), 0)
+            self.cached_tokens = TEXT[: self.num_prefilled]
+        self.sequence.check(len(self.cached_tokens))
 
     @property
     def committed(self) -> list[int]:
@@ -156,57 +156,57 @@ class Climber:
 
     def go_back(self, length: int) -> None:
         """Rewind, no further than to the committed text."""
-        if len(self.held) > max(length, self.num_committed):
+        if len(self.cached_tokens) > max(length, self.num_committed):
             self.rewind(max(length, self.num_committed))
 
     def rewind(self, length: int) -> int:
-        got = self.line.rewind(length)
+        got = self.sequence.rewind(length)
         assert got <= length
-        del self.held[got:]
-        self.line.check(len(self.held))
+        del self.cached_tokens[got:]
+        self.sequence.check(len(self.cached_tokens))
         return got
 
     def verify(self, num_tokens: int, num_right: int) -> None:
         """A target's round: what is committed and a proposal in one pass, then back to what stands."""
-        if (keep := common_length(self.held, self.committed)) < len(self.held):
+        if (keep := common_length(self.cached_tokens, self.committed)) < len(self.cached_tokens):
             self.rewind(keep)
         proposal = self.draft_of(num_tokens, num_right)
-        feed = self.committed[len(self.held) :]
-        if self.prepare(len(feed) + len(proposal)) is Rung.SINGLE:
+        feed = self.committed[len(self.cached_tokens) :]
+        if self.prepare(len(feed) + len(proposal)) is RewindMode.SINGLE:
             proposal = []
         if not feed + proposal:
             return
         self.feed(feed + proposal)
         num_accepted = min(num_right, len(proposal))
-        self.rewind(min(len(self.held), self.num_committed + num_accepted))
+        self.rewind(min(len(self.cached_tokens), self.num_committed + num_accepted))
         self.commit(num_accepted + 1)
 
     def draft(self, num_tokens: int, num_right: int) -> None:
         """A drafter's step: to the end of a draft, whatever is held."""
         text = self.committed + self.draft_of(num_tokens, num_right)
-        keep = common_length(self.held, text)
+        keep = common_length(self.cached_tokens, text)
         if keep == len(text):
             return
         self.rewind(keep)
-        feed = text[len(self.held) :]
-        if len(text) > self.num_committed and self.prepare(len(feed)) is Rung.SINGLE:
+        feed = text[len(self.cached_tokens) :]
+        if len(text) > self.num_committed and self.prepare(len(feed)) is RewindMode.SINGLE:
             return
         self.feed(feed)
         self.prepare(1)
 
-    def prepare(self, num_tokens: int) -> Rung:
-        rung = self.line.prepare(num_tokens, self.num_committed)
-        self.rungs.add(rung)
-        return rung
+    def prepare(self, num_tokens: int) -> RewindMode:
+        rewind_mode = self.sequence.prepare(num_tokens, self.num_committed)
+        self.rungs.add(rewind_mode)
+        return rewind_mode
 
     def feed(self, tokens: Sequence[int]) -> None:
-        rows = self.line.feed(tuple(tokens), len(tokens))
+        rows = self.sequence.feed(tuple(tokens), len(tokens))
         assert rows is not None
         mx.eval(rows)
         for i, token in enumerate(tokens):
-            self.held.append(token)
-            self.seen.append((tuple(self.held), rows[i]))
-        self.line.check(len(self.held))
+            self.cached_tokens.append(token)
+            self.seen.append((tuple(self.cached_tokens), rows[i]))
+        self.sequence.check(len(self.cached_tokens))
 
     def assert_nothing_shows(self) -> None:
         """All logits seen are those of a line on which nothing was ever taken back."""
@@ -255,12 +255,12 @@ def test_a_line_is_put_right_at_every_length_of_a_text(name: str, rewind: str) -
         climber.commit(1)
     climber.assert_nothing_shows()
     if rewind == "none":
-        assert climber.rungs == {Rung.SINGLE}
+        assert climber.rungs == {RewindMode.SINGLE}
     elif rewind == "checkpoint":
-        assert Rung.TRIM not in climber.rungs
-        assert Rung.CHECKPOINT in climber.rungs
+        assert RewindMode.TRIM not in climber.rungs
+        assert RewindMode.CHECKPOINT in climber.rungs
     else:
-        assert (Rung.TRIM in climber.rungs) == (name in CAN_TRIM)
+        assert (RewindMode.TRIM in climber.rungs) == (name in CAN_TRIM)
 
 
 # --- rotating caches ------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:
     climber = Climber(subject(name), rewind, prompt_length=num_settled)
-    climber.feed(climber.committed[len(climber.held) :])
+    climber.feed(climber.committed[len(climber.cached_tokens) :])
     depth = 6
     for back_to in reversed(range(depth)):
         for num_tokens in range(1, depth + 1):
@@ -289,23 +289,23 @@ def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
 
 def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay() -> None:
     climber = Climber(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
-    climber.feed(climber.committed[len(climber.held) :])
+    climber.feed(climber.committed[len(climber.cached_tokens) :])
     for num_tokens in range(1, 6):
         climber.draft(num_tokens, 5)
-    assert climber.rungs == {Rung.CHECKPOINT}
+    assert climber.rungs == {RewindMode.CHECKPOINT}
     for num_tokens in reversed(range(5)):
         assert climber.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
 
 
 def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> None:
-    line = subject("RotatingKVCache that keeps its first").open_line("auto")
-    line.feed(tuple(TEXT[: WINDOW - 3]), 1)
-    assert line.prepare(2, WINDOW - 3) is Rung.TRIM
-    assert line.prepare(3, WINDOW - 3) is Rung.CHECKPOINT  # to the brim
-    assert line.prepare(4, WINDOW - 3) is Rung.SINGLE
-    line.feed(tuple(TEXT[WINDOW - 3 : 2 * WINDOW]), 1)
-    assert line.prepare(1, 2 * WINDOW) is Rung.CHECKPOINT
-    assert line.prepare(2, 2 * WINDOW) is Rung.SINGLE
+    sequence = subject("RotatingKVCache that keeps its first").open_sequence("auto")
+    sequence.feed(tuple(TEXT[: WINDOW - 3]), 1)
+    assert sequence.prepare(2, WINDOW - 3) is RewindMode.TRIM
+    assert sequence.prepare(3, WINDOW - 3) is RewindMode.CHECKPOINT  # to the brim
+    assert sequence.prepare(4, WINDOW - 3) is RewindMode.SINGLE
+    sequence.feed(tuple(TEXT[WINDOW - 3 : 2 * WINDOW]), 1)
+    assert sequence.prepare(1, 2 * WINDOW) is RewindMode.CHECKPOINT
+    assert sequence.prepare(2, 2 * WINDOW) is RewindMode.SINGLE
 
 
 @pytest.mark.parametrize(("keep", "offset", "num_tokens", "expected"), [
@@ -322,28 +322,28 @@ def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_toke
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_line_refuses_to_go_where_nothing_was_kept(name: str) -> None:
-    line = subject(name).open_line("none")
-    line.feed(tuple(TEXT[:5]), 1)
+    sequence = subject(name).open_sequence("none")
+    sequence.feed(tuple(TEXT[:5]), 1)
     with pytest.raises(RewindError, match="asked to rewind to 6 tokens a cache that holds 5"):
-        line.rewind(6)
+        sequence.rewind(6)
     with pytest.raises(RewindError, match="cannot be trimmed"):
-        line.rewind(3)
-    assert line.rewind(5) == 5
+        sequence.rewind(3)
+    assert sequence.rewind(5) == 5
 
 
 def test_a_line_whose_layers_disagree_with_the_books_says_which() -> None:
-    line = subject("KVCache").open_line("auto")
-    line.feed(tuple(TEXT[:5]), 1)
-    line.cache[1].offset = 4
+    sequence = subject("KVCache").open_sequence("auto")
+    sequence.feed(tuple(TEXT[:5]), 1)
+    sequence.cache[1].offset = 4
     with pytest.raises(RewindError, match=r"layer 1 \(KVCache\) should hold 5 tokens, it holds 4"):
-        line.check(5)
+        sequence.check(5)
 
 
 class Rounds:
     """A line on which a drafter and a target take turns for as long as it is asked."""
 
     def __init__(self, model: nn.Module, rewind: Any) -> None:
-        self.line = MLXLine(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE, in_slices=False)
+        self.sequence = MLXSequence(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE, in_slices=False)
         self.length = 0
 
     def run(self, num_rounds: int) -> int:
@@ -351,24 +351,24 @@ class Rounds:
         most = 0
         for i in range(num_rounds):
             for _ in range(3):
-                self.line.prepare(1, self.length)
+                self.sequence.prepare(1, self.length)
                 self._feed(1)
-                most = max(most, len(self.line._checkpoints))
+                most = max(most, len(self.sequence._checkpoints))
             stands = self.length + i % 3
-            got = self.line.rewind(stands)
+            got = self.sequence.rewind(stands)
             self._feed(stands + 1 - got)
             self.length = stands + 1
-            self.line.check(self.length)
+            self.sequence.check(self.length)
         return most
 
     def memory(self) -> int:
         """Bytes in use beside the caches themselves, which may grow with the text."""
         gc.collect()
         mx.clear_cache()
-        return mx.get_active_memory() - sum(layer.nbytes for layer in self.line.cache)
+        return mx.get_active_memory() - sum(layer.nbytes for layer in self.sequence.cache)
 
     def _feed(self, num_tokens: int) -> None:
-        mx.eval(self.line.feed((3, 1, 4, 1, 5)[:num_tokens], 1))
+        mx.eval(self.sequence.feed((3, 1, 4, 1, 5)[:num_tokens], 1))
 
 
 SMALL: dict[str, Callable[[], nn.Module]] = {
@@ -384,13 +384,13 @@ def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
     assert 3 <= rounds.run(60) <= 4
     before = rounds.memory()
     assert 3 <= rounds.run(240) <= 4
-    checkpoint = sum(checkpoint_bytes(layer) for layer in rounds.line.cache)
+    checkpoint = sum(checkpoint_bytes(layer) for layer in rounds.sequence.cache)
     # Some three checkpoints, of which it depends on the round how much they share with the caches.
     assert rounds.memory() - before < 4 * checkpoint + 2**14
-    rounds.line.prepare(1, rounds.length)
-    assert len(rounds.line._checkpoints) == 1
-    rounds.line.close()
-    assert rounds.line._checkpoints == []
+    rounds.sequence.prepare(1, rounds.length)
+    assert len(rounds.sequence._checkpoints) == 1
+    rounds.sequence.close()
+    assert rounds.sequence._checkpoints == []
 
 
 # --- quantised and bounded caches, through the runtime --------------------------------------------
@@ -518,9 +518,9 @@ def test_no_rung_is_believed_of_an_unknown_class() -> None:
     assert not can_trim_after(cache, 1)
     assert not can_checkpoint(cache)
     model = MLXModel(Shy(llama()), CacheOptions(rewind="none"))
-    line = model.open_line(beside_another=False)
-    line.feed(tuple(TEXT[:5]), 1)
-    assert line.prepare(1, 5) is Rung.SINGLE
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed(tuple(TEXT[:5]), 1)
+    assert sequence.prepare(1, 5) is RewindMode.SINGLE
 
 
 # --- layers by themselves -------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
         for restore in restores:
             restore()
         assert mx.allclose(read([TEXT[40]]), first, rtol=0, atol=ATOL)
-        assert {held for layer in cache for held in lengths(layer)} <= {2 * WINDOW + 2}
+        assert {cached_tokens for layer in cache for cached_tokens in lengths(layer)} <= {2 * WINDOW + 2}
 
 
 @pytest.mark.parametrize("name", CAN_TRIM)
@@ -559,7 +559,7 @@ def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
     made.model(mx.array([TEXT[50:53]]), cache=cache)
     for layer in cache:
         trim(layer, 3)
-    assert {held for layer in cache for held in lengths(layer)} == {3}
+    assert {cached_tokens for layer in cache for cached_tokens in lengths(layer)} == {3}
     after = made.model(mx.array([[TEXT[3]]]), cache=cache)
     fresh = made.options.make_cache(made.model)
     made.model(mx.array([TEXT[:3]]), cache=fresh)

@@ -28,9 +28,9 @@ from test_cache_rewind import SUBJECTS, TEXT, WINDOW, Subject, subject
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXLine
-from actors.mlx.sequence_state import LineRecord, LineState, recall, record
-from actors.model import Rung
+from actors.mlx.sequence import MLXSequence
+from actors.mlx.sequence_state import SequenceRecord, SequenceState, recall, record
+from actors.model import RewindMode
 from protocol.errors import RewindError
 
 VOCAB_SIZE = 64
@@ -49,23 +49,23 @@ CLASS_OF = {
 }
 
 
-def through_a_file(state: LineState) -> LineState:
+def through_a_file(state: SequenceState) -> SequenceState:
     """What comes back of a state that was written and read."""
     recorded = record(state, "target")
-    return recall(LineRecord(json.loads(json.dumps(recorded.description)), recorded.tensors))
+    return recall(SequenceRecord(json.loads(json.dumps(recorded.description)), recorded.tensors))
 
 
-def copied(line: MLXLine, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXLine:
+def copied(sequence: MLXSequence, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXSequence:
     """Another line that holds what one holds, by way of a file."""
-    state = line.take_state(tuple(tokens))
+    state = sequence.take_state(tuple(tokens))
     assert state is not None
-    other = of.open_line(rewind)
+    other = of.open_sequence(rewind)
     other.put_state(through_a_file(state))
     return other
 
 
-def read_on(line: MLXLine, tokens: list[int]) -> mx.array:
-    rows = [line.feed((token,), 1) for token in tokens]
+def read_on(sequence: MLXSequence, tokens: list[int]) -> mx.array:
+    rows = [sequence.feed((token,), 1) for token in tokens]
     return mx.concatenate(rows)
 
 
@@ -74,9 +74,9 @@ def read_on(line: MLXLine, tokens: list[int]) -> mx.array:
 
 @pytest.mark.parametrize("name", CLASS_OF)
 def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> None:
-    line = subject(name).open_line("auto")
-    line.feed(tuple(TEXT[:5]), 0)
-    assert any(type(layer) is CLASS_OF[name] for layer in line.cache)
+    sequence = subject(name).open_sequence("auto")
+    sequence.feed(tuple(TEXT[:5]), 0)
+    assert any(type(layer) is CLASS_OF[name] for layer in sequence.cache)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -84,31 +84,31 @@ def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, length: int) -> None:
     of = subject(name)
-    line, held = of.open_line("auto"), TEXT[:length]
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:length]
     if at_once:
-        line.feed(tuple(held), 1)
+        sequence.feed(tuple(cached_tokens), 1)
     else:
-        read_on(line, held)
-    other = copied(line, held, of)
+        read_on(sequence, cached_tokens)
+    other = copied(sequence, cached_tokens, of)
     other.check(length)
-    assert [type(layer) for layer in other.cache] == [type(layer) for layer in line.cache]
+    assert [type(layer) for layer in other.cache] == [type(layer) for layer in sequence.cache]
     # Long enough to go round a window, and for buffers to grow; then several at once, as a verify does.
     after = TEXT[length : length + 2 * WINDOW + 1]
-    assert mx.array_equal(read_on(line, after), read_on(other, after))
-    assert mx.array_equal(line.feed(tuple(TEXT[90:93]), 3), other.feed(tuple(TEXT[90:93]), 3))
-    line.check(length + len(after) + 3)
+    assert mx.array_equal(read_on(sequence, after), read_on(other, after))
+    assert mx.array_equal(sequence.feed(tuple(TEXT[90:93]), 3), other.feed(tuple(TEXT[90:93]), 3))
+    sequence.check(length + len(after) + 3)
     other.check(length + len(after) + 3)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str) -> None:
     of = subject(name)
-    line, held = of.open_line("auto"), TEXT[: WINDOW + 3]
-    line.feed(tuple(held), 1)
-    state = line.take_state(tuple(held))
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: WINDOW + 3]
+    sequence.feed(tuple(cached_tokens), 1)
+    state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
     expected = record(state, "x")
-    read_on(line, TEXT[40:60])
+    read_on(sequence, TEXT[40:60])
     again = record(state, "x")
     assert again.description == expected.description
     for key, tensor in expected.tensors.items():
@@ -118,31 +118,31 @@ def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if "Array" not in name and "Rotating" not in name])
 def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     of = subject(name)
-    line = of.open_line("auto")
-    line.feed(tuple(TEXT[: WINDOW - 2]), 1)
-    line.rewind(3)
-    other = copied(line, TEXT[:3], of)
+    sequence = of.open_sequence("auto")
+    sequence.feed(tuple(TEXT[: WINDOW - 2]), 1)
+    sequence.rewind(3)
+    other = copied(sequence, TEXT[:3], of)
     for layer in other.cache:
         for part in layer.caches if isinstance(layer, CacheList) else [layer]:
             arrays = [*part.keys, *part.values] if isinstance(part, QuantizedKVCache) else [part.keys, part.values]
             assert {array.shape[2] for array in arrays} == {3}
-    assert mx.array_equal(read_on(line, TEXT[50:60]), read_on(other, TEXT[50:60]))
+    assert mx.array_equal(read_on(sequence, TEXT[50:60]), read_on(other, TEXT[50:60]))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> None:
     of = subject(name)
-    line, held = of.open_line("auto"), TEXT[: 2 * WINDOW]
-    line.feed(tuple(held), 1)
-    other = copied(line, held, of)
-    for one in (line, other):
-        num_fed = 1 if one.prepare(3, 2 * WINDOW) is Rung.SINGLE else 3
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: 2 * WINDOW]
+    sequence.feed(tuple(cached_tokens), 1)
+    other = copied(sequence, cached_tokens, of)
+    for one in (sequence, other):
+        num_fed = 1 if one.prepare(3, 2 * WINDOW) is RewindMode.SINGLE else 3
         one.feed(tuple(TEXT[70 : 70 + num_fed]), num_fed)
         length = one.rewind(2 * WINDOW + 1)
         if length < 2 * WINDOW + 1:
             one.feed((TEXT[70],), 1)
         one.check(2 * WINDOW + 1)
-    assert mx.array_equal(read_on(line, TEXT[80:90]), read_on(other, TEXT[80:90]))
+    assert mx.array_equal(read_on(sequence, TEXT[80:90]), read_on(other, TEXT[80:90]))
 
 
 @pytest.mark.slow
@@ -150,13 +150,13 @@ def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> Non
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_caches_of_every_architecture_come_back_or_are_said_to_be_unknown(name: str, length: int) -> None:
     of = Subject(build(name))
-    line, held = of.open_line("auto"), [token % VOCAB_SIZE for token in TEXT[:length]]
-    line.feed(tuple(held), 1)
+    sequence, cached_tokens = of.open_sequence("auto"), [token % VOCAB_SIZE for token in TEXT[:length]]
+    sequence.feed(tuple(cached_tokens), 1)
     if name == "deepseek_v41":
-        assert line.take_state(tuple(held)) is None
+        assert sequence.take_state(tuple(cached_tokens)) is None
         return
-    other = copied(line, held, of)
-    assert mx.array_equal(read_on(line, TEXT[60:80]), read_on(other, TEXT[60:80]))
+    other = copied(sequence, cached_tokens, of)
+    assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]))
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -165,11 +165,11 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
     model = build_one(seed=5)
     model.set_dtype(dtype)
     of = Subject(model)
-    line, held = of.open_line("auto"), TEXT[:20]
-    line.feed(tuple(held), 1)
-    other = copied(line, held, of)
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
+    sequence.feed(tuple(cached_tokens), 1)
+    other = copied(sequence, cached_tokens, of)
     # So small a model with weights so wide may overflow in half precision.
-    assert mx.array_equal(read_on(line, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
+    assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
 
 
 # --- ways back ------------------------------------------------------------------------------------
@@ -180,23 +180,23 @@ PINS = [4, WINDOW + 2, 2 * WINDOW + 1]
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_ways_back_come_back_too(name: str) -> None:
     of = subject(name)
-    line, length = of.open_line("checkpoint"), 0
+    sequence, length = of.open_sequence("checkpoint"), 0
     for end in PINS:
-        read_on(line, TEXT[length:end])
-        line.pin()
+        read_on(sequence, TEXT[length:end])
+        sequence.add_prefix_checkpoint()
         length = end
-    held = TEXT[: 3 * WINDOW + 2]
-    read_on(line, held[length:])
-    lines = [copied(line, held, of, rewind="checkpoint") for _ in range(2)] + [line]
+    cached_tokens = TEXT[: 3 * WINDOW + 2]
+    read_on(sequence, cached_tokens[length:])
+    sequences = [copied(sequence, cached_tokens, of, rewind="checkpoint") for _ in range(2)] + [sequence]
     reaches = []
     for back_to in reversed(PINS):
-        reaches.append({one.reach(back_to, back_to) for one in lines})
+        reaches.append({one.reach(back_to, back_to) for one in sequences})
         if reaches[-1] == {0}:
             continue
-        for one in lines:
+        for one in sequences:
             one.resume(back_to)
         # What is read on from here must not show further back.
-        rows = [read_on(one, TEXT[100:103]) for one in lines]
+        rows = [read_on(one, TEXT[100:103]) for one in sequences]
         assert all(mx.array_equal(row, rows[-1]) for row in rows)
     # Where a window keeps its first tokens, nothing is reused that went beyond it; nor what is quantised.
     never = PINS[1:] if "keeps its first" in name else PINS if "Quantized" in name else []
@@ -205,14 +205,14 @@ def test_the_ways_back_come_back_too(name: str) -> None:
 
 def test_pins_that_cannot_be_are_refused() -> None:
     of = subject("ArraysCache and RotatingKVCache")
-    line, held = of.open_line("auto"), TEXT[:20]
-    line.feed(tuple(held[:5]), 1)
-    line.pin()
-    line.feed(tuple(held[5:]), 1)
-    state = line.take_state(tuple(held))
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
+    sequence.feed(tuple(cached_tokens[:5]), 1)
+    sequence.add_prefix_checkpoint()
+    sequence.feed(tuple(cached_tokens[5:]), 1)
+    state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (pin,) = state.pins
-    for pins in (
+    (pin,) = state.prefix_checkpoints
+    for prefix_checkpoints in (
         (pin, pin),
         (attrs.evolve(pin, length=6),),
         (attrs.evolve(pin, length=0),),
@@ -221,10 +221,10 @@ def test_pins_that_cannot_be_are_refused() -> None:
         (attrs.evolve(pin, layers=pin.layers[::-1]),),
         (attrs.evolve(pin, layers=state.layers),),
     ):
-        other = of.open_line("auto")
+        other = of.open_sequence("auto")
         with pytest.raises((MisfitError, RewindError)):
-            other.put_state(attrs.evolve(state, pins=pins))
-        assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_line("auto"), TEXT[:5]))
+            other.put_state(attrs.evolve(state, prefix_checkpoints=prefix_checkpoints))
+        assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -234,35 +234,35 @@ def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
     class Mine(KVCache):
         pass
 
-    line = subject("KVCache").open_line("auto")
-    line.cache = [Mine() for _ in line.cache]
-    line.feed((1, 2, 3), 1)
-    assert not can_take_state(line.cache[0])
+    sequence = subject("KVCache").open_sequence("auto")
+    sequence.cache = [Mine() for _ in sequence.cache]
+    sequence.feed((1, 2, 3), 1)
+    assert not can_take_state(sequence.cache[0])
     assert not can_take_state(CacheList(KVCache(), Mine()))
-    assert line.take_state((1, 2, 3)) is None
+    assert sequence.take_state((1, 2, 3)) is None
 
 
 def test_a_line_that_is_not_in_line_with_the_books_is_not_taken() -> None:
-    line = subject("KVCache").open_line("auto")
-    line.feed((1, 2, 3), 1)
+    sequence = subject("KVCache").open_sequence("auto")
+    sequence.feed((1, 2, 3), 1)
     with pytest.raises(RewindError, match="should hold 2 tokens, it holds 3"):
-        line.take_state((1, 2))
+        sequence.take_state((1, 2))
 
 
 # Recurrent state does not say how much it has seen.
 @pytest.mark.parametrize("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
 def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None:
     of = subject(name)
-    line = of.open_line("auto")
-    line.feed(tuple(TEXT[:5]), 1)
-    state = line.take_state(tuple(TEXT[:5]))
-    other = of.open_line("auto")
+    sequence = of.open_sequence("auto")
+    sequence.feed(tuple(TEXT[:5]), 1)
+    state = sequence.take_state(tuple(TEXT[:5]))
+    other = of.open_sequence("auto")
     before = list(other.cache)
     with pytest.raises(RewindError, match="should hold 4 tokens, it holds 5"):
         other.put_state(attrs.evolve(state, tokens=tuple(TEXT[:4])))
     assert all(one is another for one, another in zip(other.cache, before, strict=True))
     # It is as good as new.
-    assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_line("auto"), TEXT[:5]))
+    assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
 FITS_NOT = {
@@ -283,12 +283,12 @@ def test_a_state_of_another_model_is_refused(name: str, other: str) -> None:
         "window": lambda: Subject(gemma3_text(window=WINDOW + 1)),
         "chunk": lambda: Subject(build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16})),
     }
-    line = subject(name).open_line("auto")
-    line.feed(tuple(TEXT[:5]), 1)
-    state = line.take_state(tuple(TEXT[:5]))
+    sequence = subject(name).open_sequence("auto")
+    sequence.feed(tuple(TEXT[:5]), 1)
+    state = sequence.take_state(tuple(TEXT[:5]))
     assert state is not None
     with pytest.raises(MisfitError):
-        others[other]().open_line("auto").put_state(state)
+        others[other]().open_sequence("auto").put_state(state)
 
 
 def test_a_state_of_other_options_is_refused() -> None:
@@ -303,12 +303,12 @@ def test_a_state_of_other_options_is_refused() -> None:
         (quantized, otherwise),
         (quantized, unquantized),
     ):
-        line = one.open_line("auto")
-        line.feed(tuple(TEXT[:5]), 1)
-        state = line.take_state(tuple(TEXT[:5]))
+        sequence = one.open_sequence("auto")
+        sequence.feed(tuple(TEXT[:5]), 1)
+        state = sequence.take_state(tuple(TEXT[:5]))
         assert state is not None
         with pytest.raises(MisfitError):
-            other.open_line("auto").put_state(state)
+            other.open_sequence("auto").put_state(state)
 
 
 numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
@@ -318,10 +318,10 @@ numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
 def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> None:
     """Whatever numbers a file gives: no step of the model that accepted them may fail."""
     of = subject(name)
-    line, held = of.open_line("auto"), TEXT[: WINDOW + 3]
-    line.feed(tuple(held[:-1]), 1)
-    line.feed(tuple(held[-1:]), 1)
-    state = line.take_state(tuple(held))
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: WINDOW + 3]
+    sequence.feed(tuple(cached_tokens[:-1]), 1)
+    sequence.feed(tuple(cached_tokens[-1:]), 1)
+    state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
     recorded = record(state, "target")
 
@@ -339,8 +339,8 @@ def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> N
 
         description = json.loads(json.dumps(recorded.description))
         layers = [altered(layer) for layer in description["layers"]]
-        tokens = LineRecord({**description, "layers": layers}, recorded.tensors)
-        other = of.open_line("auto")
+        tokens = SequenceRecord({**description, "layers": layers}, recorded.tensors)
+        other = of.open_sequence("auto")
         try:
             read = recall(tokens)
             other.put_state(attrs.evolve(read, tokens=read.tokens[:length]))
@@ -373,9 +373,9 @@ json_trees = st.recursive(
     )
 )
 def test_whatever_a_description_says_it_is_recalled_or_refused(description: Any) -> None:
-    tokens = record(LineState((1, 2, 3), ()), "t").tensors
+    tokens = record(SequenceState((1, 2, 3), ()), "t").tensors
     try:
-        state = recall(LineRecord(description, tokens))
+        state = recall(SequenceRecord(description, tokens))
     except MisfitError:
         return
     assert state.tokens == (1, 2, 3)
@@ -388,28 +388,30 @@ def test_a_description_nested_without_end_is_refused() -> None:
     parts: Any = {"kind": "CacheList", "parts": []}
     for _ in range(5000):
         parts = {"kind": "CacheList", "parts": [parts]}
-    recorded = record(LineState((1,), ()), "t")
+    recorded = record(SequenceState((1,), ()), "t")
     for layer in ({"kind": "KVCache", "state": nested}, parts):
         with pytest.raises(MisfitError):
-            recall(LineRecord({**recorded.description, "layers": [layer]}, recorded.tensors))
+            recall(SequenceRecord({**recorded.description, "layers": [layer]}, recorded.tensors))
 
 
 def test_a_pin_of_full_attention_is_a_number() -> None:
     of = subject("ArraysCache, lfm2")
-    line, held = of.open_line("auto"), TEXT[:20]
-    line.feed(tuple(held[:5]), 1)
-    line.pin()
-    line.feed(tuple(held[5:]), 1)
-    state = line.take_state(tuple(held))
+    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
+    sequence.feed(tuple(cached_tokens[:5]), 1)
+    sequence.add_prefix_checkpoint()
+    sequence.feed(tuple(cached_tokens[5:]), 1)
+    state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (pin,) = state.pins
+    (pin,) = state.prefix_checkpoints
     i = next(i for i, layer in enumerate(pin.layers) if layer.kind == "KVCache")
     assert pin.layers[i].state == (None, None, 5)
     array = mx.zeros((1, 2, 3, 4))
     for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
         layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
         with pytest.raises(MisfitError, match="another length in a pin"):
-            of.open_line("auto").put_state(attrs.evolve(state, pins=(attrs.evolve(pin, layers=layers),)))
+            of.open_sequence("auto").put_state(
+                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
+            )
 
 
 def test_only_known_classes_are_made_whatever_a_file_names() -> None:
@@ -423,8 +425,8 @@ def test_only_known_classes_are_made_whatever_a_file_names() -> None:
 
 def test_the_model_itself_is_not_touched_by_a_state() -> None:
     model = MLXModel(llama(), CacheOptions())
-    line = model.open_line(beside_another=False)
+    sequence = model.open_sequence(beside_another=False)
     with pytest.raises(MisfitError, match="0 layers where the model has 2"):
-        line.put_state(LineState((1, 2), ()))
-    line.feed((1, 2), 1)
-    line.check(2)
+        sequence.put_state(SequenceState((1, 2), ()))
+    sequence.feed((1, 2), 1)
+    sequence.check(2)

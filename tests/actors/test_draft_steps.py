@@ -41,8 +41,8 @@ from actors.drafters.draft_actor import DraftActor
 from actors.drafters.draft_steps import Drafted, DraftSteps, FellBack, Refused
 from actors.session import Session
 from protocol.acceptance import likeliest
-from protocol.cached_tokens import Held
-from protocol.draft_budget import Leash
+from protocol.cached_tokens import CachedTokens
+from protocol.draft_budget import DraftBudget
 from protocol.messages import Open
 from protocol.settings import Settings
 
@@ -106,7 +106,7 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
         # Nothing comes after a stop token, so nothing is drafted there; the length of the text alone is no bound.
         assert len(simulation.spans("draft", "draft")) == length
         # What was launched before the stop was known may have been fed.
-        assert max(len(line.tokens) for line in draft.lines) <= len(prompt) + length - 1 + chains
+        assert max(len(sequence.tokens) for sequence in draft.sequences) <= len(prompt) + length - 1 + chains
 
 
 # --- what ends them -------------------------------------------------------------------------------
@@ -337,37 +337,37 @@ class OnThread:
     def __init__(self, name: str, *, chains: bool, num_prefilled: int, settled: int, **settings: Any) -> None:
         self.subject = subject(name)
         self.num_prefilled = num_prefilled
-        self.line = self.subject.open_line("auto")
-        self.held = Held()
+        self.sequence = self.subject.open_sequence("auto")
+        self.cached_tokens = CachedTokens()
         self.opened = Open(0, tuple(TEXT), Settings(**settings), 7, frozenset())
         self.committed = TEXT[:settled]
         self.session = Session(self.opened, trio.open_memory_channel(0)[0])
-        self.steps = DraftSteps(self.line, settled, self.session, VOCAB_SIZE, 3, lambda: 0.0, chains)
-        plan = self.held.plan(TEXT[:num_prefilled], num_logits=0)
-        self.line.feed(plan.feed, 0)
-        self.held.follow(plan)
+        self.steps = DraftSteps(self.sequence, settled, self.session, VOCAB_SIZE, 3, lambda: 0.0, chains)
+        plan = self.cached_tokens.plan(TEXT[:num_prefilled], num_logits=0)
+        self.sequence.feed(plan.feed, 0)
+        self.cached_tokens.follow(plan)
 
-    def draft(self, beyond: Sequence[int], leash: int, most: int) -> list[Drafted]:
+    def draft(self, beyond: Sequence[int], draft_budget: int, most: int) -> list[Drafted]:
         """What steps bring that are interrupted after so many; asked for again where the cache falls back."""
         while True:
-            plan = self.held.plan(self.committed, beyond)
-            tail = self.session.shaping.tail(self.committed, beyond)
-            step, found = self.steps.begin(plan, 0, tail, Leash(leash)), list[Drafted]()
+            plan = self.cached_tokens.plan(self.committed, beyond)
+            tail = self.session.logits_pipeline.tail(self.committed, beyond)
+            step, found = self.steps.begin(plan, 0, tail, DraftBudget(draft_budget)), list[Drafted]()
             if not isinstance(step.result, FellBack):
                 break
-            self.held.rewind(step.result.length)
-            self.line.check(len(self.held))
+            self.cached_tokens.rewind(step.result.length)
+            self.sequence.check(len(self.cached_tokens))
         while isinstance(step.result, Drafted):
             found.append(step.result)
-            self.held.follow(step.result.fed)
-            self.line.check(len(self.held))
+            self.cached_tokens.follow(step.result.fed)
+            self.sequence.check(len(self.cached_tokens))
             if step.then is None or len(found) == most:
                 break
             step = step.then()
         assert not isinstance(step.result, FellBack)
         if isinstance(step.result, Refused):
-            self.held.rewind(step.result.length)
-        self.line.check(len(self.held))
+            self.cached_tokens.rewind(step.result.length)
+        self.sequence.check(len(self.cached_tokens))
         return found
 
 
@@ -382,7 +382,7 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
         one, other = (OnThread(name, chains=c, num_prefilled=3, settled=settled, **settings) for c in (False, True))
         found, chained = one.draft((), 6, 99), other.draft((), 6, 99)
         assert len(found) == len(chained) > 0
-        assert one.held.tokens == other.held.tokens
+        assert one.cached_tokens.tokens == other.cached_tokens.tokens
         for drafted, same in zip(found, chained, strict=True):
             assert drafted.can_look_ahead == same.can_look_ahead
             assert [guess.token for guess in drafted.guesses] == [guess.token for guess in same.guesses]
@@ -414,7 +414,7 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
     for most in range(1, 5):
         found = thread.draft((), 5, most)
         # The last choice is not in the cache.
-        assert len(thread.held) == 5 + len(found) - 1
+        assert len(thread.cached_tokens) == 5 + len(found) - 1
 
 
 # --- on threads -----------------------------------------------------------------------------------

@@ -185,14 +185,14 @@ async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> Non
 
 def test_ours_compares_a_cache_with_the_books_whatever_trim_returned() -> None:
     model = MLXModel(llama(), CacheOptions())
-    line = model.open_line(beside_another=False)
-    line.feed((1, 2, 3, 4, 5), 0)
-    line.check(5)
-    for cache in line.cache:
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed((1, 2, 3, 4, 5), 0)
+    sequence.check(5)
+    for cache in sequence.cache:
         trim = cache.trim
         cache.trim = lambda n, trim=trim: trim(n + 1) - 1
     with pytest.raises(RewindError, match="should hold 4 tokens, it holds 3"):
-        line.rewind(4)
+        sequence.rewind(4)
 
 
 # --- mlx-lm's speculative decoding: each of these is right in ours --------------------------------

@@ -35,7 +35,7 @@ from protocol.errors import (
     StreamBusyError,
     StreamFailedError,
 )
-from protocol.lookahead_policy import Chain
+from protocol.lookahead_policy import ChainPolicy
 from protocol.messages import Message, Proposal, Verdict
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -163,7 +163,7 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
                 with pytest.raises(RuntimeBrokenError, match=f"feed {n} failed") as broken:
                     await read_into(got, stream)
                 assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.parts.ever[0].books.committed
+                assert PROMPT + got == simulation.target_worker.parts.ever[0].state.committed
                 assert got == TEXT[: len(got)]
                 # It stays so, for this stream and for new ones.
                 for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
@@ -191,7 +191,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(
                     with pytest.raises(RuntimeBrokenError) as broken:
                         await read_into(got, stream, pause=100.0 if is_slow else 0.0)
                     assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.parts.ever[session].books.committed
+                    assert prompt + got == simulation.target_worker.parts.ever[session].state.committed
                     assert got == continuation(prompt, len(got))
 
                 for i in range(3):
@@ -215,7 +215,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         got: list[int] = []
         with pytest.raises(RuntimeBrokenError):
             await read_into(got, unread)
-        assert PROMPT + got == simulation.target_worker.parts.ever[0].books.committed
+        assert PROMPT + got == simulation.target_worker.parts.ever[0].state.committed
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, "auto"])
@@ -303,7 +303,7 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
         num_guesses = 1
 
         def __init__(self) -> None:
-            self._chain = Chain(2)
+            self._chain = ChainPolicy(2)
             self._is_first = not policies
             policies.append(self)
 
@@ -502,8 +502,8 @@ async def test_the_runtime_of_a_task_is_the_innermost_that_is_open(autojump_cloc
         async with simulated(ScriptedModel(truthful)) as inner:
             assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
         assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
-    assert len(outer.target.lines) == 2
-    assert len(inner.target.lines) == 1
+    assert len(outer.target.sequences) == 2
+    assert len(inner.target.sequences) == 1
 
 
 # --- the user's own errors ------------------------------------------------------------------------
@@ -580,5 +580,5 @@ async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lo
 
 def assert_closed(*models: ScriptedModel) -> None:
     for model in models:
-        assert model.lines != []
-        assert all(line.is_closed for line in model.lines)
+        assert model.sequences != []
+        assert all(sequence.is_closed for sequence in model.sequences)

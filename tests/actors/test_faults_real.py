@@ -14,7 +14,7 @@ from models import VOCAB_SIZE, greedy, llama, near, prompt_of
 from scripted import ids
 
 import runtime
-from actors.mlx.sequence import MLXLine
+from actors.mlx.sequence import MLXSequence
 from actors.workers.worker import JobError, Step, Steps
 
 PROMPT = prompt_of(9)
@@ -53,17 +53,17 @@ def fail_at(
     Returns: what says how often it was called.
     """
     calls = 0
-    method = getattr(MLXLine, name)
+    method = getattr(MLXSequence, name)
 
-    def failing(line: MLXLine, *arguments: Any, **keywords: Any) -> Any:
+    def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
-        if line._model is vocab_model:
+        if sequence._model is vocab_model:
             calls += 1
             if calls == at or (for_good and calls > at):
                 raise Fault(f"{name} {at}")
-        return method(line, *arguments, **keywords)
+        return method(sequence, *arguments, **keywords)
 
-    monkeypatch.setattr(MLXLine, name, failing)
+    monkeypatch.setattr(MLXSequence, name, failing)
     return lambda: calls
 
 

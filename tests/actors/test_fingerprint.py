@@ -54,8 +54,8 @@ def test_a_model_at_work_has_the_fingerprint_that_it_has_at_rest() -> None:
     at_rest = fingerprint(model)
     wrapped = MLXModel(model, CacheOptions())
     with wrapped.evaluating_layers():
-        line = wrapped.open_line(beside_another=True)
-        line.feed((1, 2, 3), 1)
+        sequence = wrapped.open_sequence(beside_another=True)
+        sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == at_rest
 
 
@@ -130,8 +130,8 @@ def test_every_architecture_has_a_fingerprint_of_its_own() -> None:
         model = build(name)
         found[name] = fingerprint(model)
         # What a model notes down while it works is none of its marks.
-        line = MLXModel(model, CacheOptions()).open_line(beside_another=False)
-        line.feed((1, 2, 3), 1)
+        sequence = MLXModel(model, CacheOptions()).open_sequence(beside_another=False)
+        sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == fingerprint(build(name)) == found[name], name
     assert len(set(found.values())) == len(found)
 

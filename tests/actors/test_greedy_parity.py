@@ -385,7 +385,7 @@ async def test_rewind_auto_does_rewind_both() -> None:
 async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_token(drafter: str) -> None:
     prompt = prompt_of(9)
     target = Watched(family("llama"))
-    held: list[set[int]] = []
+    cached_tokens: list[set[int]] = []
     right: list[int] = []
     num_tokens = len(prompt)
 
@@ -395,13 +395,13 @@ async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_t
         if isinstance(event, Instant) and event.kind == "verdict":
             num_tokens += event.num_tokens + 1
             right.append(num_tokens - 1)
-            held.append({cache.offset for cache in target.caches})
+            cached_tokens.append({cache.offset for cache in target.caches})
 
     draft = DRAFTERS[drafter](family("llama"), llama)
     async with runtime.open((target, None), (draft, None), trace=look) as rt:
         await rt.generate(prompt, max_tokens=24, lookahead=3)
-    assert len(held) >= 24 / 4
-    assert held == [{length} for length in right]
+    assert len(cached_tokens) >= 24 / 4
+    assert cached_tokens == [{length} for length in right]
 
 
 class Stubborn(KVCache):

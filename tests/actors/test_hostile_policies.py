@@ -32,7 +32,7 @@ from scripted import (
 )
 from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 
-from protocol.draft_budget import NO_LEASH, Leash
+from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget
 from protocol.lookahead_policy import View
 from protocol.lookahead_tree import Node
 
@@ -93,8 +93,8 @@ class Hostile:
         self._allowed.setdefault(node.trail, self.allows(view, node))
         return node
 
-    def leash(self, view: View, node: Node) -> Leash:
-        return NO_LEASH
+    def draft_budget(self, view: View, node: Node) -> DraftBudget:
+        return NO_DRAFT_BUDGET
 
     def _open(self, view: View) -> list[Node]:
         return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
@@ -161,7 +161,7 @@ def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None =
             target,
             draft,
             price=random_price(seed),
-            draft_price=lambda job: 0.25 + (len(draft.lines[0].fed) * 7 % 11 if draft.lines else 0) / 8,
+            draft_price=lambda job: 0.25 + (len(draft.sequences[0].fed) * 7 % 11 if draft.sequences else 0) / 8,
             make_policy=lambda settings, prices: policy,
             hop=None if hop is None else lambda: hop,
         ) as simulation:
@@ -225,11 +225,11 @@ class Straying(Hostile):
 
     least: float = 0.0
 
-    def leash(self, view: View, node: Node) -> Leash:
+    def draft_budget(self, view: View, node: Node) -> DraftBudget:
         def believe(rank: int, raw: float) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
-        return Leash(self._dice.randrange(5), 1.0, self.least, believe=believe)
+        return DraftBudget(self._dice.randrange(5), 1.0, self.least, believe=believe)
 
     def proposal(self, view: View) -> list[Node] | None:
         # Where it went on by itself, it allows what comes.

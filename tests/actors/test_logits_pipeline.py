@@ -21,7 +21,7 @@ from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of
 from scipy.stats import chi2
 
 import runtime
-from actors.sampling.logits_pipeline import NOTHING, Shaping
+from actors.sampling.logits_pipeline import NOTHING, LogitsPipeline
 from actors.sampling.user_code import MOST_STATES
 from protocol.messages import Open
 from protocol.settings import Settings
@@ -164,7 +164,7 @@ def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
     filters["xtc_probability"] = float(is_xtc_on)
     if filters.get("top_k", 0) >= 20:
         del filters["top_k"]
-    shaped = Shaping(opened(**filters)).shape(logits, NOTHING, start=5)
+    shaped = LogitsPipeline(opened(**filters)).shape(logits, NOTHING, start=5)
     ours = mx.softmax(shaped / filters["temperature"], axis=-1)[0].tolist()
     sampler = make_sampler(**{"temp" if name == "temperature" else name: value for name, value in filters.items()})
     mx.random.seed(seed)
@@ -179,13 +179,13 @@ def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
 
 def test_xtc_tosses_a_coin_for_each_position_the_same_for_both_models() -> None:
     logits = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]] * 400))
-    shaping = Shaping(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
-    other = Shaping(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
-    left_out = mx.isinf(shaping.filter(logits, 10))[:, 0].tolist()
+    logits_pipeline = LogitsPipeline(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
+    other = LogitsPipeline(opened(temperature=1.0, xtc_probability=0.3, xtc_threshold=0.1))
+    left_out = mx.isinf(logits_pipeline.filter(logits, 10))[:, 0].tolist()
     assert 90 < sum(left_out) < 150
     one_by_one = [bool(mx.isinf(other.filter(logits[:1], 10 + i))[0, 0].item()) for i in range(40)]
     assert one_by_one == left_out[:40]
-    differently_seeded = Shaping(opened(temperature=1.0, xtc_probability=0.3, seed=1))
+    differently_seeded = LogitsPipeline(opened(temperature=1.0, xtc_probability=0.3, seed=1))
     assert mx.isinf(differently_seeded.filter(logits, 10))[:, 0].tolist() != left_out
 
 
@@ -363,12 +363,12 @@ async def test_each_stream_begins_with_the_state_in_which_the_processors_owner_l
 
 def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
     processor = Bans()
-    shaping = Shaping(opened(logits_processors=[processor]))
+    logits_pipeline = LogitsPipeline(opened(logits_processors=[processor]))
     logits = mx.zeros((1, VOCAB_SIZE))
 
     def left_out(generated: Sequence[int]) -> set[int]:
         text = [*PROMPT, *generated]
-        row = shaping.process(logits, shaping.tail(text), len(text))[0].tolist()
+        row = logits_pipeline.process(logits, logits_pipeline.tail(text), len(text))[0].tolist()
         return {token for token, logit in enumerate(row) if logit == float("-inf")}
 
     long = [(7 * i) % 50 for i in range(MOST_STATES + 20)]

@@ -221,9 +221,9 @@ class Neighbourly(ScriptedModel):
         super().__init__(script)
         self.asked: list[bool] = []
 
-    def open_line(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
         self.asked.append(beside_another)
-        return super().open_line(beside_another=beside_another)
+        return super().open_sequence(beside_another=beside_another)
 
 
 @pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
@@ -376,12 +376,12 @@ async def test_a_target_that_is_left_alone_works_ahead_of_what_is_read(autojump_
     num_tokens = 60
     async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
         stream = simulation.runtime.stream([0], max_tokens=num_tokens)
-        held = []
+        cached_tokens = []
         async for token in stream:
-            (line,) = simulation.target.lines
-            held.append(len(line.tokens) - token.index - 1)
+            (sequence,) = simulation.target.sequences
+            cached_tokens.append(len(sequence.tokens) - token.index - 1)
     # Without the last token that was given at first, with it in a rest; but for the end, where no token comes after.
-    assert held == [0] * PATIENCE + [1] * (num_tokens - PATIENCE - 1) + [0]
+    assert cached_tokens == [0] * PATIENCE + [1] * (num_tokens - PATIENCE - 1) + [0]
 
 
 async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) -> None:
@@ -453,13 +453,13 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
 
 
 async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_their_turn(autojump_clock: Any) -> None:
-    turns = 0
+    target_queue = 0
 
     async def take_turns() -> None:
-        nonlocal turns
+        nonlocal target_queue
         while not simulation.instants("proposal"):
             await trio.lowlevel.checkpoint()
-            turns += 1
+            target_queue += 1
 
     num_pieces = 8
     prompt = [1] * (num_pieces * INDEXED_IN_A_ROW)
@@ -470,7 +470,7 @@ async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_thei
     ):
         nursery.start_soon(take_turns)
         await trio.sleep(1)
-    assert turns >= num_pieces
+    assert target_queue >= num_pieces
 
 
 CANCELLED_PROMPT = [0, 1, 2, 3, 4, 0, 1]

@@ -20,7 +20,7 @@ from models import Shifted, Wrapped, greedy, llama, near, prompt_of
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXLine
+from actors.mlx.sequence import MLXSequence
 from actors.workers.worker import Job, ThreadWorker
 from runtime.engine.runtime import running
 
@@ -49,52 +49,52 @@ class Books:
         self.vocab_size = self._model.vocab_size
         self.context_length = self._model.context_length
         # After every step, what the caches hold, and which they are.
-        self.held: list[tuple[int, ...]] = []
+        self.cached_tokens: list[tuple[int, ...]] = []
         self.kinds: list[set[type]] = []
 
-    def open_line(self, *, beside_another: bool) -> BookedLine:
-        return BookedLine(self._model.open_line(beside_another=beside_another), self)
+    def open_sequence(self, *, beside_another: bool) -> BookedLine:
+        return BookedLine(self._model.open_sequence(beside_another=beside_another), self)
 
 
 class BookedLine:
     depends_on_passes = False
 
-    def __init__(self, line: MLXLine, books: Books) -> None:
-        self._line = line
+    def __init__(self, sequence: MLXSequence, state: Books) -> None:
+        self._sequence = sequence
         self._tokens: tuple[int, ...] = ()
-        self._books = books
+        self._books = state
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        logits = self._line.feed(tokens, num_logits)
+        logits = self._sequence.feed(tokens, num_logits)
         self._now(self._tokens + tokens)
         return logits
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        logits = self._line.feed_lazy(token)
+        logits = self._sequence.feed_lazy(token)
         self._now((*self._tokens, int(token.item())))
         return logits
 
     def prepare(self, num_tokens: int, settled: int) -> Any:
-        return self._line.prepare(num_tokens, settled)
+        return self._sequence.prepare(num_tokens, settled)
 
     def rewind(self, length: int) -> int:
-        kept = self._line.rewind(length)
-        self._now(self._tokens[:kept])
-        return kept
+        prefix_cache = self._sequence.rewind(length)
+        self._now(self._tokens[:prefix_cache])
+        return prefix_cache
 
     def check(self, length: int) -> None:
         assert length == len(self._tokens)
-        self._line.check(length)
+        self._sequence.check(length)
 
     def close(self) -> None:
-        self._line.close()
+        self._sequence.close()
 
     def _now(self, tokens: tuple[int, ...]) -> None:
-        self._line.check(len(tokens))
-        assert {cache.offset for cache in self._line.cache} == {len(tokens)}
+        self._sequence.check(len(tokens))
+        assert {cache.offset for cache in self._sequence.cache} == {len(tokens)}
         self._tokens = tokens
-        self._books.held.append(tokens)
-        self._books.kinds.append({type(cache) for cache in self._line.cache})
+        self._books.cached_tokens.append(tokens)
+        self._books.kinds.append({type(cache) for cache in self._sequence.cache})
 
 
 async def booked(target: nn.Module, draft: nn.Module, num_tokens: int, **options: Any) -> tuple[Any, Books, Books]:
@@ -146,12 +146,12 @@ async def test_caches_that_are_quantised_on_the_way(start: int) -> None:
     assert {type(cache) for cache in caches} == {KVCache}
     assert all(cache.offset < len(PROMPT) + NUM_TOKENS - 1 - LOOKAHEAD for cache in caches)
 
-    completion, *books = await booked(target, draft, NUM_TOKENS, **options)
+    completion, *state = await booked(target, draft, NUM_TOKENS, **options)
     assert ids(completion) == right
     assert 0 < completion.statistics.accepted < completion.statistics.proposed
-    for model in books:
-        for held, kinds in zip(model.held, model.kinds, strict=True):
-            assert kinds == {QuantizedKVCache if len(held) >= start else KVCache}
+    for model in state:
+        for cached_tokens, kinds in zip(model.cached_tokens, model.kinds, strict=True):
+            assert kinds == {QuantizedKVCache if len(cached_tokens) >= start else KVCache}
         assert {QuantizedKVCache} in model.kinds
 
 
@@ -190,10 +190,10 @@ async def test_where_all_is_accepted_both_caches_hold_the_text_wherever_it_ends(
     assert completion.statistics.rejected == 0
     assert (*PROMPT, *ids(completion)) == text[: len(PROMPT) + num_tokens]
     # A token left out, or one that is there twice, would show.
-    for held in target.held + draft.held:
-        assert held == text[: len(held)]
+    for cached_tokens in target.cached_tokens + draft.cached_tokens:
+        assert cached_tokens == text[: len(cached_tokens)]
     # The last token has never been read; there was no need to.
-    assert len(target.held[-1]) == len(PROMPT) + num_tokens - 1
+    assert len(target.cached_tokens[-1]) == len(PROMPT) + num_tokens - 1
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.2])
@@ -203,9 +203,9 @@ async def test_after_every_step_both_caches_hold_what_the_books_say(noise: float
     completion, target, draft = await booked(model, near(model, noise=noise), NUM_TOKENS)
     assert completion.statistics.rejected > 0
     assert (*PROMPT, *ids(completion)) == text
-    assert target.held[-1] == text[:-1]
+    assert target.cached_tokens[-1] == text[:-1]
     # Whatever the drafter ran ahead with, it came back to.
-    assert max(common(held, text) for held in draft.held) >= len(text) - 1 - LOOKAHEAD
+    assert max(common(cached_tokens, text) for cached_tokens in draft.cached_tokens) >= len(text) - 1 - LOOKAHEAD
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

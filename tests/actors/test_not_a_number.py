@@ -30,7 +30,7 @@ from scripted import (
 )
 
 import runtime
-from actors.sampling.logit_check import Peaks
+from actors.sampling.logit_check import LogitCheck
 from protocol.errors import NotANumberError, ProcessorError
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -233,12 +233,12 @@ def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int,
         for value in (math.nan, math.inf):
             rows = mx.stack([row, row, row])
             rows[1, place] = value
-            assert Peaks.of(rows, rows).num_sound() == 1
-            assert Peaks.of(mx.zeros_like(rows), rows).num_sound() == 1
+            assert LogitCheck.of(rows, rows).num_sound() == 1
+            assert LogitCheck.of(mx.zeros_like(rows), rows).num_sound() == 1
     forbidden = mx.full((width,), -math.inf, dtype)
-    assert Peaks.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 1
+    assert LogitCheck.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 1
     forbidden[width - 1] = 0.0
-    assert Peaks.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 2
+    assert LogitCheck.of(mx.stack([row, forbidden]), mx.stack([row, row])).num_sound() == 2
 
 
 # --- real models ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from test_architectures import greedy as whole_text
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.prefix_cache import KeptLines
+from actors.prefix_cache import PrefixCache
 from protocol.trace import Event, Span
 
 # Several chunks a prompt, the window is full in the first turn or the second, and the tail is cut off for a pin.
@@ -250,20 +250,20 @@ async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> None:
     model = MLXModel(family(name), CacheOptions())
-    one_line = model.open_line(beside_another=False)
+    one_line = model.open_sequence(beside_another=False)
     one_line.feed(tuple(some_prompt(40)), 0)
     budget = int(2.5 * one_line.num_bytes)
     assert one_line.num_bytes >= sum(layer.nbytes for layer in one_line.cache) > 0
-    kept = KeptLines(model, budget)
+    prefix_cache = PrefixCache(model, budget)
     for seed in range(6):
         prompt = (seed, *some_prompt(40, seed=seed))
-        begun = kept.begin(prompt, beside_another=False)
-        begun.line.feed(prompt[:-1], 0)
-        kept.put_away(begun.line, prompt[:-1], prompt, beside_another=False)
-        assert 0 < kept.num_bytes <= budget
-    assert len(kept) == 2
-    kept.close()
-    assert kept.num_bytes == 0
+        hit = prefix_cache.begin(prompt, beside_another=False)
+        hit.sequence.feed(prompt[:-1], 0)
+        prefix_cache.put(hit.sequence, prompt[:-1], prompt, beside_another=False)
+        assert 0 < prefix_cache.num_bytes <= budget
+    assert len(prefix_cache) == 2
+    prefix_cache.close()
+    assert prefix_cache.num_bytes == 0
 
 
 async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:

@@ -29,7 +29,7 @@ from scripted import (
     within,
 )
 
-from actors.prefix_cache import MOST_LINES, KeptLines
+from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
 from protocol.errors import RewindError
 from runtime.engine.runtime import BUFFERED_ROUNDS
 
@@ -101,7 +101,7 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
             longer = [*PROMPT, *continuation(PROMPT, 8), 1, 2]
             await turn(simulation, longer, 8, lookahead=3)
             assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
-            assert len(simulation.draft.lines) == len(simulation.target.lines) == 1
+            assert len(simulation.draft.sequences) == len(simulation.target.sequences) == 1
 
 
 @pytest.mark.parametrize("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
@@ -169,7 +169,7 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert (await simulation.runtime.generate(PROMPT, max_tokens=4)).statistics.cached_tokens == 0
         for model in (simulation.target, simulation.draft):
-            assert [line.is_closed for line in model.lines[:2]] == [True, False]
+            assert [sequence.is_closed for sequence in model.sequences[:2]] == [True, False]
 
 
 async def test_a_line_that_leaves_room_for_a_drafter_is_not_one_that_does_not(autojump_clock: Any) -> None:
@@ -186,13 +186,13 @@ async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_other
 ) -> None:
     async with simulated(*pair(cache)) as simulation:
         texts = [[5, 6, 7, first, *range(10, 40)] for first in (1, 2)]
-        for turns in range(4):
+        for target_queue in range(4):
             for text in texts:
                 statistics = await turn(simulation, text, 6, lookahead=3)
-                if turns and ("keeps_states" in cache or cache["undo"] is always):
+                if target_queue and ("keeps_states" in cache or cache["undo"] is always):
                     assert statistics.cached_tokens >= len(text) - 14
                 text += [*continuation(text, 6), 1, 2]
-        assert len(simulation.target.lines) == 2 or cache["undo"] is not always
+        assert len(simulation.target.sequences) == 2 or cache["undo"] is not always
 
 
 async def test_a_text_that_shares_most_of_another_takes_its_line(autojump_clock: Any) -> None:
@@ -230,8 +230,8 @@ async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_begi
 async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
-        assert not any(line.is_closed for line in simulation.target.lines + simulation.draft.lines)
-    assert all(line.is_closed for line in simulation.target.lines + simulation.draft.lines)
+        assert not any(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
+    assert all(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
 
 
 # --- texts that were cancelled, and failed --------------------------------------------------------
@@ -269,9 +269,11 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_line_is_kept(autojum
             await turn(simulation, PROMPT, 6, lookahead=3)
             await turn(simulation, PROMPT[::-1], 1)  # by the end of which both are put away
             text = [*PROMPT, *continuation(PROMPT, 6)]
-            (held,) = [line.tokens for line in simulation.draft.lines if line.tokens[0] == PROMPT[0]]
-            assert held == text[: len(held)]
-            assert len(held) > len(PROMPT)
+            (cached_tokens,) = [
+                sequence.tokens for sequence in simulation.draft.sequences if sequence.tokens[0] == PROMPT[0]
+            ]
+            assert cached_tokens == text[: len(cached_tokens)]
+            assert len(cached_tokens) > len(PROMPT)
 
 
 @pytest.mark.parametrize("nth", range(1, 7))
@@ -280,7 +282,7 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         statistics = await turn(simulation, PROMPT, 12, lookahead=3)
         assert statistics.draft_failures == 1
-        assert [line.is_closed for line in draft.lines] == [True]
+        assert [sequence.is_closed for sequence in draft.sequences] == [True]
         again = await turn(simulation, PROMPT, 12, lookahead=3)
         assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
 
@@ -290,7 +292,7 @@ async def test_a_text_whose_books_were_wrong_is_not_kept(autojump_clock: Any) ->
     async with simulated(target) as simulation:
         with pytest.raises(RewindError):
             await turn(simulation, PROMPT, 12)
-        assert [line.is_closed for line in target.lines] == [True]
+        assert [sequence.is_closed for sequence in target.sequences] == [True]
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
 
 
@@ -299,7 +301,7 @@ async def test_a_line_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(aut
     async with simulated(target) as simulation:
         await turn(simulation, PROMPT, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
-        assert [line.is_closed for line in target.lines] == [True, False]
+        assert [sequence.is_closed for sequence in target.sequences] == [True, False]
 
 
 async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
@@ -320,7 +322,7 @@ async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_a
 class Text:
     """What a session leaves behind."""
 
-    line: Any
+    sequence: Any
     tokens: tuple[int, ...]
 
 
@@ -329,25 +331,25 @@ class Shelf:
 
     def __init__(self, max_bytes: int, **model: Any) -> None:
         self.model = ScriptedModel(truthful, **model)
-        self.kept = KeptLines(self.model, max_bytes)
+        self.prefix_cache = PrefixCache(self.model, max_bytes)
 
     def read(self, *tokens: int) -> tuple[Any, int]:
         """Have a line for a text, and put it away; returns it, and what was cached of the text."""
-        begun = self.kept.begin((*tokens, 63), beside_another=False)
-        if tokens[begun.num_cached :]:
-            begun.line.feed(tokens[begun.num_cached :], 0)
-        self.kept.put_away(begun.line, tokens, tokens, beside_another=False)
-        return begun.line, begun.num_cached
+        hit = self.prefix_cache.begin((*tokens, 63), beside_another=False)
+        if tokens[hit.num_cached :]:
+            hit.sequence.feed(tokens[hit.num_cached :], 0)
+        self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
+        return hit.sequence, hit.num_cached
 
 
 def test_what_was_used_least_recently_goes_first_once_the_bytes_are_used_up() -> None:
     shelf = Shelf(max_bytes=120, bytes_per_token=10)
     one, two, three = (shelf.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
-    assert shelf.kept.num_bytes == 120
+    assert shelf.prefix_cache.num_bytes == 120
     assert shelf.read(10, 1, 2, 3) == (one, 4)
     four, _ = shelf.read(40, 1, 2, 3)
-    assert [line.is_closed for line in (one, two, three, four)] == [False, True, False, False]
-    assert shelf.kept.num_bytes == 120
+    assert [sequence.is_closed for sequence in (one, two, three, four)] == [False, True, False, False]
+    assert shelf.prefix_cache.num_bytes == 120
     assert shelf.model.misuses == []
 
 
@@ -356,47 +358,47 @@ def test_a_line_larger_than_all_that_may_be_kept_is_closed_and_costs_no_other_it
     small, _ = shelf.read(1, 2)
     large, _ = shelf.read(10, 20, 30, 40, 50, 60)
     assert (small.is_closed, large.is_closed) == (False, True)
-    assert shelf.kept.num_bytes == 20
+    assert shelf.prefix_cache.num_bytes == 20
 
 
 def test_of_no_bytes_nothing_is_kept() -> None:
     shelf = Shelf(max_bytes=0)
     assert shelf.read(1, 2)[0].is_closed
-    assert len(shelf.kept) == 0
+    assert len(shelf.prefix_cache) == 0
 
 
 def test_there_is_a_bound_to_how_many_lines_a_search_looks_at() -> None:
     shelf = Shelf(max_bytes=10**9)
-    lines = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MOST_LINES + 20)]
-    assert len(shelf.kept) <= MOST_LINES
-    assert not lines[-1].is_closed
+    sequences = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MAX_SEQUENCES + 20)]
+    assert len(shelf.prefix_cache) <= MAX_SEQUENCES
+    assert not sequences[-1].is_closed
 
 
 def test_a_line_that_can_be_trimmed_takes_the_place_of_those_that_it_goes_on_from() -> None:
     shelf = Shelf(max_bytes=10**9)
-    first = shelf.kept.begin((1, 2, 3, 4), beside_another=False).line
-    second = shelf.kept.begin((1, 2, 3, 4, 5, 6), beside_another=False).line  # at the same time
-    for line, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        line.feed(tokens, 0)
-        shelf.kept.put_away(line, tokens, tokens, beside_another=False)
-    assert (first.is_closed, second.is_closed, len(shelf.kept)) == (True, False, 1)
+    first = shelf.prefix_cache.begin((1, 2, 3, 4), beside_another=False).sequence
+    second = shelf.prefix_cache.begin((1, 2, 3, 4, 5, 6), beside_another=False).sequence  # at the same time
+    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
+        sequence.feed(tokens, 0)
+        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert (first.is_closed, second.is_closed, len(shelf.prefix_cache)) == (True, False, 1)
 
 
 def test_recurrent_lines_that_go_on_from_each_other_are_both_of_use() -> None:
     shelf = Shelf(max_bytes=10**9, undo=never)
-    first = shelf.kept.begin((1, 2, 3, 4), beside_another=False).line
-    second = shelf.kept.begin((1, 2, 3, 4, 5, 6), beside_another=False).line
-    for line, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        line.feed(tokens, 0)
-        shelf.kept.put_away(line, tokens, tokens, beside_another=False)
-    assert len(shelf.kept) == 2
-    assert shelf.kept.begin((1, 2, 3, 60, 61), beside_another=False).line is first
-    assert shelf.kept.begin((1, 2, 3, 4, 5, 61), beside_another=False).line is second
+    first = shelf.prefix_cache.begin((1, 2, 3, 4), beside_another=False).sequence
+    second = shelf.prefix_cache.begin((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
+        sequence.feed(tokens, 0)
+        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert len(shelf.prefix_cache) == 2
+    assert shelf.prefix_cache.begin((1, 2, 3, 60, 61), beside_another=False).sequence is first
+    assert shelf.prefix_cache.begin((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
 
 
 # --- any turns, in any order ----------------------------------------------------------------------
 
-turns = st.lists(
+target_queue = st.lists(
     st.tuples(
         st.integers(0, 3),  # which of the texts so far it goes on from
         st.integers(1, 40),  # how much of that it has
@@ -411,12 +413,12 @@ turns = st.lists(
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
-@given(turns, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
-def test_texts_that_share_beginnings_are_right_in_any_order(turns: Any, cache: str, max_bytes: int) -> None:
+@given(target_queue, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
+def test_texts_that_share_beginnings_are_right_in_any_order(target_queue: Any, cache: str, max_bytes: int) -> None:
     async def main() -> None:
         texts = [[7, 7, 7]]
         async with simulated(*pair(CACHES[cache]), prefix_cache_bytes=max_bytes) as simulation:
-            for which, length, added, num_tokens, seconds, lookahead in turns:
+            for which, length, added, num_tokens, seconds, lookahead in target_queue:
                 prompt = texts[which % len(texts)][:length] + added
                 got: list[int] = []
                 with trio.move_on_after(10**6 if seconds is None else seconds):

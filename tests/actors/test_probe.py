@@ -95,7 +95,7 @@ def test_a_probe_closes_its_line_whatever_comes() -> None:
     with pytest.raises(ModelError, match="RewindError: check 2 failed"):
         probe(model)
     probe(model)
-    assert [line.is_closed for line in model.lines] == [True] * 4
+    assert [sequence.is_closed for sequence in model.sequences] == [True] * 4
     assert model.misuses == []
 
 

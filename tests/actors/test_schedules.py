@@ -45,10 +45,10 @@ from scripted import (
 )
 
 from actors.drafters.draft_actor import MakePolicy, policy_by_settings
-from protocol.lookahead_policy import Chain, Policy
+from protocol.lookahead_policy import ChainPolicy, Policy
 from protocol.messages import Message, Proposal, Verdict
 from protocol.prices import Prices
-from protocol.session_state import State
+from protocol.session_state import SessionPhase
 from protocol.settings import Settings
 from protocol.statistics import Statistics
 
@@ -98,7 +98,7 @@ class Tampered:
 
 
 @attrs.frozen
-class Restful(Chain):
+class Restful(ChainPolicy):
     """A fixed lookahead that leaves rounds to the target, and goes on doing so, by turns."""
 
     turns: Iterator[bool] = attrs.field(kw_only=True)
@@ -224,9 +224,9 @@ async def play(scenario: Scenario) -> int:
             # Until the latest copies have come, and found nobody.
             await trio.sleep(10_000)
             ours, theirs = (w.parts.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
-            assert ours.books.committed == prompt + text[: ours.books.num_generated]
-            assert ours.books.state is State.CLOSED
-            assert theirs.books.committed == ours.books.committed[: len(theirs.books.committed)]
+            assert ours.state.committed == prompt + text[: ours.state.num_generated]
+            assert ours.state.phase is SessionPhase.CLOSED
+            assert theirs.state.committed == ours.state.committed[: len(theirs.state.committed)]
             proposals = rounds_of(simulation.target_worker.parts, session, Proposal)
             verdicts = rounds_of(simulation.draft_worker.parts, session, Verdict)
             assert set(verdicts) == set(range(len(set(verdicts))))
@@ -237,9 +237,9 @@ async def play(scenario: Scenario) -> int:
             assert len(not_proposed_for) <= statistics.resting_rounds
             assert statistics.resting_rounds == 0 or scenario.lookahead == "auto" or any(scenario.rests)
             # The last verdict may come when the consumer, who had the text by then, has hung up.
-            assert theirs.books.round <= num_proposed_for + statistics.resting_rounds
-            assert max(proposals, default=0) <= theirs.books.round
-            dropped = len(proposals) - num_proposed_for + len(verdicts) - theirs.books.round
+            assert theirs.state.round <= num_proposed_for + statistics.resting_rounds
+            assert max(proposals, default=0) <= theirs.state.round
+            dropped = len(proposals) - num_proposed_for + len(verdicts) - theirs.state.round
             assert statistics.stale_proposals == dropped
             num_stale += dropped
 
@@ -271,8 +271,8 @@ async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, au
         statistics = stream.statistics()
         # Three copies of each proposal and each verdict, but for those that came when nobody listened any more.
         assert 6 * (statistics.rounds - 1) <= statistics.stale_proposals <= 6 * statistics.rounds
-        books = [w.parts.ever[0].books for w in (sim.target_worker, sim.draft_worker)]
-        assert statistics.stale_proposals == sum(each.num_stale for each in books)
+        state = [w.parts.ever[0].state for w in (sim.target_worker, sim.draft_worker)]
+        assert statistics.stale_proposals == sum(each.num_stale for each in state)
         # Dropped is dropped: no round was verified twice.
         assert len(sim.spans("target", "verify")) == statistics.rounds
         nursery.cancel_scope.cancel()

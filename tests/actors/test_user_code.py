@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
 
 import runtime
-from actors.sampling.logits_pipeline import Shaping
+from actors.sampling.logits_pipeline import LogitsPipeline
 from protocol.messages import Open
 from protocol.settings import Settings
 
@@ -74,12 +74,12 @@ async def test_where_only_the_drafter_cannot_evaluate_it_nothing_but_drafting_is
         assert (await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3)).statistics.accepted > 0
 
 
-def shaping(*processors: Any) -> Shaping:
-    return Shaping(Open(0, (1, 2), Settings(logits_processors=processors), seed=0, stop_tokens=frozenset()))
+def logits_pipeline(*processors: Any) -> LogitsPipeline:
+    return LogitsPipeline(Open(0, (1, 2), Settings(logits_processors=processors), seed=0, stop_tokens=frozenset()))
 
 
 def process(*processors: Any) -> mx.array:
-    shaped = shaping(*processors)
+    shaped = logits_pipeline(*processors)
     return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.tail([1, 2]), 2)
 
 
@@ -108,7 +108,7 @@ def test_what_the_model_cannot_evaluate_is_not_said_to_be_the_processors() -> No
     thread = threading.Thread(target=lambda: made.append(mx.zeros((1, VOCAB_SIZE)) + 0))
     thread.start()
     thread.join()
-    shaped = shaping(harmless)
+    shaped = logits_pipeline(harmless)
     with pytest.raises(RuntimeError, match="Stream"):
         shaped.process(made[0], shaped.tail([1, 2]), 2)
 

@@ -49,7 +49,9 @@ def models(**of_draft: Any) -> tuple[ScriptedModel, ScriptedModel]:
 
 
 def nothing_is_open(*of: ScriptedModel) -> bool:
-    return all(line.is_closed for model in of for line in model.lines) and not any(model.misuses for model in of)
+    return all(sequence.is_closed for model in of for sequence in model.sequences) and not any(
+        model.misuses for model in of
+    )
 
 
 @pytest.mark.parametrize("base", [0.001, 1.0, 64.0])
@@ -81,7 +83,7 @@ def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) ->
 def test_both_models_lines_are_closed() -> None:
     pair = models()
     run(lambda: warmed_up(*pair))
-    assert all(model.lines for model in pair)
+    assert all(model.sequences for model in pair)
     assert nothing_is_open(*pair)
 
 
@@ -133,7 +135,7 @@ def test_a_model_with_hardly_any_context_is_left_alone(who: int) -> None:
     pair = [ScriptedModel(truthful), ScriptedModel(truthful)]
     pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT - 1)
     assert not run(lambda: warmed_up(*pair)).is_known
-    assert pair[0].lines == pair[1].lines == []
+    assert pair[0].sequences == pair[1].sequences == []
     # With as much as it takes, the passes stay within it: the scripted lines would say.
     pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT)
     assert run(lambda: warmed_up(*pair)).is_known

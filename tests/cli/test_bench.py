@@ -33,8 +33,8 @@ from actors.workers.worker import Job, ThreadWorker
 from protocol.trace import Span
 from runtime.bench.contenders import (
     PLAIN,
-    Cast,
     Contender,
+    ModelPair,
     Moment,
     Run,
     Stage,
@@ -414,7 +414,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
         for role, model in zip(("target", "draft"), pair, strict=True):
             workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
             made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
-        stage = Stage(Cast(made, workers, events))
+        stage = Stage(ModelPair(made, workers, events))
         await stage.open_runtimes(stack, [ours])
         (rt, _) = stage._runtimes[ours]
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from actors.drafters.draft_actor import policy_by_settings
-from protocol.lookahead_policy import Chain
+from protocol.lookahead_policy import ChainPolicy
 from protocol.prices import Prices
 from protocol.settings import Settings
 from runtime.cli import main as cli
@@ -91,8 +91,8 @@ def test_the_figures_are_those_of_the_simulation(capfd):
     contenders = json.loads(simulate(capfd, "--json"))["contenders"]
     scenario = Scenario(0.8, 0.1)
 
-    def sequential(settings: Settings, prices: Prices) -> Chain:
-        return Chain(3, overlaps=False)
+    def sequential(settings: Settings, prices: Prices) -> ChainPolicy:
+        return ChainPolicy(3, overlaps=False)
 
     for contender, result in (
         (contenders[0], played(scenario, num_tokens=60, lookahead=0)),

@@ -9,25 +9,25 @@ import mlx.core as mx
 import pytest
 import trio
 
-from actors.model import Line, Model, Rung
+from actors.model import CachedSequence, Model, RewindMode
 from protocol.errors import RewindError, SettingsError
-from protocol.lookahead_policy import Chain
+from protocol.lookahead_policy import ChainPolicy
 from runtime.simulation.simulation import PROMPT, VOCAB_SIZE, Scenario, ScriptedDraft, ScriptedTarget, played
 
 NUM_POSITIONS = 4000
 
 
-def opened(model: Model) -> Line:
-    line = model.open_line(beside_another=True)
-    line.feed(PROMPT, 0)
-    return line
+def opened(model: Model) -> CachedSequence:
+    sequence = model.open_sequence(beside_another=True)
+    sequence.feed(PROMPT, 0)
+    return sequence
 
 
 def text(scenario: Scenario, length: int) -> tuple[int, ...]:
     """The target's own text, decoded one token at a time."""
-    line, token, tokens = ScriptedTarget(scenario).open_line(beside_another=False), PROMPT[0], []
+    sequence, token, tokens = ScriptedTarget(scenario).open_sequence(beside_another=False), PROMPT[0], []
     for _ in range(length):
-        token = argmaxes(line.feed((token,), 1))[0]
+        token = argmaxes(sequence.feed((token,), 1))[0]
         tokens.append(token)
     return tuple(tokens)
 
@@ -53,7 +53,7 @@ class Drafted:
 
 def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
     tokens = text(scenario, length)
-    rows = ScriptedDraft(scenario).open_line(beside_another=True).feed(PROMPT + tokens[:-1], length)
+    rows = ScriptedDraft(scenario).open_sequence(beside_another=True).feed(PROMPT + tokens[:-1], length)
     probs = mx.softmax(rows, axis=-1).tolist()
     order = mx.argsort(rows, axis=-1).tolist()
     first, second = [row[-1] for row in order], [row[-2] for row in order]
@@ -95,8 +95,8 @@ def test_the_draft_is_right_as_often_as_it_is_sure_of(spread):
             expected = sum(confidence for confidence, _ in of_bin)
             variance = sum(confidence * (1 - confidence) for confidence, _ in of_bin)
             # An argmax has at least an equal share of the probability, also where it has no chance at all.
-            slack = 5 * math.sqrt(variance) + len(of_bin) / VOCAB_SIZE + 1
-            assert abs(sum(outcome for _, outcome in of_bin) - expected) < slack
+            queue_slack_s = 5 * math.sqrt(variance) + len(of_bin) / VOCAB_SIZE + 1
+            assert abs(sum(outcome for _, outcome in of_bin) - expected) < queue_slack_s
 
 
 def test_a_small_spread_sets_positions_apart_and_a_large_one_does_not():
@@ -151,31 +151,31 @@ def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
     tokens = text(scenario, 12)
     at_once = opened(model(scenario)).feed(tokens, len(tokens))
 
-    line = opened(model(scenario))
-    one_by_one = [line.feed((token,), 1) for token in tokens]
+    sequence = opened(model(scenario))
+    one_by_one = [sequence.feed((token,), 1) for token in tokens]
     assert mx.array_equal(mx.concatenate(one_by_one), at_once)
 
-    assert line.prepare(3, 13) is Rung.TRIM
-    line.feed((1, 2, 3), 0)
-    assert line.rewind(1 + 5) == 6
-    line.check(6)
-    assert mx.array_equal(line.feed(tokens[5:], 7), at_once[5:])
+    assert sequence.prepare(3, 13) is RewindMode.TRIM
+    sequence.feed((1, 2, 3), 0)
+    assert sequence.rewind(1 + 5) == 6
+    sequence.check(6)
+    assert mx.array_equal(sequence.feed(tokens[5:], 7), at_once[5:])
 
-    line.rewind(1 + 11)
-    assert mx.array_equal(line.feed_lazy(mx.array([tokens[11]])), at_once[11:])
-    line.check(13)
+    sequence.rewind(1 + 11)
+    assert mx.array_equal(sequence.feed_lazy(mx.array([tokens[11]])), at_once[11:])
+    sequence.check(13)
 
 
 @pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
 def test_a_line_knows_what_it_holds(model):
-    line = opened(model(Scenario(0.6, 0.1)))
-    assert line.feed((1, 2, 3), 0) is None
+    sequence = opened(model(Scenario(0.6, 0.1)))
+    assert sequence.feed((1, 2, 3), 0) is None
     with pytest.raises(RewindError, match="asked to rewind to 5 tokens a script that holds 4"):
-        line.rewind(5)
+        sequence.rewind(5)
     with pytest.raises(RewindError, match="should hold 3 tokens, it holds 4"):
-        line.check(3)
-    assert line.rewind(0) == 0
-    line.check(0)
+        sequence.check(3)
+    assert sequence.rewind(0) == 0
+    sequence.check(0)
 
 
 # --- playing a scenario ---------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
     acceptance, num_tokens = 0.8, 3000
     # Confidence says nothing here, so positions are alike, as they are in theory.
     scenario = Scenario(acceptance, 0.25, verify_slope=0.125, draft_slope=0.0, spread=1e6, seed=1)
-    result = played(scenario, num_tokens=num_tokens, make_policy=lambda *_: Chain(lookahead, overlaps=False))
+    result = played(scenario, num_tokens=num_tokens, make_policy=lambda *_: ChainPolicy(lookahead, overlaps=False))
     round_seconds = lookahead * 0.25 + 1.0 + 0.125 * lookahead
     # The last round may be a shorter one.
     assert result.seconds == pytest.approx(result.statistics.rounds * round_seconds, abs=round_seconds)

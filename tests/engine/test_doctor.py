@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 
 import runtime
-from actors.model import Rung
+from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
 
@@ -172,7 +172,7 @@ async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(
     anatomy = diagnosis.target.anatomy
     assert "ArraysCache" in anatomy.cache_kinds
     assert kinds is None or anatomy.cache_kinds == kinds
-    assert anatomy.rung is Rung.CHECKPOINT
+    assert anatomy.rewind_mode is RewindMode.CHECKPOINT
     assert anatomy.window is None
     assert anatomy.checkpoint_bytes > 0
     assert_measured(diagnosis.target.passes)
@@ -196,7 +196,11 @@ async def test_a_model_with_a_sliding_window_is_trimmed_until_that_is_full(windo
     anatomy = diagnosis.target.anatomy
     assert anatomy.family == "gemma3_text"
     assert anatomy.cache_kinds == {f"RotatingKVCache({window})": 3, "KVCache": 1}
-    assert (anatomy.rung, anatomy.window, anatomy.rung_beyond_window) == (Rung.TRIM, window, Rung.CHECKPOINT)
+    assert (anatomy.rewind_mode, anatomy.window, anatomy.rewind_mode_beyond_window) == (
+        RewindMode.TRIM,
+        window,
+        RewindMode.CHECKPOINT,
+    )
     # The text at which passes are timed may be beyond it or not.
     assert_measured(diagnosis.target.passes)
     said = rows(diagnosis, "target")
@@ -207,7 +211,7 @@ async def test_a_model_with_a_sliding_window_is_trimmed_until_that_is_full(windo
 
 async def test_a_model_whose_caches_nothing_is_known_of() -> None:
     diagnosis = await examine((architectures.build("deepseek_v41"), None))
-    assert diagnosis.target.anatomy.rung is Rung.SINGLE
+    assert diagnosis.target.anatomy.rewind_mode is RewindMode.SINGLE
     assert_measured(diagnosis.target.passes)
     said = rows(diagnosis, "target")
     assert said["rewinds by"].startswith("nothing (N=1): ")

@@ -147,59 +147,59 @@ async def test_what_cannot_be_attached_leaves_the_runtime_as_it_was(tmp_path: Pa
 
 
 async def test_attaching_can_be_cancelled_in_the_middle_and_tried_again() -> None:
-    held = Held(drafter())
+    cached_tokens = Held(drafter())
     async with runtime.open((target(), None)) as rt, trio.open_nursery() as nursery:
         scope = trio.CancelScope()
 
         @nursery.start_soon
         async def attach() -> None:
             with scope:
-                await rt.attach_draft((held, None))
+                await rt.attach_draft((cached_tokens, None))
 
-        await held.is_in()
+        await cached_tokens.is_in()
         with pytest.raises(runtime.DrafterAttachedError, match="loading"):
             await rt.attach_draft("ngram")
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
-        held.may_go_on.set()
+        cached_tokens.may_go_on.set()
         while rt._drafter._is_attaching:
             await trio.lowlevel.checkpoint()
         assert scope.cancelled_caught
         assert draft_threads() == []
         assert await drafted(rt) == 0
-        await rt.attach_draft((held, None))
+        await rt.attach_draft((cached_tokens, None))
         assert await drafted(rt) > 0
 
 
 async def test_closing_in_the_middle_of_attaching_says_so() -> None:
-    held = Held(drafter())
+    cached_tokens = Held(drafter())
     async with trio.open_nursery() as nursery:
         rt = await nursery.start(runtime.serve, (target(), None))
 
         @nursery.start_soon
         async def attach() -> None:
             with pytest.raises(runtime.RuntimeClosedError, match="open another"):
-                await rt.attach_draft((held, None))
+                await rt.attach_draft((cached_tokens, None))
 
-        await held.is_in()
+        await cached_tokens.is_in()
         nursery.start_soon(rt.aclose)
         await trio.testing.wait_all_tasks_blocked()
-        held.may_go_on.set()
+        cached_tokens.may_go_on.set()
     assert draft_threads() == []
 
 
 async def test_closing_in_the_middle_of_detaching_ends_both() -> None:
-    held = Held(drafter(), holds=False)
+    cached_tokens = Held(drafter(), holds=False)
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.serve, (target(), None), (held, None))
-        held.may_go_on.clear()
+        rt = await nursery.start(runtime.serve, (target(), None), (cached_tokens, None))
+        cached_tokens.may_go_on.clear()
         stream = rt.stream(PROMPT, **SETTINGS)
-        await held.is_in()
+        await cached_tokens.is_in()
         nursery.start_soon(rt.detach_draft)
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(rt.aclose)
         await trio.testing.wait_all_tasks_blocked()
-        held.may_go_on.set()
+        cached_tokens.may_go_on.set()
     assert draft_threads() == []
     await rt.detach_draft()
     del stream
@@ -281,7 +281,7 @@ async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
             assert await text_of(simulation, SHORT_PROMPT, **{**settings, "lookahead": 2}) == SHORT_TEXT
             assert len(simulation.instants("proposal")) > proposals
             await rt.detach_draft()
-    assert [line for line in replacement.lines if not line.is_closed] == []
+    assert [sequence for sequence in replacement.sequences if not sequence.is_closed] == []
     assert replacement.misuses == []
     return len(events)
 

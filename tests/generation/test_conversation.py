@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import runtime
 from protocol.messages import Open
 from protocol.settings import Settings
-from runtime.generation.reasoning import Answer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText, apply_chat_template
 
 TEMPLATE = """\
@@ -388,10 +388,10 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
 # --- thinking -------------------------------------------------------------------------------------
 
 
-def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Answer, list[bool]]:
+def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[ReasoningTracker, list[bool]]:
     """A text told apart, and which of its tokens are thinking."""
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
-    answer = Answer(wrapped, wrapped.encode(prompt, add_special_tokens=False))
+    answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
     flags = [
         answer.add(id, wrapped.decode([id]), wrapped.decode([id]))
         for id in wrapped.encode(text, add_special_tokens=False)
@@ -430,7 +430,7 @@ def test_tags_of_several_tokens() -> None:
     base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
     wrapped = TokenizerWrapper(base)
     assert len(wrapped.think_start_tokens) > 1
-    answer = Answer(wrapped, [])
+    answer = ReasoningTracker(wrapped, [])
     ids = wrapped.encode("a<|channel>thought\nHm.<channel|>import", add_special_tokens=False)
     flags = [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
     assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
@@ -441,7 +441,7 @@ def test_tags_of_several_tokens() -> None:
 
 def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
-    answer = Answer(wrapped, [])
+    answer = ReasoningTracker(wrapped, [])
     (end,) = wrapped.think_end_tokens
     for id, text in ((wrapped.think_start_tokens[0], "<think>"), (9, ""), (end, "Hm.</think>"), (9, "os")):
         answer.add(id, text, text)
@@ -463,7 +463,7 @@ def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
 def test_thinking_is_told_apart_though_a_tag_might_begin_a_stop_string(stop: str, thinking: str, said: str) -> None:
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     opened = Open(0, (1,), Settings(stop=stop), 0, frozenset())
-    text, answer = GrowingText(wrapped, opened), Answer(wrapped, [1])
+    text, answer = GrowingText(wrapped, opened), ReasoningTracker(wrapped, [1])
     ids = wrapped.encode("<think>see</think>ok then", add_special_tokens=False)
     for i, id in enumerate(ids):
         given = text.add(id, is_last=i + 1 == len(ids))

@@ -676,7 +676,7 @@ def test_without_a_tokenizer_there_is_no_text_to_stop_at() -> None:
             with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
                 simulation.runtime.stream(DISTINCT, stop="x")
             assert simulation.runtime.num_streams == 0
-            assert simulation.target.lines == []
+            assert simulation.target.sequences == []
 
     run(main)
 

@@ -422,7 +422,9 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "a class of no cache": lambda content: content["target"]["line"]["layers"][0].update(kind="os"),
     "a tensor that is not there": lambda content: content["target"]["line"].update(tokens={"tensor": "x"}),
     "a tensor of something else": lambda content: content["target"]["line"].update(tokens={"tensor": "target.1"}),
-    "a pin that is none": lambda content: content["target"]["line"].update(pins=[{"length": 3, "layers": []}]),
+    "a pin that is none": lambda content: content["target"]["line"].update(
+        prefix_checkpoints=[{"length": 3, "layers": []}]
+    ),
     "a message of a stranger": lambda content: content["messages"].append({"role": "x", "content": ""}),
     "a message without words": lambda content: content["messages"].append({"role": "user", "content": None}),
     "a setting that is none": lambda content: content["settings"].update(evil=1),
@@ -465,16 +467,16 @@ async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) 
         session = await saved_session.read(tmp_path / name)
         for model in (session.target, session.draft):
             assert model is not None
-            assert model.line is not None
-            description = model.line.description
-            tokens = model.line.tensors[description["tokens"]["tensor"]].array().tolist()
+            assert model.sequence is not None
+            description = model.sequence.description
+            tokens = model.sequence.tensors[description["tokens"]["tensor"]].array().tolist()
             assert tokens == list(session.tokens[: len(tokens)])
             assert str(words)[1:-1] not in str(tokens)
             for layer in description["layers"]:
                 keys, values, offset = layer["state"]
                 assert offset == len(tokens)
-                assert model.line.tensors[keys["tensor"]].shape[2] == len(tokens)
-                assert model.line.tensors[values["tensor"]].shape[2] == len(tokens)
+                assert model.sequence.tensors[keys["tensor"]].shape[2] == len(tokens)
+                assert model.sequence.tensors[values["tensor"]].shape[2] == len(tokens)
 
 
 async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.mlx.sequence_state import LineRecord
+from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
-from actors.persistence.saved_sequence import SavedModel
+from actors.persistence.saved_sequence import SavedModelState
 from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.settings import MAX_SEED, Settings, settings_from
@@ -35,7 +35,7 @@ def a_session(**changes: Any) -> SavedSession:
         "num_processors": 0,
         "cache_options": {"kv_bits": None, "max_kv_size": None},
         "vocabulary": "abc",
-        "target": SavedModel(PRINT, None),
+        "target": SavedModelState(PRINT, None),
         "draft": None,
     }
     return SavedSession(**values | changes)
@@ -129,7 +129,7 @@ def test_settings_that_a_file_has_wrong_are_the_files(described: dict[str, Any])
 
 
 async def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
-    session = a_session(draft=SavedModel(OTHER, None))
+    session = a_session(draft=SavedModelState(OTHER, None))
     size = await saved_session.write(tmp_path / "session", session)
     assert size == (tmp_path / "session").stat().st_size
     assert await saved_session.read(tmp_path / "session") == session
@@ -137,9 +137,9 @@ async def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
 
 async def test_what_is_cached_comes_back_as_it_was(tmp_path: Path) -> None:
     raw = memoryview(bytes(range(8)))
-    line = LineRecord({"tokens": {"tensor": "target.0"}}, {"target.0": Tensor("U32", (2,), raw)})
-    await saved_session.write(tmp_path / "session", a_session(target=SavedModel(PRINT, line)))
-    found = (await saved_session.read(tmp_path / "session")).target.line
+    line = SequenceRecord({"tokens": {"tensor": "target.0"}}, {"target.0": Tensor("U32", (2,), raw)})
+    await saved_session.write(tmp_path / "session", a_session(target=SavedModelState(PRINT, line)))
+    found = (await saved_session.read(tmp_path / "session")).target.sequence
     assert found is not None
     assert found.description == line.description
     assert bytes(found.tensors["target.0"].data) == bytes(raw)

@@ -167,8 +167,8 @@ async def test_what_both_models_have_cached_is_in_the_file(tmp_path: Path, name:
     session = await saved_session.read(tmp_path / "stream")
     for model in (session.target, session.draft):
         if model is not None:
-            assert model.line is not None
-            tokens = model.line.tensors[model.line.description["tokens"]["tensor"]].array().tolist()
+            assert model.sequence is not None
+            tokens = model.sequence.tensors[model.sequence.description["tokens"]["tensor"]].array().tolist()
             # And nothing that was only drafted.
             assert tuple(tokens) == session.tokens[: len(tokens)]
     async with PAIRS[name].open(drafted=drafted, trace=note) as rt:
@@ -332,7 +332,7 @@ async def test_what_is_cached_is_left_out_where_it_is_not_known_of_which_tokens(
             patch.setattr(saved_sequence, "trio", SimpleNamespace(lowlevel=SimpleNamespace(checkpoint=busy)))
             await stream.save(tmp_path / "stream")
         assert num_looks == 3
-        assert (await saved_session.read(tmp_path / "stream")).target.line is None
+        assert (await saved_session.read(tmp_path / "stream")).target.sequence is None
         rest = ids_of(await read(stream))
         assert ids_of(await read(await rt.load_stream(tmp_path / "stream"))) == rest
 

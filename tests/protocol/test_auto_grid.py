@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from protocol.lookahead_policy import Auto, Chain
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy
 from runtime.simulation.simulation import PROMPT, Scenario, ScriptedDraft, ScriptedTarget, played
 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
@@ -33,8 +33,8 @@ def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> flo
 def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str, int]]:
     """Whose turn it is, and how many tokens are read in it; what that costs changes nothing about it."""
     scenario = Scenario(acceptance, cost_ratio=1.0)
-    target = ScriptedTarget(scenario).open_line(beside_another=True)
-    draft = ScriptedDraft(scenario).open_line(beside_another=True)
+    target = ScriptedTarget(scenario).open_sequence(beside_another=True)
+    draft = ScriptedDraft(scenario).open_sequence(beside_another=True)
     text, num_read, found = list(PROMPT), 0, []
     target.feed(PROMPT, 0)
     while len(text) < len(PROMPT) + num_tokens:
@@ -57,11 +57,11 @@ def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str
     return found
 
 
-def choice(line, tokens) -> int:
+def choice(sequence, tokens) -> int:
     """The token that a scripted model puts next, after some that it has not read."""
     if tokens:
-        line.feed(tokens, 0)
-    (row,) = line._rows(line._histories, 1).tolist()
+        sequence.feed(tokens, 0)
+    (row,) = sequence._rows(sequence._histories, 1).tolist()
     return row.index(max(row))
 
 
@@ -71,8 +71,8 @@ def best_sequential(acceptance: float, cost: float, slope: float) -> float:
     return max(sequential_speed(scenario, lookahead, NUM_TOKENS) for lookahead in LOOKAHEADS)
 
 
-def auto(settings, prices) -> Auto:
-    return Auto(prices, prices.calibration("greedy"))
+def auto(settings, prices) -> AutoPolicy:
+    return AutoPolicy(prices, prices.calibration("greedy"))
 
 
 @cache
@@ -84,7 +84,9 @@ def speed_of_auto(acceptance: float, cost: float, slope: float, contention: floa
 @pytest.mark.parametrize(("acceptance", "cost", "slope", "lookahead"), [(0.6, 0.1, 0.06, 3), (0.92, 0.2, 0.5, 6)])
 def test_a_fixed_lookahead_without_overlap_takes_what_the_script_says(acceptance, cost, slope, lookahead):
     scenario = Scenario(acceptance, cost, verify_slope=slope)
-    result = played(scenario, num_tokens=200, make_policy=lambda settings, prices: Chain(lookahead, overlaps=False))
+    result = played(
+        scenario, num_tokens=200, make_policy=lambda settings, prices: ChainPolicy(lookahead, overlaps=False)
+    )
     assert result.speed == pytest.approx(sequential_speed(scenario, lookahead, 200), rel=1e-6)
 
 

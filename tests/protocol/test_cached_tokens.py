@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol.cached_tokens import Held, Plan
+from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.errors import ProtocolError
 
 # Few ids, so that texts agree by chance as often as they differ.
 TOKENS = st.integers(0, 1)
 
 
-def holding(*tokens: int) -> Held:
-    held = Held()
-    held.follow(Plan(0, tokens))
+def holding(*tokens: int) -> CachedTokens:
+    held = CachedTokens()
+    held.follow(FeedPlan(0, tokens))
     return held
 
 
@@ -28,49 +28,50 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 
 def test_an_empty_cache_is_fed_everything():
-    assert Held().plan([1, 2], (3,)) == Plan(0, (1, 2, 3))
+    assert CachedTokens().plan([1, 2], (3,)) == FeedPlan(0, (1, 2, 3))
 
 
 def test_only_what_is_missing_is_fed():
-    assert holding(1, 2).plan([1, 2, 3], (4,)) == Plan(2, (3, 4))
+    assert holding(1, 2).plan([1, 2, 3], (4,)) == FeedPlan(2, (3, 4))
 
 
 def test_the_cache_is_rewound_to_where_the_text_went_another_way():
-    assert holding(1, 2, 3, 4).plan([1, 2, 9]) == Plan(2, (9,))
+    assert holding(1, 2, 3, 4).plan([1, 2, 9]) == FeedPlan(2, (9,))
 
 
 def test_what_was_drafted_and_then_committed_stays():
     held = holding(1)
     held.follow(held.plan([1], (2, 3)))
-    assert held.plan([1, 2, 3, 4]) == Plan(3, (4,))
+    assert held.plan([1, 2, 3, 4]) == FeedPlan(3, (4,))
 
 
 def test_a_fork_among_drafted_tokens_keeps_what_both_ways_share():
     held = holding(1)
     held.follow(held.plan([1], (2, 3, 4)))
-    assert held.plan([1], (2, 9)) == Plan(2, (9,))
+    assert held.plan([1], (2, 9)) == FeedPlan(2, (9,))
 
 
 @pytest.mark.parametrize(
-    ("num_logits", "expected"), [(0, Plan(3, ())), (1, Plan(2, (3,))), (2, Plan(1, (2, 3))), (3, Plan(0, (1, 2, 3)))]
+    ("num_logits", "expected"),
+    [(0, FeedPlan(3, ())), (1, FeedPlan(2, (3,))), (2, FeedPlan(1, (2, 3))), (3, FeedPlan(0, (1, 2, 3)))],
 )
 def test_tokens_whose_logits_are_wanted_are_fed_again(num_logits, expected):
     assert holding(1, 2, 3).plan([1, 2, 3], num_logits=num_logits) == expected
 
 
 def test_wanted_logits_reach_back_from_the_drafted_tokens_into_the_committed():
-    assert holding(1, 2, 3).plan([1, 2], (3,), num_logits=2) == Plan(1, (2, 3))
+    assert holding(1, 2, 3).plan([1, 2], (3,), num_logits=2) == FeedPlan(1, (2, 3))
 
 
 def test_what_is_held_beyond_the_text_goes():
-    assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == Plan(3, ())
+    assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == FeedPlan(3, ())
 
 
 @pytest.mark.parametrize(("committed", "beyond"), [([], ()), ([1], ()), ([], (1,)), ([1, 2], (3,))])
 def test_more_logits_than_tokens_are_an_error(committed, beyond):
     total = len(committed) + len(beyond)
     with pytest.raises(ProtocolError, match=f"cannot have {total + 1} rows of logits from {total} tokens"):
-        Held().plan(committed, beyond, num_logits=total + 1)
+        CachedTokens().plan(committed, beyond, num_logits=total + 1)
 
 
 def test_planning_changes_nothing():
@@ -91,7 +92,7 @@ class Counted(list):
 
 
 def test_a_plan_looks_at_what_is_new_and_not_at_the_whole_text():
-    held, committed = Held(), Counted(range(1000))
+    held, committed = CachedTokens(), Counted(range(1000))
     held.follow(held.plan(committed))
     held.plan(committed)  # the one look at what was fed
     committed.num_looks = 0
@@ -111,10 +112,10 @@ class AnyHistory(RuleBasedStateMachine):
     @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=6))
     def open(self, prompt):
         self.committed = prompt
-        self.held = Held()
+        self.held = CachedTokens()
         self.model: list[int] = []
         # Plans whose jobs are still to be done, each with what is held after it.
-        self.under_way: list[tuple[Plan, list[int]]] = []
+        self.under_way: list[tuple[FeedPlan, list[int]]] = []
 
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=4))
     def commit(self, tokens):
@@ -140,7 +141,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.model[: plan.keep] + list(plan.feed) == text
         if is_followed:
             # The target feeds a proposal behind the plan.
-            self.held.follow(Plan(plan.keep, plan.feed + tuple(fed_besides)))
+            self.held.follow(FeedPlan(plan.keep, plan.feed + tuple(fed_besides)))
             self.model = text + fed_besides
             self.under_way = []
         else:

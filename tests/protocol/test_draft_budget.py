@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from test_lookahead_policy import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_LEASH, Leash, Worth
-from protocol.lookahead_policy import Auto, Chain, Policy, View
+from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget, StepWorth
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
@@ -32,17 +32,17 @@ def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.0
     return prices
 
 
-def auto(prices: Prices, mean: float = 0.8, surprises: tuple[tuple[int, float, bool], ...] = ()) -> Auto:
+def auto(prices: Prices, mean: float = 0.8, surprises: tuple[tuple[int, float, bool], ...] = ()) -> AutoPolicy:
     calibration = Calibration(mean=mean)
     for rank, raw, was_right in surprises:
         calibration.observe(Guess(0, raw, rank=rank, raw=raw), was_right)
     calibration.mean = mean
-    return Auto(prices, calibration)
+    return AutoPolicy(prices, calibration)
 
 
 def guesses_of(policy: Policy, raws: tuple[float, ...]) -> tuple[Guess, ...]:
     """The drafter's choice and runners-up with these confidences of its own."""
-    believe = policy.calibration if isinstance(policy, Auto) else lambda rank, raw: raw
+    believe = policy.calibration if isinstance(policy, AutoPolicy) else lambda rank, raw: raw
     return tuple(Guess(i, believe(i, raw), rank=i, raw=raw) for i, raw in enumerate(raws))
 
 
@@ -56,39 +56,39 @@ def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -
 
 
 def test_no_leash_has_the_drafter_ask_after_each_step():
-    assert NO_LEASH.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
-    assert not NO_LEASH.foresees_another(0.0)
+    assert NO_DRAFT_BUDGET.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
+    assert not NO_DRAFT_BUDGET.foresees_another(0.0)
 
 
 @pytest.mark.parametrize("steps", range(5))
 def test_a_leash_is_as_long_as_it_says(steps):
-    leash: Leash | None = Leash(steps)
+    draft_budget: DraftBudget | None = DraftBudget(steps)
     for _ in range(steps):
-        assert leash.foresees_another(0.0)
-        leash = leash.after((Guess(1, 0.0, raw=0.0),), 0.0)
-    assert leash.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
+        assert draft_budget.foresees_another(0.0)
+        draft_budget = draft_budget.after((Guess(1, 0.0, raw=0.0),), 0.0)
+    assert draft_budget.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
 
 
-def believed(**changes: Any) -> Leash:
-    return attrs.evolve(Leash(5, believe=lambda rank, raw: raw, mean=0.5), **changes)
+def believed(**changes: Any) -> DraftBudget:
+    return attrs.evolve(DraftBudget(5, believe=lambda rank, raw: raw, mean=0.5), **changes)
 
 
-def after(leash: Leash, *raws: float, now: float = 0.0) -> Leash | None:
-    return leash.after(tuple(Guess(i, 0.0, rank=i, raw=raw) for i, raw in enumerate(raws)), now)
+def after(draft_budget: DraftBudget, *raws: float, now: float = 0.0) -> DraftBudget | None:
+    return draft_budget.after(tuple(Guess(i, 0.0, rank=i, raw=raw) for i, raw in enumerate(raws)), now)
 
 
 def test_reach_falls_along_it_until_it_is_too_little():
-    leash = believed(least=0.4)
-    leash = after(leash, 0.9)
-    assert leash.reach == pytest.approx(0.9)
-    leash = after(leash, 0.6)
-    assert leash.reach == pytest.approx(0.54)
-    assert after(leash, 0.7) is None
-    assert after(leash, 0.8) is not None
+    draft_budget = believed(least=0.4)
+    draft_budget = after(draft_budget, 0.9)
+    assert draft_budget.reach == pytest.approx(0.9)
+    draft_budget = after(draft_budget, 0.6)
+    assert draft_budget.reach == pytest.approx(0.54)
+    assert after(draft_budget, 0.7) is None
+    assert after(draft_budget, 0.8) is not None
 
 
 def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
-    worth = Worth(step=1.0, saved=1.0, delay=0.0, due=100.0)
+    worth = StepWorth(step=1.0, saved=1.0, delay=0.0, due=100.0)
     assert after(believed(worth=worth, rival=0.6), 0.5) is None
     assert after(believed(worth=worth, rival=0.4), 0.5) is not None
     # Among that are the runners-up of the steps on the way.
@@ -101,10 +101,10 @@ def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
 
 
 def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
-    leash = believed(worth=Worth(step=1.0, saved=1.0, delay=0.0, due=10.0))
-    assert after(leash, 0.3, now=9.0) is not None
-    assert after(leash, 0.3, now=9.9) is None
-    assert after(leash, 0.7, now=9.9) is not None
+    draft_budget = believed(worth=StepWorth(step=1.0, saved=1.0, delay=0.0, due=10.0))
+    assert after(draft_budget, 0.3, now=9.0) is not None
+    assert after(draft_budget, 0.3, now=9.9) is None
+    assert after(draft_budget, 0.7, now=9.9) is not None
 
 
 def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
@@ -124,17 +124,17 @@ def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after
 )
 @deterministic
 def test_of_a_fixed_lookahead_everything_is_known_beforehand(most, ready, limit, depth, due):
-    policy, tree = Chain(most), chain_of(ready)
+    policy, tree = ChainPolicy(most), chain_of(ready)
     changes = {"limit": limit, "depth": depth, "due": due}
     node = policy.expansion(view_of(tree, **changes))
     if node is None or (due is None and policy.proposal(view_of(tree, **changes)) is not None):
         return
-    leash: Leash | None = policy.leash(view_of(tree, **changes), node)
+    draft_budget: DraftBudget | None = policy.draft_budget(view_of(tree, **changes), node)
     for token in range(ready, 50):
         choice = tree.expand(node, Guess(token, 0.5, raw=0.5))
-        leash = leash.after((choice.guess,), 0.0)
-        assert (leash is not None) == goes_on(policy, tree, choice, **changes)
-        if leash is None:
+        draft_budget = draft_budget.after((choice.guess,), 0.0)
+        assert (draft_budget is not None) == goes_on(policy, tree, choice, **changes)
+        if draft_budget is None:
             return
         node = choice
     raise AssertionError("it never ended")
@@ -179,18 +179,18 @@ def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, t
     node = policy.expansion(view_of(grown, **changes))
     if node is None or (due is None and policy.proposal(view_of(grown, **changes)) is not None):
         return
-    leash: Leash | None = policy.leash(view_of(grown, **changes), node)
+    draft_budget: DraftBudget | None = policy.draft_budget(view_of(grown, **changes), node)
     num_steps = 0
     for raws in steps:
         now += policy.prices.draft(1, beside=due is not None)
         guesses = tuple(attrs.evolve(g, token=1000 + g.token) for g in guesses_of(policy, raws))
         choice = grown.expand(node, *guesses)
-        leash = leash.after(guesses, now)
+        draft_budget = draft_budget.after(guesses, now)
         # Of two that are as likely, either will do.
         ties = sum(other.reach == choice.reach for other in grown.frontier()) > 1
         if not ties:
-            assert (leash is not None) == goes_on(policy, grown, choice, now=now, **changes)
-        if leash is None:
+            assert (draft_budget is not None) == goes_on(policy, grown, choice, now=now, **changes)
+        if draft_budget is None:
             break
         node, num_steps = choice, num_steps + 1
     event(f"steps that followed: {num_steps}")
@@ -198,7 +198,7 @@ def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, t
 
 def test_before_the_prices_are_known_the_drafter_asks():
     tree = LookaheadTree(ROOT, POSITION)
-    assert Auto(Prices(), Calibration()).leash(view_of(tree), tree.root) is NO_LEASH
+    assert AutoPolicy(Prices(), Calibration()).draft_budget(view_of(tree), tree.root) is NO_DRAFT_BUDGET
 
 
 @pytest.mark.parametrize("due", [None, 5.0])
@@ -207,25 +207,25 @@ def test_where_something_was_looked_up_the_drafter_asks(due):
     tree = LookaheadTree(ROOT, POSITION)
     tree.look_up([Guess(1, 0.9, rank=LOOKED_UP, raw=0.9)])
     policy = auto(prices_of())
-    assert policy.leash(view_of(tree, due=due), tree.root) is NO_LEASH
-    assert policy.leash(view_of(tree, due=due), at(tree, 1)).steps > 0
+    assert policy.draft_budget(view_of(tree, due=due), tree.root) is NO_DRAFT_BUDGET
+    assert policy.draft_budget(view_of(tree, due=due), at(tree, 1)).steps > 0
 
 
 def test_a_leash_does_not_change_with_what_is_learnt_after_it_was_given():
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
-    leash = policy.leash(view_of(tree), tree.root)
-    before = leash.believe(0, 0.7)
+    draft_budget = policy.draft_budget(view_of(tree), tree.root)
+    before = draft_budget.believe(0, 0.7)
     for _ in range(20):
         policy.calibration.observe(Guess(1, 0.7, raw=0.7), False)
-    assert leash.believe(0, 0.7) == before != policy.calibration(0, 0.7)
+    assert draft_budget.believe(0, 0.7) == before != policy.calibration(0, 0.7)
 
 
 @pytest.mark.parametrize("due", [None, 9.0])
 def test_a_leash_holds_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
-    leash = policy.leash(view_of(tree, due=due), tree.root)
-    held = [getattr(leash, field.name) for field in attrs.fields(Leash)]
-    assert not any(isinstance(value, (Node, LookaheadTree, View, Prices, Auto)) for value in held)
-    assert not any(value is policy.calibration for value in held)
+    draft_budget = policy.draft_budget(view_of(tree, due=due), tree.root)
+    cached_tokens = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
+    assert not any(isinstance(value, (Node, LookaheadTree, View, Prices, AutoPolicy)) for value in cached_tokens)
+    assert not any(value is policy.calibration for value in cached_tokens)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.lookahead_policy import Auto, Chain, View, policy_for
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, View, policy_for
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
@@ -87,16 +87,16 @@ def policy_with(setting: Any, prices: Prices | None = None) -> Any:
 
 @pytest.mark.parametrize("setting", [0, 1, 5, 64])
 def test_a_number_is_a_proposals_length(setting):
-    assert policy_with(setting) == Chain(setting)
+    assert policy_with(setting) == ChainPolicy(setting)
     assert policy_with(setting).num_guesses == 1
 
 
 def test_lookahead_zero_proposes_nothing_at_once():
-    assert Chain(0).proposal(view_of(chain_of(0))) == []
-    assert Chain(0).proposal(view_of(chain_of(3))) == []
+    assert ChainPolicy(0).proposal(view_of(chain_of(0))) == []
+    assert ChainPolicy(0).proposal(view_of(chain_of(3))) == []
 
 
-chains = st.integers(0, 6).map(Chain)
+chains = st.integers(0, 6).map(ChainPolicy)
 
 
 @given(policy=chains, ready=st.integers(0, 9), limit=st.integers(0, 9), can_grow=st.booleans())
@@ -141,7 +141,7 @@ def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
 @given(most=st.integers(1, 6), ready=st.integers(0, 14))
 @deterministic
 def test_without_overlap_nothing_is_drafted_while_a_verdict_is_due(most, ready):
-    policy = Chain(most, overlaps=False)
+    policy = ChainPolicy(most, overlaps=False)
     assert policy.expansion(view_of(chain_of(ready), due=1.0)) is None
     tree = chain_of(min(ready, most - 1))
     assert policy.expansion(view_of(tree)) is view_of(tree).growable()
@@ -149,12 +149,12 @@ def test_without_overlap_nothing_is_drafted_while_a_verdict_is_due(most, ready):
 
 def test_a_fixed_lookahead_grows_no_branches():
     tree = tree_of(((1, 0.1), (2, 0.1)), ((5, 0.9),))
-    assert Chain(4).expansion(view_of(tree)) is at(tree, 1, 2)
+    assert ChainPolicy(4).expansion(view_of(tree)) is at(tree, 1, 2)
 
 
 def test_a_fixed_lookahead_never_rests():
     for most in (0, 3):
-        policy = Chain(most)
+        policy = ChainPolicy(most)
         assert (policy.should_rest(), policy.should_rest_on(9), policy.should_catch_up(9)) == (False, False, False)
 
 
@@ -190,9 +190,9 @@ def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay
     return prices
 
 
-def auto(prices: Prices) -> Auto:
+def auto(prices: Prices) -> AutoPolicy:
     policy = policy_with("auto", prices)
-    assert isinstance(policy, Auto)
+    assert isinstance(policy, AutoPolicy)
     return policy
 
 

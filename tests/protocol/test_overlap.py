@@ -179,7 +179,7 @@ async def test_a_draft_that_is_running_when_the_verdict_comes_is_of_use_where_th
         assert [instant.at for instant in simulation.instants("proposal")][:3] == [3.0, 9.0, 15.0]
         # Nothing was ever drafted twice.
         assert all(d.num_tokens == 1 for d in drafts)
-        assert draft.lines[0].rewinds == []
+        assert draft.sequences[0].rewinds == []
 
 
 async def test_a_draft_that_is_running_when_the_verdict_goes_another_way_is_thrown_away(autojump_clock: Any) -> None:
@@ -189,7 +189,7 @@ async def test_a_draft_that_is_running_when_the_verdict_goes_another_way_is_thro
         assert await text_of(simulation, PROMPT, max_tokens=10, lookahead=1) == continuation(PROMPT, 10)
         # The first is proposed at 3; the third is running at 7, and the one after it, from 9, is the next proposal.
         assert [instant.at for instant in simulation.instants("proposal")][:2] == [3.0, 12.0]
-        assert draft.lines[0].rewinds != []
+        assert draft.sequences[0].rewinds != []
 
 
 @pytest.mark.parametrize("cannot", ["target", "draft"])

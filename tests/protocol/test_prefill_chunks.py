@@ -12,13 +12,13 @@ from scripted import ScriptedModel, continuation, priced, simulated, text_of, tr
 
 import runtime
 from actors.workers.worker import Job
-from protocol.prefill_chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, ChunkSize
+from protocol.prefill_chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, PrefillChunkSize
 from protocol.trace import Span
 
 
 def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
     """The sizes of the first passes on a device on which a pass takes so long."""
-    chunk_size = ChunkSize()
+    chunk_size = PrefillChunkSize()
     passes = []
     for _ in range(num_passes):
         passes.append(chunk_size())
@@ -54,7 +54,7 @@ def test_large_passes_that_buy_nothing_are_not_made() -> None:
 
 
 def test_a_size_that_was_slow_once_is_tried_again() -> None:
-    chunk_size = ChunkSize()
+    chunk_size = PrefillChunkSize()
     for number in range(60):
         n = chunk_size()
         chunk_size.observe(n, 0.05 if number == 1 else 0.01 + n * 1e-5)
@@ -62,7 +62,7 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
 
 
 def test_a_device_that_gets_slower_has_shorter_passes() -> None:
-    chunk_size = ChunkSize()
+    chunk_size = PrefillChunkSize()
     for _ in range(10):
         n = chunk_size()
         chunk_size.observe(n, n * 1e-4)
@@ -75,7 +75,7 @@ def test_a_device_that_gets_slower_has_shorter_passes() -> None:
 
 
 def test_the_end_of_a_prompt_says_nothing_of_a_size() -> None:
-    chunk_size = ChunkSize()
+    chunk_size = PrefillChunkSize()
     for n in (1, 5, 17, 100, 4096):
         chunk_size.observe(n, 100.0)
     assert chunk_size() == SMALLEST

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import protocol.session_state
 from protocol.errors import ProtocolError
 from protocol.messages import Close, Open, Overdue, Proposal, Rest, Verdict, Withdraw
-from protocol.session_state import TRANSITIONS, Books, Commit, State
+from protocol.session_state import TRANSITIONS, Commit, SessionPhase, SessionState
 from protocol.settings import Settings
 from protocol.stop_strings import Stop
 
@@ -34,21 +34,21 @@ def opened(*, prompt=PROMPT, max_tokens=None, stop_tokens=(), context_length=Non
     )
 
 
-def books(**changes) -> Books:
-    return Books(opened(**changes))
+def new_state(**changes) -> SessionState:
+    return SessionState(opened(**changes))
 
 
-def proposal(of: Books, *tokens: int) -> Proposal:
+def proposal(of: SessionState, *tokens: int) -> Proposal:
     """A proposal for the round that is under way."""
     return Proposal(SESSION, of.round, of.next_position, tokens)
 
 
-def verdict(of: Books, num_accepted: int, token: int | None, *, single_step: bool = False) -> Verdict:
+def verdict(of: SessionState, num_accepted: int, token: int | None, *, single_step: bool = False) -> Verdict:
     """A verdict on the round that is under way."""
     return Verdict(SESSION, of.round, of.next_position, num_accepted, token, single_step)
 
 
-def a_round(of: Books, proposed: tuple[int, ...], num_accepted: int, token: int | None, **more) -> Commit:
+def a_round(of: SessionState, proposed: tuple[int, ...], num_accepted: int, token: int | None, **more) -> Commit:
     """One whole round."""
     assert of.propose(proposal(of, *proposed))
     commit = of.apply(verdict(of, num_accepted, token, **more))
@@ -56,24 +56,24 @@ def a_round(of: Books, proposed: tuple[int, ...], num_accepted: int, token: int 
     return commit
 
 
-def snapshot(of: Books):
+def snapshot(of: SessionState):
     """All of a copy's state but the count of stale messages."""
-    return of.state, of.round, tuple(of.committed), of.outstanding, of.finish_reason, of.rests_until
+    return of.phase, of.round, tuple(of.committed), of.outstanding, of.finish_reason, of.rests_until
 
 
-def in_state(state: State) -> Books:
-    of = books()
+def in_state(state: SessionPhase) -> SessionState:
+    of = new_state()
     a_round(of, (4, 5), 2, 6)
     match state:
-        case State.VERIFYING:
+        case SessionPhase.VERIFYING:
             of.propose(proposal(of, 8, 9))
-        case State.RESTING:
+        case SessionPhase.RESTING:
             of.rest(Rest(SESSION, of.round + 2))
-        case State.UNDRAFTED:
+        case SessionPhase.UNDRAFTED:
             of.withdraw(Withdraw(SESSION))
-        case State.CLOSED:
+        case SessionPhase.CLOSED:
             of.close(Close(SESSION))
-    assert of.state is state
+    assert of.phase is state
     return of
 
 
@@ -90,33 +90,33 @@ EVENTS = {
 
 # What is not in the table and no error all the same, with what each returns and how often it counts.
 DROPPED = {
-    (State.VERIFYING, Proposal): (False, 1),
-    (State.RESTING, Proposal): (False, 1),
-    (State.UNDRAFTED, Proposal): (False, 1),
-    (State.CLOSED, Proposal): (False, 1),
-    (State.CLOSED, Verdict): (None, 1),
-    (State.UNDRAFTED, Rest): (False, 0),
-    (State.CLOSED, Rest): (False, 0),
-    (State.UNDRAFTED, Overdue): (False, 0),
-    (State.CLOSED, Overdue): (False, 0),
-    (State.UNDRAFTED, Withdraw): (None, 0),
-    (State.CLOSED, Withdraw): (None, 0),
-    (State.CLOSED, Close): (None, 0),
+    (SessionPhase.VERIFYING, Proposal): (False, 1),
+    (SessionPhase.RESTING, Proposal): (False, 1),
+    (SessionPhase.UNDRAFTED, Proposal): (False, 1),
+    (SessionPhase.CLOSED, Proposal): (False, 1),
+    (SessionPhase.CLOSED, Verdict): (None, 1),
+    (SessionPhase.UNDRAFTED, Rest): (False, 0),
+    (SessionPhase.CLOSED, Rest): (False, 0),
+    (SessionPhase.UNDRAFTED, Overdue): (False, 0),
+    (SessionPhase.CLOSED, Overdue): (False, 0),
+    (SessionPhase.UNDRAFTED, Withdraw): (None, 0),
+    (SessionPhase.CLOSED, Withdraw): (None, 0),
+    (SessionPhase.CLOSED, Close): (None, 0),
 }
 
-ERRORS = {(State.PROPOSING, Verdict), (State.VERIFYING, Rest)}
+ERRORS = {(SessionPhase.PROPOSING, Verdict), (SessionPhase.VERIFYING, Rest)}
 
 
 def test_every_state_has_an_answer_to_every_message():
     answered = [*TRANSITIONS, *DROPPED, *ERRORS]
-    assert sorted(map(str, answered)) == sorted(str(pair) for pair in itertools.product(State, EVENTS))
+    assert sorted(map(str, answered)) == sorted(str(pair) for pair in itertools.product(SessionPhase, EVENTS))
 
 
 @pytest.mark.parametrize(("state", "event"), list(TRANSITIONS))
 def test_a_message_in_the_table_moves_as_the_table_says(state, event):
     of = in_state(state)
     assert EVENTS[event](of) is not False
-    assert of.state is TRANSITIONS[state, event]
+    assert of.phase is TRANSITIONS[state, event]
     assert of.num_stale == 0
 
 
@@ -142,10 +142,14 @@ def test_the_docstring_draws_the_table_as_it_is():
     drawn = set()
     for line in (protocol.session_state.__doc__ or "").splitlines():
         match line.split():
-            case [state, event, following, *_] if state in State.__members__ and following in State.__members__:
-                drawn.add((State[state], event, State[following]))
+            case [state, event, following, *_] if (
+                state in SessionPhase.__members__ and following in SessionPhase.__members__
+            ):
+                drawn.add((SessionPhase[state], event, SessionPhase[following]))
             case ["any", "Close", "CLOSED"]:
-                drawn |= {(state, "Close", State.CLOSED) for state in State if state is not State.CLOSED}
+                drawn |= {
+                    (state, "Close", SessionPhase.CLOSED) for state in SessionPhase if state is not SessionPhase.CLOSED
+                }
     assert drawn == {(state, event.__name__, following) for (state, event), following in TRANSITIONS.items()}
 
 
@@ -153,18 +157,18 @@ def test_the_docstring_draws_the_table_as_it_is():
 
 
 HANDLERS = (
-    (Books.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
-    (Books.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
+    (SessionState.propose, Proposal(SESSION, 1, len(PROMPT) + 3, (8,))),
+    (SessionState.apply, Verdict(SESSION, 1, len(PROMPT) + 3, 0, 5)),
 )
 
 
-@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("state", list(SessionPhase))
 @pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
 def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_rounds(state, changes):
     for handler, message in HANDLERS:
         of = in_state(state)
         before = snapshot(of)
-        if state is State.CLOSED and "session" not in changes:
+        if state is SessionPhase.CLOSED and "session" not in changes:
             continue
         with pytest.raises(ProtocolError, match="session 7"):
             handler(of, attrs.evolve(message, **changes))
@@ -175,7 +179,7 @@ def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_
 def test_of_a_closed_session_every_rounds_messages_are_dropped():
     # In a rest, the target may have been rounds ahead when the drafter's copy was closed.
     for handler, message in HANDLERS:
-        of = in_state(State.CLOSED)
+        of = in_state(SessionPhase.CLOSED)
         before = snapshot(of)
         for later in range(4):
             assert not handler(of, attrs.evolve(message, round=later, start=3 + later))
@@ -185,21 +189,21 @@ def test_of_a_closed_session_every_rounds_messages_are_dropped():
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_a_proposal_from_another_position_is_an_error(off_by):
-    of = in_state(State.PROPOSING)
+    of = in_state(SessionPhase.PROPOSING)
     with pytest.raises(ProtocolError, match="round 1 at position 6"):
         of.propose(attrs.evolve(proposal(of, 8), start=of.next_position + off_by))
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_a_verdict_from_another_position_is_an_error(off_by):
-    of = in_state(State.VERIFYING)
+    of = in_state(SessionPhase.VERIFYING)
     with pytest.raises(ProtocolError, match="round 1 at position 6"):
         of.apply(attrs.evolve(verdict(of, 0, 5), start=of.next_position + off_by))
 
 
 @pytest.mark.parametrize("proposed", [(), (8,), (8, 9)])
 def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
-    of = books()
+    of = new_state()
     of.propose(proposal(of, *proposed))
     with pytest.raises(ProtocolError, match=f"accepts more than the {len(proposed)} tokens"):
         of.apply(verdict(of, len(proposed) + 1, 5))
@@ -207,14 +211,14 @@ def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
 
 
 def test_a_verdict_that_accepts_anything_from_nobody_is_an_error():
-    of = books(drafted=False)
+    of = new_state(drafted=False)
     with pytest.raises(ProtocolError, match="accepts more than the 0 tokens"):
         of.apply(verdict(of, 1, 5))
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
 def test_messages_of_rounds_that_are_over_are_dropped_and_counted(num_rounds):
-    of = books()
+    of = new_state()
     said = []
     for _ in range(num_rounds):
         said += [(of.propose, proposal(of, 4, 5)), (of.apply, verdict(of, 1, 6))]
@@ -227,7 +231,7 @@ def test_messages_of_rounds_that_are_over_are_dropped_and_counted(num_rounds):
 
 
 def test_a_late_message_is_known_by_its_round_and_not_by_its_position():
-    of = in_state(State.PROPOSING)
+    of = in_state(SessionPhase.PROPOSING)
     assert not of.propose(Proposal(SESSION, 0, of.next_position, (8,)))
     assert of.num_stale == 1
 
@@ -236,25 +240,25 @@ def test_a_late_message_is_known_by_its_round_and_not_by_its_position():
 
 
 def test_a_drafted_session_begins_with_the_drafters_turn():
-    of = books()
-    assert of.state is State.PROPOSING
+    of = new_state()
+    assert of.phase is SessionPhase.PROPOSING
     assert (of.round, of.committed, of.next_position, of.num_generated) == (0, [1, 2, 3], 3, 0)
 
 
 def test_an_undrafted_session_is_the_targets_alone():
-    of = books(drafted=False, max_tokens=3)
+    of = new_state(drafted=False, max_tokens=3)
     commits = [of.apply(verdict(of, 0, token)) for token in (4, 5, 6)]
     assert [commit.tokens for commit in commits] == [(4,), (5,), (6,)]
     assert [commit.start for commit in commits] == [3, 4, 5]
     assert all((c.num_from_draft, c.num_rejected, c.bonus) == (0, 0, False) for c in commits)
-    assert of.state is State.CLOSED
+    assert of.phase is SessionPhase.CLOSED
 
 
 def test_a_proposal_of_nothing_asks_for_one_token():
-    of = books()
+    of = new_state()
     commit = a_round(of, (), 0, 5)
     assert commit == Commit(SESSION, round=0, start=3, tokens=(5,), num_from_draft=0)
-    assert of.state is State.PROPOSING
+    assert of.phase is SessionPhase.PROPOSING
 
 
 @pytest.mark.parametrize(
@@ -267,14 +271,14 @@ def test_a_proposal_of_nothing_asks_for_one_token():
     ],
 )
 def test_a_commit_is_the_accepted_tokens_and_the_targets_own(num_accepted, expected):
-    of = books()
+    of = new_state()
     assert a_round(of, (4, 5, 6), num_accepted, 9) == expected
     assert of.committed == [1, 2, 3, *expected.tokens]
     assert (of.round, of.outstanding) == (1, None)
 
 
 def test_rounds_follow_one_another():
-    of = books()
+    of = new_state()
     commits = [a_round(of, (4, 5), 2, 6), a_round(of, (7, 8), 0, 9), a_round(of, (), 0, 4)]
     assert [(c.round, c.start) for c in commits] == [(0, 3), (1, 6), (2, 7)]
     assert of.committed == [1, 2, 3, 4, 5, 6, 9, 4]
@@ -282,14 +286,14 @@ def test_rounds_follow_one_another():
 
 
 def test_a_single_step_that_agrees_commits_the_drafted_token_alone():
-    of = books()
+    of = new_state()
     commit = a_round(of, (4, 5, 6), 1, None, single_step=True)
     assert commit == Commit(SESSION, 0, 3, (4,), num_from_draft=1, single_step=True)
-    assert of.state is State.PROPOSING
+    assert of.phase is SessionPhase.PROPOSING
 
 
 def test_a_single_step_that_disagrees_rejects_the_one_token_it_compared():
-    of = books()
+    of = new_state()
     commit = a_round(of, (4, 5, 6), 0, 9, single_step=True)
     assert commit == Commit(SESSION, 0, 3, (9,), num_from_draft=0, num_rejected=1, single_step=True)
 
@@ -297,8 +301,8 @@ def test_a_single_step_that_disagrees_rejects_the_one_token_it_compared():
 # --- the drafter rests ----------------------------------------------------------------------------
 
 
-def resting(*, num_rounds: int, **changes) -> Books:
-    of = books(**changes)
+def resting(*, num_rounds: int, **changes) -> SessionState:
+    of = new_state(**changes)
     assert of.rest(Rest(SESSION, num_rounds))
     return of
 
@@ -307,10 +311,10 @@ def resting(*, num_rounds: int, **changes) -> Books:
 def test_a_rest_leaves_so_many_rounds_to_the_target_and_then_it_is_the_drafters_turn(num_rounds):
     of = resting(num_rounds=num_rounds)
     for i in range(num_rounds):
-        assert of.state is State.RESTING
+        assert of.phase is SessionPhase.RESTING
         commit = of.apply(verdict(of, 0, 4 + i))
         assert commit == Commit(SESSION, round=i, start=3 + i, tokens=(4 + i,), num_from_draft=0, resting=True)
-    assert of.state is State.PROPOSING
+    assert of.phase is SessionPhase.PROPOSING
     assert a_round(of, (4, 5), 2, 6).round == num_rounds
 
 
@@ -321,20 +325,20 @@ def test_a_rest_may_be_prolonged_while_it_lasts():
     states = []
     for token in (5, 6, 7):
         of.apply(verdict(of, 0, token))
-        states.append(of.state)
-    assert states == [State.RESTING, State.RESTING, State.PROPOSING]
+        states.append(of.phase)
+    assert states == [SessionPhase.RESTING, SessionPhase.RESTING, SessionPhase.PROPOSING]
 
 
 def test_a_rest_that_is_prolonged_too_late_is_another_rest():
     # The drafter said it when the last round of its rest was still to come; here that round is over.
     of = resting(num_rounds=1)
     of.apply(verdict(of, 0, 4))
-    assert of.state is State.PROPOSING
+    assert of.phase is SessionPhase.PROPOSING
     assert of.rest(Rest(SESSION, 3))
     of.apply(verdict(of, 0, 5))
-    assert of.state is State.RESTING
+    assert of.phase is SessionPhase.RESTING
     of.apply(verdict(of, 0, 6))
-    assert of.state is State.PROPOSING
+    assert of.phase is SessionPhase.PROPOSING
 
 
 @pytest.mark.parametrize("until", [1, 2, 3])
@@ -345,7 +349,7 @@ def test_a_rest_is_never_cut_short(until):
     assert snapshot(of) == before
 
 
-@pytest.mark.parametrize("state", [State.PROPOSING, State.VERIFYING, State.RESTING])
+@pytest.mark.parametrize("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
 @pytest.mark.parametrize("rounds_ago", [0, 1])
 def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     of = in_state(state)
@@ -367,13 +371,13 @@ def test_a_drafter_may_leave_in_a_rest_which_then_has_no_end():
     of.withdraw(Withdraw(SESSION))
     for token in (4, 5, 6):
         of.apply(verdict(of, 0, token))
-        assert of.state is State.UNDRAFTED
+        assert of.phase is SessionPhase.UNDRAFTED
 
 
 def test_a_session_may_be_closed_in_a_rest():
     of = resting(num_rounds=2)
     of.close(Close(SESSION))
-    assert (of.state, of.finish_reason) == (State.CLOSED, None)
+    assert (of.phase, of.finish_reason) == (SessionPhase.CLOSED, None)
     assert of.apply(verdict(of, 0, 5)) is None
 
 
@@ -385,26 +389,26 @@ def test_a_text_may_end_in_a_rest_or_with_its_last_round(num_rounds):
         commit = of.apply(verdict(of, 0, 5))
         assert commit is not None
         assert commit.finish_reason == of.finish_reason == finish_reason
-        assert of.state is State.CLOSED
+        assert of.phase is SessionPhase.CLOSED
 
 
 # --- the drafter leaves ---------------------------------------------------------------------------
 
 
 def test_what_is_on_the_table_when_the_drafter_leaves_is_still_judged():
-    of = in_state(State.VERIFYING)
+    of = in_state(SessionPhase.VERIFYING)
     of.withdraw(Withdraw(SESSION))
     assert of.outstanding is not None
     commit = of.apply(verdict(of, 2, 5))
     assert commit is not None
     assert commit.tokens == (8, 9, 5)
     assert commit.num_from_draft == 2
-    assert of.state is State.UNDRAFTED
+    assert of.phase is SessionPhase.UNDRAFTED
     assert of.apply(verdict(of, 0, 4)) is not None
 
 
 def test_a_proposal_that_its_withdrawal_has_overtaken_is_dropped():
-    of = in_state(State.UNDRAFTED)
+    of = in_state(SessionPhase.UNDRAFTED)
     assert not of.propose(proposal(of, 8, 9))
     assert of.outstanding is None
     commit = of.apply(verdict(of, 0, 5))
@@ -428,34 +432,34 @@ def test_a_proposal_that_its_withdrawal_has_overtaken_is_dropped():
     ],
 )
 def test_the_text_ends_with_the_first_stop_token_that_is_committed(stop_token, expected):
-    of = books(stop_tokens={stop_token})
+    of = new_state(stop_tokens={stop_token})
     assert a_round(of, (4, 5, 6), 2, 9) == expected
     assert of.committed == [1, 2, 3, *expected.tokens]
     assert of.finish_reason == expected.finish_reason
-    assert of.state is (State.CLOSED if expected.finish_reason else State.PROPOSING)
+    assert of.phase is (SessionPhase.CLOSED if expected.finish_reason else SessionPhase.PROPOSING)
 
 
 def test_a_bonus_token_may_end_the_text():
-    of = books(stop_tokens={9})
+    of = new_state(stop_tokens={9})
     commit = a_round(of, (4, 5), 2, 9)
     assert (commit.tokens, commit.bonus, commit.finish_reason) == ((4, 5, 9), True, "stop")
 
 
 def test_the_first_of_two_stop_tokens_counts():
-    assert a_round(books(stop_tokens={5, 9}), (4, 5), 2, 9).tokens == (4, 5)
-    assert a_round(books(stop_tokens={5}), (5, 5), 2, 5).tokens == (5,)
+    assert a_round(new_state(stop_tokens={5, 9}), (4, 5), 2, 9).tokens == (4, 5)
+    assert a_round(new_state(stop_tokens={5}), (5, 5), 2, 5).tokens == (5,)
 
 
 def test_a_stop_token_in_the_prompt_ends_nothing():
-    of = books(stop_tokens={1, 2, 3})
+    of = new_state(stop_tokens={1, 2, 3})
     assert a_round(of, (4,), 1, 5).finish_reason is None
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_exactly_max_tokens_are_generated(max_tokens):
-    of = books(max_tokens=max_tokens)
+    of = new_state(max_tokens=max_tokens)
     commits = []
-    while of.state is not State.CLOSED:
+    while of.phase is not SessionPhase.CLOSED:
         assert of.remaining == max_tokens - of.num_generated
         commits.append(a_round(of, (4, 5), 2, 6))
     assert of.num_generated == max_tokens
@@ -465,8 +469,8 @@ def test_exactly_max_tokens_are_generated(max_tokens):
 
 @pytest.mark.parametrize("room", range(1, 9))
 def test_the_text_ends_where_the_context_does(room):
-    of = books(context_length=len(PROMPT) + room)
-    while of.state is not State.CLOSED:
+    of = new_state(context_length=len(PROMPT) + room)
+    while of.phase is not SessionPhase.CLOSED:
         last = a_round(of, (4, 5), 1, 6)
     assert len(of.committed) == len(PROMPT) + room
     assert last.finish_reason == of.finish_reason == "length"
@@ -474,36 +478,36 @@ def test_the_text_ends_where_the_context_does(room):
 
 @pytest.mark.parametrize(("max_tokens", "room", "expected"), [(2, 5, 2), (5, 2, 2), (3, 3, 3), (None, 4, 4)])
 def test_the_nearer_of_two_bounds_counts(max_tokens, room, expected):
-    of = books(max_tokens=max_tokens, context_length=len(PROMPT) + room)
+    of = new_state(max_tokens=max_tokens, context_length=len(PROMPT) + room)
     assert of.remaining == expected
     assert len(a_round(of, (4, 5, 6, 7, 8), 5, 9).tokens) == expected
 
 
 def test_a_text_without_bounds_has_no_number_of_tokens_left():
-    assert books().remaining is None
+    assert new_state().remaining is None
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop():
-    of = books(max_tokens=2, stop_tokens={5})
+    of = new_state(max_tokens=2, stop_tokens={5})
     assert a_round(of, (4, 5), 2, 6).finish_reason == "stop"
 
 
 def test_a_stop_token_beyond_the_last_place_is_none():
-    of = books(max_tokens=2, stop_tokens={6})
+    of = new_state(max_tokens=2, stop_tokens={6})
     assert a_round(of, (4, 5), 2, 6).finish_reason == "length"
 
 
 def test_an_end_by_length_cuts_what_was_not_needed_out_of_the_counts():
-    of = books(max_tokens=2)
+    of = new_state(max_tokens=2)
     commit = a_round(of, (4, 5, 6, 7), 2, 9)
     assert commit == Commit(SESSION, 0, 3, (4, 5), num_from_draft=2, finish_reason="length")
-    of = books(max_tokens=3)
+    of = new_state(max_tokens=3)
     commit = a_round(of, (4, 5, 6, 7), 2, 9)
     assert commit == Commit(SESSION, 0, 3, (4, 5, 9), num_from_draft=2, num_rejected=2, finish_reason="length")
 
 
 def test_a_session_closed_from_outside_has_no_finish_reason():
-    of = in_state(State.VERIFYING)
+    of = in_state(SessionPhase.VERIFYING)
     of.close(Close(SESSION))
     assert of.finish_reason is None
 
@@ -522,7 +526,7 @@ def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, t
     if num_accepted == 0 and token is None:
         token = 0
     context_length = None if room is None else len(PROMPT) + room
-    of = books(stop_tokens=stop_tokens, max_tokens=max_tokens, context_length=context_length)
+    of = new_state(stop_tokens=stop_tokens, max_tokens=max_tokens, context_length=context_length)
     commit = a_round(of, proposed, num_accepted, token)
 
     read: list[int] = []
@@ -566,27 +570,27 @@ def test_a_stop_string_cuts_as_a_stop_token_in_its_last_place_does(proposed, acc
     tokens = [*proposed[:num_accepted], *([] if token is None else [token])]
     num_tokens = data.draw(st.integers(1, len(tokens)))
 
-    by_token = books(stop_tokens=[tokens[num_tokens - 1]])
+    by_token = new_state(stop_tokens=[tokens[num_tokens - 1]])
     expected = a_round(by_token, proposed, num_accepted, token, single_step=single_step)
-    by_string = books()
+    by_string = new_state()
     by_string.propose(proposal(by_string, *proposed))
     said = attrs.evolve(
         verdict(by_string, num_accepted, token, single_step=single_step), stop=Stop("the end", num_tokens)
     )
     assert by_string.apply(said) == attrs.evolve(expected, stop_reason="the end")
     assert snapshot(by_string) == snapshot(by_token)
-    assert by_string.state is State.CLOSED
+    assert by_string.phase is SessionPhase.CLOSED
 
 
 def test_a_stop_string_in_the_last_place_is_a_stop():
-    of = books(max_tokens=1, drafted=False)
+    of = new_state(max_tokens=1, drafted=False)
     commit = of.apply(attrs.evolve(verdict(of, 0, 9), stop=Stop("the end", 1)))
     assert (commit.finish_reason, commit.stop_reason) == ("stop", "the end")
 
 
 @pytest.mark.parametrize(("max_tokens", "stop_tokens", "most"), [(None, (), 3), (2, (), 2), (None, (4,), 1)])
 def test_a_stop_string_beyond_what_is_committed_is_an_error(max_tokens, stop_tokens, most):
-    of = books(max_tokens=max_tokens, stop_tokens=stop_tokens)
+    of = new_state(max_tokens=max_tokens, stop_tokens=stop_tokens)
     of.propose(proposal(of, 4, 5))
     before = snapshot(of)
     with pytest.raises(ProtocolError, match=f"beyond the {most} tokens"):
@@ -595,7 +599,7 @@ def test_a_stop_string_beyond_what_is_committed_is_an_error(max_tokens, stop_tok
 
 
 def test_a_preview_is_what_is_committed_then_and_changes_nothing():
-    of = books(max_tokens=2)
+    of = new_state(max_tokens=2)
     of.propose(proposal(of, 4, 5))
     before, said = snapshot(of), verdict(of, 2, 6)
     preview = of.preview(said)
@@ -608,7 +612,7 @@ def test_a_preview_is_what_is_committed_then_and_changes_nothing():
     ("token", "named", "stop_reason"), [(9, (9,), 9), (9, (8, 9), 9), (9, (), None), (7, (), None), (7, (7,), 7)]
 )
 def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_is_none(token, named, stop_reason):
-    of = Books(attrs.evolve(opened(stop_tokens={7, *named}), settings=Settings(stop_tokens=named)))
+    of = SessionState(attrs.evolve(opened(stop_tokens={7, *named}), settings=Settings(stop_tokens=named)))
     of.withdraw(Withdraw(SESSION))
     commit = of.apply(verdict(of, 0, token))
     assert commit.stop_reason == stop_reason
@@ -633,7 +637,7 @@ class TwoCopies(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drafter: Books | None = None
+        self.drafter: SessionState | None = None
 
     @initialize(
         text=st.lists(st.integers(0, 5), min_size=1, max_size=9),
@@ -648,11 +652,11 @@ class TwoCopies(RuleBasedStateMachine):
             stop_tokens=stop_tokens,
             context_length=None if room is None else len(PROMPT) + room,
         )
-        self.drafter, self.target = Books(begun), Books(begun)
+        self.drafter, self.target = SessionState(begun), SessionState(begun)
         self.text, self.string_ends_at = text, string_ends_at
         self.to_target: deque[Proposal | Rest | Withdraw] = deque()
         self.to_drafter: deque[Verdict | Overdue] = deque()
-        self.arrived: list[tuple[Books, Proposal | Rest | Overdue | Verdict | Withdraw]] = []
+        self.arrived: list[tuple[SessionState, Proposal | Rest | Overdue | Verdict | Withdraw]] = []
         self.late = {"drafter": 0, "target": 0}
         self.commits: list[Commit] = []
         self.is_closed_from_outside = False
@@ -676,7 +680,7 @@ class TwoCopies(RuleBasedStateMachine):
 
     # What the drafter does.
 
-    @precondition(lambda self: self.drafter.state is State.PROPOSING)
+    @precondition(lambda self: self.drafter.phase is SessionPhase.PROPOSING)
     @rule(num_right=st.integers(0, 4), wrong=st.lists(st.integers(0, 5), max_size=3))
     def propose(self, num_right, wrong):
         start = self.drafter.next_position
@@ -687,21 +691,21 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.drafter.propose(message)
         self.to_target.append(message)
 
-    @precondition(lambda self: self.drafter.state in (State.PROPOSING, State.RESTING))
+    @precondition(lambda self: self.drafter.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING))
     @rule(num_rounds=st.integers(1, 4))
     def rest(self, num_rounds):
         # Also in a rest: whether the target is still in it when it hears that it is longer is up to the wire.
         message = Rest(SESSION, max(self.drafter.round, self.drafter.rests_until) + num_rounds)
         assert self.drafter.rest(message)
-        assert self.drafter.state is State.RESTING
+        assert self.drafter.phase is SessionPhase.RESTING
         self.to_target.append(message)
 
-    @precondition(lambda self: self.target.state in (State.PROPOSING, State.RESTING))
+    @precondition(lambda self: self.target.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING))
     @rule(num_rounds=st.integers(1, 4))
     def wait_no_longer(self, num_rounds):
         message = Overdue(SESSION, max(self.target.round, self.target.rests_until) + num_rounds)
         assert self.target.rest(message)
-        assert self.target.state is State.RESTING
+        assert self.target.phase is SessionPhase.RESTING
         self.to_drafter.append(message)
         self.last_overdue = message
 
@@ -720,7 +724,9 @@ class TwoCopies(RuleBasedStateMachine):
 
     # What the target does.
 
-    @precondition(lambda self: self.target.state in (State.VERIFYING, State.RESTING, State.UNDRAFTED))
+    @precondition(
+        lambda self: self.target.phase in (SessionPhase.VERIFYING, SessionPhase.RESTING, SessionPhase.UNDRAFTED)
+    )
     @rule(single_step=st.booleans())
     def verify(self, single_step):
         start, outstanding = self.target.next_position, self.target.outstanding
@@ -737,7 +743,7 @@ class TwoCopies(RuleBasedStateMachine):
             nth = self.string_ends_at - self.target.num_generated
             if nth <= len(self.target.preview(message).tokens):
                 message = attrs.evolve(message, stop=Stop("end", nth))
-        is_awaited = self.target.state is not State.UNDRAFTED
+        is_awaited = self.target.phase is not SessionPhase.UNDRAFTED
         commit = self.target.apply(message)
         assert commit is not None
         self.commits.append(commit)
@@ -756,21 +762,23 @@ class TwoCopies(RuleBasedStateMachine):
     def deliver_to_drafter(self):
         self.deliver(self.drafter, self.to_drafter.popleft())
 
-    def deliver(self, to: Books, message: Proposal | Rest | Overdue | Verdict | Withdraw) -> None:
+    def deliver(self, to: SessionState, message: Proposal | Rest | Overdue | Verdict | Withdraw) -> None:
         """The first arrival of a message."""
         if isinstance(message, Withdraw):
             on_the_table = to.outstanding
             to.withdraw(message)
             assert to.outstanding is on_the_table
-            assert to.state in (State.UNDRAFTED, State.CLOSED)
+            assert to.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
         elif isinstance(message, Rest | Overdue):
             # Both sides may have sent one at the same time, and then the later end holds.
-            is_over = to.state in (State.UNDRAFTED, State.CLOSED) or message.until <= max(to.round, to.rests_until)
+            is_over = to.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED) or message.until <= max(
+                to.round, to.rests_until
+            )
             assert to.rest(message) is not is_over
         else:
             # A proposal may come to a target that has gone on alone, for a round or for good.
-            is_late = to.state is State.CLOSED or (
-                isinstance(message, Proposal) and (to.state is not State.PROPOSING or message.round < to.round)
+            is_late = to.phase is SessionPhase.CLOSED or (
+                isinstance(message, Proposal) and (to.phase is not SessionPhase.PROPOSING or message.round < to.round)
             )
             assert bool(hear(to, message)) is not is_late
             self.late["target" if to is self.target else "drafter"] += is_late
@@ -823,10 +831,10 @@ class TwoCopies(RuleBasedStateMachine):
     def what_is_on_the_table_is_of_this_round(self):
         for of in (self.drafter, self.target) if self.drafter is not None else ():
             if of.outstanding is not None:
-                assert of.state is not State.PROPOSING
+                assert of.phase is not SessionPhase.PROPOSING
                 assert (of.outstanding.round, of.outstanding.start) == (of.round, of.next_position)
             else:
-                assert of.state is not State.VERIFYING
+                assert of.phase is not SessionPhase.VERIFYING
 
     @invariant()
     def the_target_is_no_further_than_the_drafter_let_it_go(self):
@@ -834,12 +842,12 @@ class TwoCopies(RuleBasedStateMachine):
             return
         # By itself, or without waiting for it any more.
         alone_until = 0 if self.last_overdue is None else self.last_overdue.until
-        match self.drafter.state:
-            case State.PROPOSING:
+        match self.drafter.phase:
+            case SessionPhase.PROPOSING:
                 assert self.drafter.round <= self.target.round <= max(self.drafter.round, alone_until)
-            case State.VERIFYING:
+            case SessionPhase.VERIFYING:
                 assert self.drafter.round <= self.target.round <= max(self.drafter.round + 1, alone_until)
-            case State.RESTING:
+            case SessionPhase.RESTING:
                 assert self.drafter.round <= self.target.round <= max(self.drafter.rests_until, alone_until)
 
     def teardown(self) -> None:
@@ -852,7 +860,7 @@ class TwoCopies(RuleBasedStateMachine):
         if self.is_closed_from_outside or self.finish_reason is None:
             return
         assert self.target.committed == [*PROMPT, *self.whole]
-        assert (self.target.state, self.target.finish_reason) == (State.CLOSED, self.finish_reason)
+        assert (self.target.phase, self.target.finish_reason) == (SessionPhase.CLOSED, self.finish_reason)
         if not self.has_withdrawn:
             # But for a rest that the drafter wished for after the end.
             assert snapshot(self.drafter)[:-1] == snapshot(self.target)[:-1]
@@ -864,13 +872,13 @@ class TwoCopies(RuleBasedStateMachine):
                 self.deliver_to_target()
             while self.to_drafter:
                 self.deliver_to_drafter()
-            if self.target.state in (State.VERIFYING, State.RESTING, State.UNDRAFTED):
+            if self.target.phase in (SessionPhase.VERIFYING, SessionPhase.RESTING, SessionPhase.UNDRAFTED):
                 self.verify(single_step=False)
-            elif self.target.state is self.drafter.state is State.PROPOSING:
+            elif self.target.phase is self.drafter.phase is SessionPhase.PROPOSING:
                 self.propose(num_right=1, wrong=[0])
 
 
-def hear(of: Books, message: Proposal | Verdict) -> Commit | bool | None:
+def hear(of: SessionState, message: Proposal | Verdict) -> Commit | bool | None:
     return of.propose(message) if isinstance(message, Proposal) else of.apply(message)
 
 

@@ -6,47 +6,47 @@ import pytest
 import trio
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_LEASH
-from protocol.lookahead_policy import Auto, View
+from protocol.draft_budget import NO_DRAFT_BUDGET
+from protocol.lookahead_policy import AutoPolicy, View
 from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
-from protocol.target_queue import Turns
+from protocol.target_queue import TargetQueue
 from runtime.simulation.simulation import PlayedStreams, Scenario, played_streams
 
 # --- who is when ----------------------------------------------------------------------------------
 
 
 def test_what_is_left_is_the_rest_of_the_first_and_all_of_those_behind_it():
-    turns = Turns()
-    assert (turns.is_busy, turns.left(5.0)) == (False, 0.0)
-    turns.enter(1, 4.0, now=10.0)
-    turns.enter(2, 2.0, now=11.0)
-    turns.enter(3, 1.0, now=12.0)
-    assert turns.is_busy
-    assert turns.left(12.0) == 2.0 + 2.0 + 1.0
-    assert turns.left(20.0) == 2.0 + 1.0  # it takes longer than expected
-    turns.leave(1, now=15.0)
-    assert turns.left(16.0) == 1.0 + 1.0
-    turns.leave(3, now=16.0)  # taken back
-    turns.leave(2, now=17.0)
-    assert (turns.is_busy, turns.left(17.0)) == (False, 0.0)
+    target_queue = TargetQueue()
+    assert (target_queue.is_busy, target_queue.left(5.0)) == (False, 0.0)
+    target_queue.enter(1, 4.0, now=10.0)
+    target_queue.enter(2, 2.0, now=11.0)
+    target_queue.enter(3, 1.0, now=12.0)
+    assert target_queue.is_busy
+    assert target_queue.left(12.0) == 2.0 + 2.0 + 1.0
+    assert target_queue.left(20.0) == 2.0 + 1.0  # it takes longer than expected
+    target_queue.leave(1, now=15.0)
+    assert target_queue.left(16.0) == 1.0 + 1.0
+    target_queue.leave(3, now=16.0)  # taken back
+    target_queue.leave(2, now=17.0)
+    assert (target_queue.is_busy, target_queue.left(17.0)) == (False, 0.0)
 
 
 def test_others_are_those_that_are_not_oneself():
-    turns = Turns()
+    target_queue = TargetQueue()
     for session, seconds in ((1, 4.0), (2, 2.0), (3, 1.0)):
-        turns.enter(session, seconds, now=0.0)
-    assert [turns.of_others(session) for session in (1, 2, 3, 4)] == [3.0, 5.0, 6.0, 7.0]
+        target_queue.enter(session, seconds, now=0.0)
+    assert [target_queue.of_others(session) for session in (1, 2, 3, 4)] == [3.0, 5.0, 6.0, 7.0]
 
 
 def test_the_target_was_busy_since_a_moment_if_it_is_or_something_ended_after_it():
-    turns = Turns()
-    assert not turns.was_busy_since(0.0)
-    turns.enter(1, 4.0, now=10.0)
-    assert turns.was_busy_since(12.0)
-    turns.leave(1, now=14.0)
-    turns.leave(1, now=20.0)  # which is no turn any more
-    assert [turns.was_busy_since(moment) for moment in (13.0, 14.0, 15.0)] == [True, False, False]
+    target_queue = TargetQueue()
+    assert not target_queue.was_busy_since(0.0)
+    target_queue.enter(1, 4.0, now=10.0)
+    assert target_queue.was_busy_since(12.0)
+    target_queue.leave(1, now=14.0)
+    target_queue.leave(1, now=20.0)  # which is no turn any more
+    assert [target_queue.was_busy_since(moment) for moment in (13.0, 14.0, 15.0)] == [True, False, False]
 
 
 # --- what the rules make of it --------------------------------------------------------------------
@@ -63,42 +63,42 @@ def priced() -> Prices:
     return prices
 
 
-def view_of(num_drafted: int, *, confidence: float = 0.6, slack: float, due: float | None = None) -> View:
+def view_of(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> View:
     tree = LookaheadTree(100, 9)
     node = tree.root
     for token in range(num_drafted):
         node = tree.expand(node, Guess(token, confidence, raw=confidence))
         assert node is not None
-    return View(tree, 10, 100, lambda _: True, lambda _: 1, now=0.0, due=due, slack=slack)
+    return View(tree, 10, 100, lambda _: True, lambda _: 1, now=0.0, due=due, queue_slack_s=queue_slack_s)
 
 
-def auto() -> Auto:
-    return Auto(priced(), Calibration(mean=0.6))
+def auto() -> AutoPolicy:
+    return AutoPolicy(priced(), Calibration(mean=0.6))
 
 
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
-    assert auto().proposal(view_of(1, slack=0.0)) is not None
-    assert auto().proposal(view_of(1, slack=0.4)) is None
+    assert auto().proposal(view_of(1, queue_slack_s=0.0)) is not None
+    assert auto().proposal(view_of(1, queue_slack_s=0.4)) is None
     # A step that would end after them costs what it takes longer.
-    assert auto().proposal(view_of(1, slack=0.05)) is not None
+    assert auto().proposal(view_of(1, queue_slack_s=0.05)) is not None
 
 
 def test_a_token_that_costs_the_target_more_than_it_brings_is_not_worth_any_slack():
-    assert auto().proposal(view_of(6, slack=100.0)) is not None
+    assert auto().proposal(view_of(6, queue_slack_s=100.0)) is not None
 
 
 def test_nothing_is_drafted_ahead_that_can_be_drafted_behind_others_passes_or_that_others_wait_for():
-    for slack, expected in ((0.0, True), (0.5, True), (10.0, False), (float("inf"), False)):
-        view = view_of(2, confidence=0.9, slack=slack, due=5.0)
+    for queue_slack_s, expected in ((0.0, True), (0.5, True), (10.0, False), (float("inf"), False)):
+        view = view_of(2, confidence=0.9, queue_slack_s=queue_slack_s, due=5.0)
         assert (auto().expansion(view) is not None) is expected
 
 
 def test_a_leash_ends_where_others_passes_do():
-    view = view_of(0, slack=0.9)
-    assert auto().leash(view, view.tree.root).steps == 2
-    assert auto().leash(view, view.tree.root) != NO_LEASH
-    alone = view_of(0, slack=0.0)
-    assert auto().leash(alone, alone.tree.root).steps == 9
+    view = view_of(0, queue_slack_s=0.9)
+    assert auto().draft_budget(view, view.tree.root).steps == 2
+    assert auto().draft_budget(view, view.tree.root) != NO_DRAFT_BUDGET
+    alone = view_of(0, queue_slack_s=0.0)
+    assert auto().draft_budget(alone, alone.tree.root).steps == 9
 
 
 # --- in simulated time ----------------------------------------------------------------------------

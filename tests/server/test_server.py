@@ -40,12 +40,12 @@ from protocol.statistics import Statistics
 from protocol.trace import Instant
 from runtime.generation.text import apply_chat_template
 from runtime.server import timelines
-from runtime.server.admission import House
+from runtime.server.admission import RequestAdmission
 from runtime.server.app import Service, application
 from runtime.server.endpoint import Limits
-from runtime.server.errors import Refusal
+from runtime.server.errors import ErrorResponse
 from runtime.server.openai import serializers
-from runtime.server.openai.reasoning import Thoughts
+from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
@@ -216,7 +216,7 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
 )
 def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: list[int], is_thinking: bool) -> None:
     text = "".join(parts)
-    thoughts = Thoughts(TAGS, is_thinking=is_thinking)
+    thoughts = ReasoningSplitter(TAGS, is_thinking=is_thinking)
     said = thought = ""
     cut = pieces(text, cuts)
     for i, piece in enumerate(cut, start=1):
@@ -302,7 +302,7 @@ def test_a_full_house_is_not_sent_a_body() -> None:
 
 def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     now = 0.0
-    house = House(2, 1, lambda: now)
+    house = RequestAdmission(2, 1, lambda: now)
     assert house.retry_after_s == 1
     for seconds in (30.0, 10.0):
         with house.room():
@@ -313,21 +313,24 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     assert house.retry_after_s == 60
     with house.room(), house.room(), house.room():
         assert house.num_within == 3
-        with pytest.raises(Refusal, match="try again in 60 s"), house.room():
+        with pytest.raises(ErrorResponse, match="try again in 60 s"), house.room():
             pass
     assert house.num_within == 0
 
 
 def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
     now = 0.0
-    house = House(2, 1, lambda: now)
+    house = RequestAdmission(2, 1, lambda: now)
     with house.room(), house.room():
         now += 20
         assert house.retry_after_s == 10
-        with suppress(Refusal), house.room():
-            raise Refusal(400, "no")
+        with suppress(ErrorResponse), house.room():
+            raise ErrorResponse(400, "no")
         assert house.retry_after_s == 10
-        with house.room(), pytest.raises(Refusal, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full:
+        with (
+            house.room(),
+            pytest.raises(ErrorResponse, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full,
+        ):
             house.check_room()
         assert full.value.headers == {"Retry-After": "7"}
     assert house.retry_after_s == 7

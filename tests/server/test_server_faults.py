@@ -30,7 +30,7 @@ from scripted import (
 from test_stop_strings import Letters
 
 from runtime.server.app import Service, application
-from runtime.server.connections.listener import Patience, serve
+from runtime.server.connections.listener import ConnectionLimits, serve
 from runtime.server.endpoint import Limits
 from runtime.server.timelines import Timelines
 
@@ -138,7 +138,7 @@ async def served(
     target: ScriptedModel | None = None,
     draft: ScriptedModel | None = None,
     *,
-    patience: Patience | None = None,
+    patience: ConnectionLimits | None = None,
     limits: Limits | None = None,
     seconds: float = 0.0,
     sending_bytes: int | None = None,
@@ -171,7 +171,7 @@ async def served(
                 server = Served(port, simulation)
 
                 async def run() -> None:
-                    await serve(app, listeners, server.stop.wait, patience or Patience())
+                    await serve(app, listeners, server.stop.wait, patience or ConnectionLimits())
                     server.is_over.set()
 
                 nursery.start_soon(run)
@@ -218,7 +218,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(k
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str, step: int) -> None:
-    async with served(patience=Patience(idle_s=0.5)) as server:
+    async with served(patience=ConnectionLimits(idle_s=0.5)) as server:
 
         async def go(num_bytes: int) -> None:
             with await connect(server.port) as client:
@@ -236,7 +236,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
 
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
-    async with served(patience=Patience(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
+    async with served(patience=ConnectionLimits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
         statuses: list[int] = []
 
         async def fall_silent(num_bytes: int) -> None:
@@ -463,7 +463,7 @@ async def nobody_is_let_in(port: int) -> None:
 
 
 async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices() -> None:
-    async with served(sending_bytes=SMALL, patience=Patience(stalled_s=2)) as server:
+    async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=2)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled:
             await stalled.send(ENDLESS)
             await quiet(server.simulation)
@@ -480,7 +480,7 @@ async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_no
 
 
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server() -> None:
-    async with served(sending_bytes=SMALL, patience=Patience(stalled_s=MANY, grace_s=0.1)) as server:
+    async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)
             await quiet(server.simulation)
@@ -490,7 +490,7 @@ async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server() ->
 
 
 async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped() -> None:
-    async with served(seconds=0.001, patience=Patience(grace_s=MANY)) as server:
+    async with served(seconds=0.001, patience=ConnectionLimits(grace_s=MANY)) as server:
         with await connect(server.port) as client:
             await client.send(completion(num_tokens=100, stream=True))
             await client.head()
@@ -504,7 +504,7 @@ async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped()
 
 
 async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
-    async with served(patience=Patience(max_connections=2)) as server:
+    async with served(patience=ConnectionLimits(max_connections=2)) as server:
         first, second, third = [await connect(server.port) for _ in range(3)]
         with first, second, third:
             for client in (first, second):

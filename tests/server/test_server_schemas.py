@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 import runtime
 from protocol.errors import SettingsError
 from runtime.generation.grammar import grammar_of_schema, tokenizer_json
-from runtime.server.errors import Refusal
+from runtime.server.errors import ErrorResponse
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
@@ -125,7 +125,7 @@ def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was() -> None:
                 if complaint is None:
                     assert repr(await made.grammar(PLAIN, "a")).startswith("<Grammar: the JSON schema {'type'")
                 else:
-                    with pytest.raises(Refusal, match=complaint) as refused:
+                    with pytest.raises(ErrorResponse, match=complaint) as refused:
                         await made.grammar(PLAIN, "a")
                     assert (refused.value.status, refused.value.detail.param) == (400, "response_format")
             assert len(check.asked) == 1
@@ -150,7 +150,7 @@ def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered() ->
     async def main() -> None:
         check = ScriptedCheck(11.0)
         made = schemas(check)
-        with pytest.raises(Refusal, match="was not compiled within 10 s"):
+        with pytest.raises(ErrorResponse, match="was not compiled within 10 s"):
             await made.grammar(PLAIN, "a")
         assert check.num_at_once == 0
         check.seconds = 1.0
@@ -165,7 +165,7 @@ def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_jso
         made = schemas(check)
 
         async def flood(minimum: int) -> None:
-            with suppress(Refusal):
+            with suppress(ErrorResponse):
                 await made.grammar({"type": "number", "minimum": minimum}, "attacker")
 
         async with trio.open_nursery() as nursery:
@@ -202,7 +202,7 @@ def test_a_check_that_cannot_be_made_is_not_the_client_s_fault() -> None:
         raise CheckerGoneError("the process has ended; try again")
 
     async def main() -> None:
-        with pytest.raises(Refusal, match="try again") as refused:
+        with pytest.raises(ErrorResponse, match="try again") as refused:
             await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(PLAIN, "a")
         assert (refused.value.status, refused.value.detail.code) == (503, "schemas_unavailable")
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from actors.model import Rung
+from actors.model import RewindMode
 
 VOCAB_SIZE = 64
 
@@ -754,7 +754,7 @@ class Knowing:
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
-    def open_line(self, *, beside_another: bool) -> KnowingLine:
+    def open_sequence(self, *, beside_another: bool) -> KnowingLine:
         return KnowingLine(self)
 
 
@@ -779,8 +779,8 @@ class KnowingLine:
     def feed_lazy(self, token: mx.array) -> mx.array:
         raise NotImplementedError("this model always has another beside it")
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
-        return Rung.TRIM
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
         assert length <= self._length

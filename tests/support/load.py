@@ -1,7 +1,6 @@
 """Clients that behave as clients do, all at once, on a real server with the demo pair.
 
 Run it with `python tests/support/load.py --help`.
-
 Each goes by a plan of its own: it streams to the end, leaves at any moment, sends garbage, or reads slowly. The models
 are copies in float32: in bfloat16 on CPU a text may hang on how wide the passes were that made it.
 """

@@ -22,10 +22,10 @@ import mlx.core as mx
 import trio
 import trio.testing
 
-from actors.actor import PREFIX_CACHE_BYTES, Part
+from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor, MakePolicy, policy_by_settings
-from actors.model import Rung
-from actors.prefix_cache import Begun
+from actors.model import RewindMode
+from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
@@ -159,7 +159,7 @@ class ScriptedLine:
         self.model = model
         self.tokens: list[int] = []
         self.states: list[int] = []  # at which lengths the state was kept
-        self.pins: list[int] = []  # likewise, for other texts
+        self.prefix_checkpoints: list[int] = []  # likewise, for other texts
         self.resumed: list[int] = []  # from which lengths it went on with another text
         self.rewinds: list[tuple[int, int]] = []  # from which length, to which
         self.fed: list[tuple[int, tuple[int, ...]]] = []  # at which length, what
@@ -178,17 +178,17 @@ class ScriptedLine:
         self._take((int(token.item()),))
         return mx.array([self.model.script(self.tokens)])
 
-    def prepare(self, num_tokens: int, settled: int) -> Rung:
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         self._check_open()
         if self.model.undo(len(self.tokens), num_tokens):
-            return Rung.TRIM
+            return RewindMode.TRIM
         if not self.model.keeps_states:
-            return Rung.SINGLE
+            return RewindMode.SINGLE
         if len(self.tokens) not in self.states:
             self.states.append(len(self.tokens))
         while len(self.states) > 1 and self.states[1] <= settled:
             del self.states[0]
-        return Rung.CHECKPOINT
+        return RewindMode.CHECKPOINT
 
     def rewind(self, length: int) -> int:
         self._check_open()
@@ -202,7 +202,7 @@ class ScriptedLine:
             raise RewindError(f"asked to rewind to {length} tokens a script that holds {before}")
         del self.tokens[length:]
         self.states = [state for state in self.states if state <= len(self.tokens)]
-        self.pins = [pin for pin in self.pins if pin <= len(self.tokens)]
+        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= len(self.tokens)]
         if len(self.tokens) < before:
             self.rewinds.append((before, len(self.tokens)))
         return len(self.tokens)
@@ -224,7 +224,7 @@ class ScriptedLine:
         return self.model.bytes_per_token * len(self.tokens)
 
     @property
-    def needs_pins(self) -> bool:
+    def needs_prefix_checkpoints(self) -> bool:
         self._check_open()
         # Far from where it is now.
         return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
@@ -233,9 +233,9 @@ class ScriptedLine:
     def depends_on_passes(self) -> bool:
         return False
 
-    def pin(self) -> None:
+    def add_prefix_checkpoint(self) -> None:
         self._check_open()
-        self.pins.append(len(self.tokens))
+        self.prefix_checkpoints.append(len(self.tokens))
 
     def reach(self, length: int, num_tokens: int) -> int:
         self._check_open()
@@ -245,7 +245,7 @@ class ScriptedLine:
             return len(self.tokens)
         if self.model.undo(len(self.tokens), 0):
             return length
-        return max((state for state in [*self.states, *self.pins] if state <= length), default=0)
+        return max((state for state in [*self.states, *self.prefix_checkpoints] if state <= length), default=0)
 
     def resume(self, length: int) -> None:
         if self.reach(length, length) != length:
@@ -254,7 +254,7 @@ class ScriptedLine:
             self.rewinds.append((len(self.tokens), length))
         del self.tokens[length:]
         self.states.clear()
-        self.pins = [pin for pin in self.pins if pin <= length]
+        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= length]
         self.resumed.append(length)
         self.model.fail_if_told("resume")
 
@@ -312,16 +312,16 @@ class ScriptedModel:
         self.context_length = context_length
         self.undo = undo
         self.keeps_states = keeps_states
-        self.lines: list[ScriptedLine] = []
+        self.sequences: list[ScriptedLine] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "resume": 0}
         self._fails = dict(fails or {})
 
-    def open_line(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
         self.fail_if_told("open")
-        self.lines.append(ScriptedLine(self))
-        return self.lines[-1]
+        self.sequences.append(ScriptedLine(self))
+        return self.sequences[-1]
 
     def fail_if_told(self, call: str) -> None:
         self.num_calls[call] += 1
@@ -365,7 +365,7 @@ class Handed:
     done_at: float | None = None
 
 
-class WatchedParts(dict[int, Part]):
+class WatchedParts(dict[int, ActorSession]):
     """An actor's parts in its sessions, of which none is forgotten.
 
     Attributes:
@@ -375,10 +375,10 @@ class WatchedParts(dict[int, Part]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ever: dict[int, Part] = {}
+        self.ever: dict[int, ActorSession] = {}
         self.received: dict[int, list[Message]] = {}
 
-    def __setitem__(self, session: int, part: Part) -> None:
+    def __setitem__(self, session: int, part: ActorSession) -> None:
         received = self.received[session] = []
         receive = part.receive
 
@@ -413,7 +413,7 @@ class BookkeepingWorker(SimulatedWorker):
         self._lines: dict[int | None, ScriptedLine] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        line, num_committed = self._look(job.session)
+        sequence, num_committed = self._look(job.session)
         handed = Handed(job, self.clock())
         self.handed.append(handed)
         try:
@@ -423,19 +423,19 @@ class BookkeepingWorker(SimulatedWorker):
             self._lines.pop(job.session, None)
             raise
         handed.done_at = self.clock()
-        if isinstance(result, Begun) and isinstance(result.line, ScriptedLine):
-            self._lines[job.session] = result.line
+        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedLine):
+            self._lines[job.session] = result.sequence
             # Whatever it was before, from now on it is this session's.
-            assert list(self._lines.values()).count(result.line) == 1, "two sessions have one line"
+            assert list(self._lines.values()).count(result.sequence) == 1, "two sessions have one line"
         if job.kind == "close":
             self._lines.pop(job.session, None)
-        if line is not None:
-            self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
+        if sequence is not None:
+            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
         return result
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        line, num_committed = self._look(steps.session)
-        assert line is not None
+        sequence, num_committed = self._look(steps.session)
+        assert sequence is not None
         at, on_step = self.clock(), steps.on_step
         done: list[Job[Any]] = []
 
@@ -444,7 +444,7 @@ class BookkeepingWorker(SimulatedWorker):
             done.append(job)
             self.handed.append(Handed(job, at, self.clock()))
             on_step(job, result, goes_on)
-            self.most_ahead = max(self.most_ahead, len(line.tokens) - num_committed)
+            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
             _, num_committed = self._look(steps.session)
             at = self.clock()
 
@@ -458,20 +458,22 @@ class BookkeepingWorker(SimulatedWorker):
 
     def _look(self, session: int | None) -> tuple[ScriptedLine | None, int]:
         """Compare a session's line, if it has one, with its books; it, and the length of the committed text."""
-        if (line := self._lines.get(session)) is None:
+        if (sequence := self._lines.get(session)) is None:
             return None, 0
         assert session is not None
         part = self.parts[session]
-        self._compare(part, line)
-        return line, len(part.books.committed)
+        self._compare(part, sequence)
+        return sequence, len(part.state.committed)
 
-    def _compare(self, part: Part, line: ScriptedLine) -> None:
+    def _compare(self, part: ActorSession, sequence: ScriptedLine) -> None:
         self.num_comparisons += 1
-        held, committed = list(part.held.tokens), part.books.committed
-        assert held == line.tokens, f"the books say {held}, the line holds {line.tokens}"
+        cached_tokens, committed = list(part.cached_tokens.tokens), part.state.committed
+        assert cached_tokens == sequence.tokens, f"the books say {cached_tokens}, the line holds {sequence.tokens}"
         if self._is_target:
-            both = min(len(held), len(committed))
-            assert held[:both] == committed[:both], f"the target holds {held}, its text is {committed}"
+            both = min(len(cached_tokens), len(committed))
+            assert cached_tokens[:both] == committed[:both], (
+                f"the target holds {cached_tokens}, its text is {committed}"
+            )
 
 
 class LaggingWorker(BookkeepingWorker):
@@ -561,7 +563,7 @@ class Simulation:
         for model in (self.target, self.draft):
             if model is not None:
                 assert model.misuses == []
-                assert [line for line in model.lines if not line.is_closed] == []
+                assert [sequence for sequence in model.sequences if not sequence.is_closed] == []
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.server.errors import Refusal
+from runtime.server.errors import ErrorResponse
 
 # Bytes of a body for which a client is waited for; a longer one is sent in pieces.
 _MOST_AT_ONCE = 2**16
@@ -38,8 +38,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     headers = dict(scope["headers"])
     # A page of another host can make a browser send anything but this without asking.
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
-        raise Refusal(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
-    too_long = Refusal(413, f"the body is longer than {max_bytes} bytes; shorten it")
+        raise ErrorResponse(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
+    too_long = ErrorResponse(413, f"the body is longer than {max_bytes} bytes; shorten it")
     # Not read to its end: whoever sends too much is not waited for. Of too many digits Python makes no number.
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
@@ -55,7 +55,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 raise too_long
             if not message.get("more_body", False):
                 return bytes(body)
-    raise Refusal(408, f"the body did not come within {within_s:g} s")
+    raise ErrorResponse(408, f"the body did not come within {within_s:g} s")
 
 
 async def while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:
@@ -71,7 +71,7 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         Refusal: the work raised it.
     """
     is_gone = False
-    refused: Refusal | None = None
+    refused: ErrorResponse | None = None
 
     def leave() -> None:
         nonlocal is_gone
@@ -96,7 +96,7 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         # Kept, not let through: the nursery would wrap it in a group.
         try:
             await work(send_patiently)
-        except Refusal as refusal:
+        except ErrorResponse as refusal:
             refused = refusal
         nursery.cancel_scope.cancel()
     if refused is not None:

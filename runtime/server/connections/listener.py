@@ -17,7 +17,7 @@ logger = logging.getLogger("outrider")
 
 
 @attrs.frozen
-class Patience:
+class ConnectionLimits:
     """How much is borne with.
 
     Attributes:
@@ -37,7 +37,7 @@ async def serve(
     app: Any,
     listeners: Sequence[trio.SocketListener],
     until: Callable[[], Awaitable[object]],
-    patience: Patience,
+    patience: ConnectionLimits,
 ) -> None:
     """Serve an ASGI application, by HTTP/1.1 and HTTP/1.0.
 
@@ -65,7 +65,7 @@ async def serve(
             connections.discard(connection)
             places.release()
 
-    doors = [_Door(listener, places) for listener in listeners]
+    doors = [_CountingListener(listener, places) for listener in listeners]
     async with trio.open_nursery() as conversations:
         async with trio.open_nursery() as accepting:
             accepting.start_soon(partial(trio.serve_listeners, converse, doors, handler_nursery=conversations))
@@ -77,7 +77,7 @@ async def serve(
         conversations.cancel_scope.deadline = trio.current_time() + patience.grace_s
 
 
-class _Door(trio.abc.Listener[trio.SocketStream]):
+class _CountingListener(trio.abc.Listener[trio.SocketStream]):
     """Lets somebody in when there is a place, which is the connection's to give back."""
 
     def __init__(self, listener: trio.SocketListener, places: trio.Semaphore) -> None:

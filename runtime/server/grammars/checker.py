@@ -39,7 +39,7 @@ class Cost:
     cpu_s: float
 
 
-class Check(Protocol):
+class GrammarCheck(Protocol):
     """Tries out a grammar."""
 
     async def __call__(self, grammar: str, /) -> Cost:
@@ -78,7 +78,7 @@ class GrammarChecker:
         self._outbox: trio.MemorySendChannel[dict[str, Any]] | None = None
 
     async def __call__(self, grammar: str, /) -> Cost:
-        """See `Check`.
+        """See `GrammarCheck`.
 
         Raises:
             SettingsError: llguidance is not installed, or cannot read the tokenizer.

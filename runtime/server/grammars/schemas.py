@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.background import Aside
-from runtime.server.errors import Refusal
-from runtime.server.grammars.checker import Check, Outcome
+from runtime.server.background import Background
+from runtime.server.errors import ErrorResponse
+from runtime.server.grammars.checker import GrammarCheck, Outcome
 from runtime.server.grammars.client_slots import ClientSlots
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Schemas:
     became of it is remembered; the grammars are not, since they grow with what is written by them.
     """
 
-    def __init__(self, tokenizer: Any, check: Check, aside: Aside, timeout_s: float) -> None:
+    def __init__(self, tokenizer: Any, check: GrammarCheck, aside: Background, timeout_s: float) -> None:
         """For a tokenizer.
 
         Args:
@@ -78,9 +78,9 @@ class Schemas:
                 return await self._grammar_of_any_object()
             return await self._grammar_in_turn(schema, client)
         except SettingsError as error:
-            raise Refusal(400, str(error), param="response_format") from error
+            raise ErrorResponse(400, str(error), param="response_format") from error
         except OutriderError as error:  # nothing is wrong with the request
-            raise Refusal(503, str(error), type="server_error", code="schemas_unavailable") from error
+            raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
 
     async def _grammar_of_any_object(self) -> Grammar:
         if self._any_object is None:
@@ -104,7 +104,7 @@ class Schemas:
                 make = partial(Grammar, grammar, self._tokenizer, what=schema_name(schema))
                 return await self._aside(make, abandon_on_cancel=False, limiter=self._compiling)
         seconds = math.ceil(self._timeout_s)
-        raise Refusal(
+        raise ErrorResponse(
             429,
             f"the schemas of other requests are being compiled, {_AT_ONCE} at once and {_OF_ONE_CLIENT} of one client, "
             f"and this one has waited {self._timeout_s:g} s for its turn; try again in {seconds} s",

@@ -13,10 +13,10 @@ from starlette.types import Send
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import TokenStream
-from runtime.server.errors import refusal_of
+from runtime.server.errors import error_response_of
 from runtime.server.openai.requests import Request
 from runtime.server.openai.responses import DraftedToken, SoFar
-from runtime.server.openai.serializers import Writer
+from runtime.server.openai.serializers import Serializer
 from runtime.server.timelines import Record
 
 # Tokens that may wait for the network, beside the rounds that a stream buffers.
@@ -33,7 +33,7 @@ _EVENT_STREAM = [
 ]
 
 
-async def send_whole(stream: TokenStream, writer: Writer, send: Send) -> OutriderError | None:
+async def send_whole(stream: TokenStream, writer: Serializer, send: Send) -> OutriderError | None:
     """Send the answer as one body.
 
     Returns: what the generation failed with, if it did; then nothing was sent.
@@ -49,7 +49,7 @@ async def send_whole(stream: TokenStream, writer: Writer, send: Send) -> Outride
 
 
 async def send_as_it_comes(
-    request: Request, stream: TokenStream, writer: Writer, record: Record | None, send: Send
+    request: Request, stream: TokenStream, writer: Serializer, record: Record | None, send: Send
 ) -> OutriderError | None:
     """Send the answer as it comes, by server-sent events.
 
@@ -72,7 +72,7 @@ async def send_as_it_comes(
                 continue
             await write(_event(_with_news(writer.chunk(tokens), tokens, stream, record)))
     if failures:
-        await write(_event(refusal_of(failures[0]).body()), is_last=True)
+        await write(_event(error_response_of(failures[0]).body()), is_last=True)
         return failures[0]
     usage = _event(writer.last_chunk(stream.statistics())) if request.usage else ""
     await write(usage + "data: [DONE]\n\n", is_last=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from protocol.stop_strings import StopMatcher
 
 
-class Thoughts:
+class ReasoningSplitter:
     """Tells thoughts from what is said, in a text that comes in pieces, and leaves out the tags and the blanks around.
 
     By their text, so that a tag which is spread over pieces is found too; what may become one is withheld, and so are

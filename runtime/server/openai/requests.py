@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticKnownError
 
 from protocol.settings import MAX_LOOKAHEAD, MAX_SEED
-from runtime.server.errors import Refusal, refusal_of_body
+from runtime.server.errors import ErrorResponse, error_response_of_body
 
 # Of the bodies' own; what it bounds further is said by the runtime, in words of its own.
 _Probability = Annotated[float, Field(ge=0, le=1)]
@@ -333,9 +333,9 @@ def read(kind: type[R], body: bytes) -> R:
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        raise refusal_of_body(error, list(kind.model_fields)) from error
+        raise error_response_of_body(error, list(kind.model_fields)) from error
     if request.stream_options is not None and not request.stream:
-        raise Refusal(400, "stream_options have a meaning only with stream: true", param="stream_options")
+        raise ErrorResponse(400, "stream_options have a meaning only with stream: true", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and request.logprobs is None:
-        raise Refusal(400, "top_logprobs have a meaning only with logprobs: true", param="top_logprobs")
+        raise ErrorResponse(400, "top_logprobs have a meaning only with logprobs: true", param="top_logprobs")
     return request

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from protocol.statistics import Statistics
-from runtime.server.openai.reasoning import Thoughts
+from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, Request
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IMPOSSIBLE = -9999.0
 
 
-class Writer(ABC):
+class Serializer(ABC):
     """Writes the answer to one request.
 
     Attributes:
@@ -97,14 +97,14 @@ class Writer(ABC):
         return said
 
 
-class CompletionWriter(Writer):
+class CompletionSerializer(Serializer):
     """Writes a text."""
 
     prefix = "cmpl"
     kind = kind_of_chunk = "text_completion"
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
-        """See `Writer`."""
+        """See `Serializer`."""
         return {**self._headed(self.kind, [self._choice(tokens)]), "usage": self.usage(statistics)}
 
     def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class CompletionWriter(Writer):
         }
 
 
-class ChatWriter(Writer):
+class ChatSerializer(Serializer):
     """Writes an assistant's message, its thoughts apart."""
 
     prefix = "chatcmpl"
@@ -149,13 +149,13 @@ class ChatWriter(Writer):
         tags: tuple[str, str] = ("", ""),
         is_thinking: bool = False,
     ) -> None:
-        """See `Writer`; and what opens and closes thoughts, and whether the answer begins within one."""
+        """See `Serializer`; and what opens and closes thoughts, and whether the answer begins within one."""
         super().__init__(request, model, tokenizer)
-        self._thoughts = Thoughts(tags, is_thinking=is_thinking) if all(tags) else None
+        self._thoughts = ReasoningSplitter(tags, is_thinking=is_thinking) if all(tags) else None
         self._is_first = True
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
-        """See `Writer`."""
+        """See `Serializer`."""
         said, thought = self._apart(tokens)
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if thought:
@@ -208,9 +208,9 @@ def _finite(logprob: float | None) -> float:
     return IMPOSSIBLE if logprob is None else max(logprob, IMPOSSIBLE)
 
 
-def writer_for(request: Request, model: str, tokenizer: TokenizerWrapper, **thinking: Any) -> Writer:
+def serializer_for(request: Request, model: str, tokenizer: TokenizerWrapper, **thinking: Any) -> Serializer:
     """What writes the answer to a request; thinking is told apart in chats."""
     if isinstance(request, ChatRequest):
-        return ChatWriter(request, model, tokenizer, **thinking)
+        return ChatSerializer(request, model, tokenizer, **thinking)
     assert isinstance(request, CompletionRequest)
-    return CompletionWriter(request, model, tokenizer)
+    return CompletionSerializer(request, model, tokenizer)
