@@ -278,7 +278,7 @@ def test_the_books_are_true_whatever_ends_the_steps_and_whenever_they_are_heard_
 
 @pytest.mark.slow
 @given(INTERRUPTED)
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_the_books_are_true_in_many_more_schedules(scenario: Interrupted) -> None:
     run(play, scenario)
 

@@ -214,6 +214,7 @@ async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], num_token
         return await rt.generate(prompt, max_tokens=num_tokens, **{"lookahead": 3} | more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [8, 16, 32, 64])
 @pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
 async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], window: int) -> None:
@@ -285,6 +286,7 @@ async def test_a_recurrent_drafter() -> None:
     assert from_draft[middle] == who_was_right(3)[middle]
 
 
+@pytest.mark.slow
 async def test_sampling() -> None:
     """There two independent samples have to be equal; so even a drafter that is the target is rejected."""
     model = llama(seed=3)

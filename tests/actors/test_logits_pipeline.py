@@ -74,6 +74,7 @@ PENALTIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(choices=st.lists(PENALTIES, min_size=8, max_size=8))
 @settings(max_examples=4, deadline=None, derandomize=True)
 def test_greedy_text_is_that_of_plain_decoding_under_any_penalties(choices: list[dict[str, Any]]) -> None:
@@ -154,8 +155,9 @@ FILTERS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(filters=FILTERS, is_xtc_on=st.booleans(), seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
     filters: dict[str, Any], is_xtc_on: bool, seed: int
 ) -> None:
@@ -225,7 +227,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 async def test_a_seeds_text_hangs_on_nothing_but_target_prompt_and_settings(pair: str) -> None:
     target, draft = PAIRS[pair]
-    num_seeds, num_tokens = 200, 12
+    num_seeds, num_tokens = 80, 12
     alone: dict[int, list[int]] = {}
     together: dict[int, list[int]] = {}
 
@@ -331,6 +333,7 @@ async def test_streams_at_once_may_share_a_processor() -> None:
     assert [ids(other.tokens) for other in others] == [reference] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 3])
 async def test_each_stream_begins_with_the_state_in_which_the_processors_owner_left_it(lookahead: int) -> None:
     class Turns:

@@ -128,6 +128,7 @@ async def test_a_text_that_goes_another_way_has_nothing_of_the_first(name: str) 
             assert ids(completion) == text(name, tuple(prompt), 10), prompt
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str, max_tokens: int) -> None:

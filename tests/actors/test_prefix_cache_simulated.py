@@ -237,6 +237,7 @@ async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: An
 # --- texts that were cancelled, and failed --------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_cache
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(

@@ -235,13 +235,15 @@ async def play(scenario: Scenario) -> int:
             num_proposed_for = len(set(proposals))
             not_proposed_for = set(range(max(proposals, default=0))) - set(proposals)
             assert len(not_proposed_for) <= statistics.resting_rounds
-            assert statistics.resting_rounds == 0 or scenario.lookahead == "auto" or any(scenario.rests)
+            may_rest = scenario.lookahead == "auto" or any(scenario.rests) or statistics.draft_timeouts > 0
+            assert statistics.resting_rounds == 0 or may_rest
             # The last verdict may come when the consumer, who had the text by then, has hung up.
             assert theirs.state.round <= num_proposed_for + statistics.resting_rounds
             assert max(proposals, default=0) <= theirs.state.round
             dropped = len(proposals) - num_proposed_for + len(verdicts) - theirs.state.round
-            assert statistics.stale_proposals == dropped
-            num_stale += dropped
+            # A proposal may come first when the target has given up waiting for it.
+            assert dropped <= statistics.stale_proposals <= dropped + statistics.draft_timeouts
+            num_stale += statistics.stale_proposals
 
         async with trio.open_nursery() as consumers:
             for prompt in prompts:
@@ -253,7 +255,7 @@ async def play(scenario: Scenario) -> int:
 
 @pytest.mark.slow
 @given(SCENARIOS)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_the_text_is_the_same_whatever_takes_how_long_and_whatever_comes_twice_or_late(scenario: Scenario) -> None:
     num_stale = run(play, scenario)
     event(f"stale messages: {min(num_stale, 10)}")
@@ -317,7 +319,7 @@ def repeating(history: Sequence[int]) -> Sequence[float]:
     to_draft=FATES,
     schedule=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
     lookahead: Any,
     text: Script,

@@ -219,6 +219,7 @@ async def test_a_sampler_goes_with_processors_lookup_and_log_probabilities(draft
     assert [token.top_logprobs[1].id for token in completion.tokens] == ids(completion)
 
 
+@pytest.mark.slow
 async def test_mlx_lms_samplers_run_on_the_models_threads() -> None:
     sampler = runtime.stateless(make_sampler(temp=0.9, top_p=0.95, min_p=0.01, top_k=30, xtc_probability=0.5))
     async with runtime.open((TARGET, None), (TARGET, None)) as rt:

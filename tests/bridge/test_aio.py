@@ -908,6 +908,7 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
     run(main)
 
 
+@pytest.mark.slow
 def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream(run: Run) -> None:
     async def main() -> None:
         async with opened() as rt:
@@ -1051,6 +1052,7 @@ def test_leaving_the_runtime_tells_who_waits_for_many(run: Run) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
     async def main() -> None:
         async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
@@ -1094,6 +1096,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "session"
     settings: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
@@ -1127,6 +1130,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 5, 24])
 def test_a_stream_is_saved_in_its_middle_and_goes_on(run: Run, tmp_path: Path, cut: int) -> None:
     path, settings = tmp_path / "stream", {"max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}

@@ -70,6 +70,7 @@ def small(**changes: Any) -> Plan:
 # --- what is to be measured -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first():
     names = [contender.name for contender in Plan().contenders]
     assert names[0] == "mlx-lm plain"
@@ -77,6 +78,7 @@ def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first():
     assert names[9:] == [f"outrider lookahead {k}" for k in (0, 1, 2, 3, 4, 6, 8, "auto")]
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_twice_runs_once():
     assert small(num_draft_tokens=[2, 2], lookaheads=["auto", 0, "auto"]).contenders == (
         PLAIN,
@@ -86,6 +88,7 @@ def test_what_is_asked_for_twice_runs_once():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -109,6 +112,7 @@ def test_what_is_out_of_range_is_refused(changes, complaint):
         small(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
 def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monkeypatch):
     import runtime.bench.contenders
@@ -128,11 +132,13 @@ def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monke
     assert (keywords["kv_bits"], keywords["kv_group_size"], keywords["quantized_kv_start"]) == (8, 32, 9)
 
 
+@pytest.mark.slow
 def test_no_prompt_is_no_benchmark():
     with pytest.raises(runtime.PromptError, match="there is no prompt to measure with"):
         small(prompts=())
 
 
+@pytest.mark.slow
 def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_backwards():
     everyone = small().contenders
     turns = [order(everyone, turn) for turn in range(2 * len(everyone))]
@@ -153,6 +159,7 @@ def moments(flags: str, *, start: float = 10.0) -> list[Moment]:
     return [Moment(i, flag == "d", start + i) for i, flag in enumerate(flags)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "first", "began"),
     [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
@@ -161,6 +168,7 @@ def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
     assert timed(moments(flags)) == Window(first, began, 10.0 + len(flags) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "num_draft_tokens", "rounds", "proposed"),
     [
@@ -175,6 +183,7 @@ def test_rounds_and_proposals_are_told_from_who_proposed_the_tokens(flags, num_d
     assert count_rounds(drafted, num_draft_tokens, max_tokens=len(flags)) == (rounds, proposed)
 
 
+@pytest.mark.slow
 def test_only_what_lies_in_the_window_counts():
     spans = [Span("target", "verify", 0, began, ended) for began, ended in ((0, 2), (3, 5), (5, 6), (9, 12), (20, 21))]
     assert within(spans, Window(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
@@ -209,12 +218,14 @@ def by_name(result: Benchmark) -> dict[str, Row]:
     return {row.name: row for row in result.rows}
 
 
+@pytest.mark.slow
 def test_a_repeat_is_the_tokens_of_its_prompts_over_their_seconds():
     plain = by_name(scripted().result())["mlx-lm plain"]
     assert plain.speeds == (10.0, 5.0)
     assert (plain.median, plain.low, plain.high) == (7.5, 5.0, 10.0)
 
 
+@pytest.mark.slow
 def test_ratios_are_those_of_the_medians():
     result = scripted().result()
     plain, best, ours = result.rows
@@ -223,6 +234,7 @@ def test_ratios_are_those_of_the_medians():
     assert result.best_speculative == "mlx-lm speculative 2"
 
 
+@pytest.mark.slow
 def test_the_rest_is_counted_over_all_runs():
     plain, best, ours = scripted().result().rows
     assert (plain.acceptance, best.acceptance, ours.acceptance) == (None, 0.4, 0.75)
@@ -234,17 +246,20 @@ def test_the_rest_is_counted_over_all_runs():
     assert ours.estimates == {"draft_seconds": 1.002}
 
 
+@pytest.mark.slow
 def test_texts_are_compared_with_plain_decodings():
     measured = scripted()
     measured.turns[1, 0][OURS] = a_run(0.25, tokens=(7, 8, 1))
     assert [(row.same_texts, row.num_texts) for row in measured.result().rows] == [(4, 4), (4, 4), (3, 4)]
 
 
+@pytest.mark.slow
 def test_above_temperature_0_texts_are_not_compared():
     measured = scripted(plan=small(num_draft_tokens=(2,), lookaheads=("auto",), temperature=0.5))
     assert [row.same_texts for row in measured.result().rows] == [None, None, None]
 
 
+@pytest.mark.slow
 def test_a_turn_that_was_cut_short_counts_for_nobody():
     measured = scripted()
     del measured.turns[1, 1][OURS]
@@ -257,6 +272,7 @@ def test_a_turn_that_was_cut_short_counts_for_nobody():
     assert scripted().result().is_complete
 
 
+@pytest.mark.slow
 def test_nothing_measured_is_no_figure_and_no_error():
     result = Measured(small()).result()
     assert (result.repeats_done, result.is_complete, result.best_speculative) == (0, False, None)
@@ -264,6 +280,7 @@ def test_nothing_measured_is_no_figure_and_no_error():
         assert (row.median, row.vs_plain, row.speeds, row.num_texts) == (None, None, (), 0)
 
 
+@pytest.mark.slow
 def test_who_cannot_run_holds_up_nobody():
     measured = scripted()
     measured.failures[MLX_LM] = "no cache to trim"
@@ -331,6 +348,7 @@ def estimates_of(_: Any) -> Any:
     return Prices().estimates()
 
 
+@pytest.mark.slow
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
     # A drafter that is always wrong: each round proposes k tokens, or what is still wanted, and gives one.
     target, _ = pair
@@ -344,6 +362,7 @@ async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
         assert (row.acceptance, row.tokens_per_round) == (1.0, 4.0)
 
 
+@pytest.mark.slow
 async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
     measured = Measured(small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]]))
     result = await measure((pair[0], None), "ngram", measured=measured)
@@ -377,6 +396,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     return Watched.calls
 
 
+@pytest.mark.slow
 async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(calls):
     target = llama()
     seen: dict[str, set[tuple[str, str, bool]]] = {}
@@ -405,6 +425,7 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
     assert [type(layer) for layer in target.layers] == kinds
 
 
+@pytest.mark.slow
 async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
     # A late step of the drafter's, which ends some time after the text.
     ours, events, late, log = Contender("outrider", 0), Switch(), threading.Event(), []
@@ -437,6 +458,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
     assert log == ["ended", "returned"]
 
 
+@pytest.mark.slow
 async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
     opened = []
     import runtime.bench.contenders
@@ -452,6 +474,7 @@ async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pai
     assert len(opened) == 3
 
 
+@pytest.mark.slow
 async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on():
     target = mamba()
     result = await measure((target, None), (near(target, noise=0.02), None), small())
@@ -464,6 +487,7 @@ async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on(
     assert rows["outrider lookahead 2"].same_texts == 4
 
 
+@pytest.mark.slow
 async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread():
     class Broken(models.Wrapped):
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -488,6 +512,7 @@ def outrider_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
+@pytest.mark.slow
 async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     target, draft = llama(max_position_embeddings=64), llama(max_position_embeddings=24)
     plan = small(prompts=[[1] * 9])
@@ -496,18 +521,21 @@ async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     assert not outrider_threads()
 
 
+@pytest.mark.slow
 async def test_models_that_are_there_already_are_not_cast(pair):
     target, draft = pair
     with pytest.raises(runtime.SettingsError, match="dtype is for models that are loaded here"):
         await measure((target, None), (draft, None), small(dtype="bfloat16"))
 
 
+@pytest.mark.slow
 async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
     target, draft = pair
     result = await measure((target, None), (Padded(draft, 3), None), small(repeats=1))
     assert by_name(result)["outrider lookahead 2"].same_texts == 2
 
 
+@pytest.mark.slow
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
     measured = Measured(small(repeats=5))
@@ -532,6 +560,7 @@ class OnThread:
         return await trio.to_thread.run_sync(job.call)
 
 
+@pytest.mark.slow
 async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
     given: list[int] = []
     ended_on: list[int] = []
@@ -572,6 +601,7 @@ def arguments(saved: tuple[str, str], *more: str) -> list[str]:
     return ["bench", "--target", saved[0], "--draft", saved[1], *small, *who, *more]
 
 
+@pytest.mark.slow
 def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(arguments(saved)) == 0
@@ -587,6 +617,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
         assert f"linear algebra  {runtime.loading.blas.blas_in_use()}" in out
 
 
+@pytest.mark.slow
 def test_json_has_all_that_was_measured(saved, capsys):
     assert cli.main(arguments(saved, "--json")) == 0
     out, err = capsys.readouterr()
@@ -601,11 +632,13 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
 
 
+@pytest.mark.slow
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
     assert cli.main(arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1")) == 0
     assert json.loads(capsys.readouterr().out)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["speeds.svg", "speeds.png"])
 def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, capsys):
     assert cli.main(arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))) == 0
@@ -617,6 +650,7 @@ def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, 
         assert b"<svg" in drawn
 
 
+@pytest.mark.slow
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench_command.importlib.util, "find_spec", lambda name: None)
@@ -626,6 +660,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved,
     assert err == ('outrider: error: plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
 
 
+@pytest.mark.slow
 def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     real = builtins.__import__
 
@@ -638,6 +673,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     assert "mlx-lm plain" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
@@ -662,11 +698,13 @@ def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, cap
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
     assert cli.main(["bench", "--target", saved[0]]) == 2
     assert "needs a draft model: give --draft" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_one_line(saved, capsys):
     assert cli.main(arguments((saved[0], "/no/such/model"))) == 1
     assert capsys.readouterr() == (
@@ -675,6 +713,7 @@ def test_a_model_that_is_not_there_is_one_line(saved, capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "prompts"),
     [
@@ -687,6 +726,7 @@ def test_prompts_come_from_a_file(name, content, prompts, tmp_path):
     assert bench_command.read_prompts(tmp_path / name) == prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
@@ -716,6 +756,7 @@ class Interrupted(runtime.terminal.display.Display):
             signal.raise_signal(self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9", "number": number}))
@@ -728,12 +769,14 @@ def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, 
     assert not outrider_threads()
 
 
+@pytest.mark.slow
 def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "warming up"}))
     assert cli.main(arguments(saved)) == 130
     assert capsys.readouterr() == ("", "outrider: nothing was measured yet\n")
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
     async def measure_then_signal(*arguments: Any, **options: Any) -> Benchmark:
         await measure(*arguments, **options)
@@ -746,6 +789,7 @@ def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monk
     assert json.loads(capsys.readouterr().out)["is_complete"]
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9"}))
     assert cli.main(arguments(saved, "--repeats", "9", "--json")) == 130
@@ -756,6 +800,7 @@ def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, caps
 NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(os.uname().machine)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
 def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(saved):
     def machine(**variables: str) -> dict[str, str]:
@@ -780,6 +825,7 @@ def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(sa
     assert "BLAS threads" not in decided
 
 
+@pytest.mark.slow
 def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     target = mamba()

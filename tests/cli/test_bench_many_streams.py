@@ -33,6 +33,7 @@ def small(**changes: Any) -> StreamsPlan:
 # --- what is to be measured -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last():
     assert StreamsPlan().ways == (ONE_BY_ONE, AT_ONCE, BATCHED)
     ways = small(lookaheads=(0, "auto")).ways
@@ -42,11 +43,13 @@ def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_co
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_by_default_up_to_sixteen_streams_have_a_prompt_each():
     assert StreamsPlan().streams == (1, 2, 4, 8, 16)
     assert len(set(STREAM_PROMPTS)) == len(STREAM_PROMPTS) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -70,6 +73,7 @@ def moments(*at: float) -> list[Moment]:
     return [Moment(i, False, moment) for i, moment in enumerate(at)]
 
 
+@pytest.mark.slow
 def test_a_group_ends_with_the_last_token_of_all_and_its_longest_wait_is_within_one_stream():
     group = grouped([moments(11.0, 12.0, 15.0), moments(14.0, 14.5)], began=10.0)
     assert (group.num_tokens, group.seconds, group.first_tokens, group.longest_wait) == (5, 5.0, (1.0, 4.0), 3.0)
@@ -99,6 +103,7 @@ def scripted(**changes: Any) -> StreamsMeasured:
     return measured
 
 
+@pytest.mark.slow
 def test_streams_are_held_to_the_same_ones_one_after_another_and_to_batches():
     one_by_one, at_once, batched = scripted().result().rows
     assert (one_by_one.speeds, one_by_one.median, one_by_one.low, one_by_one.high) == ((4.0, 2.0), 3.0, 2.0, 4.0)
@@ -106,6 +111,7 @@ def test_streams_are_held_to_the_same_ones_one_after_another_and_to_batches():
     assert (batched.vs_one_after_another, batched.vs_batched, at_once.vs_batched) == (None, 1.0, 0.5)
 
 
+@pytest.mark.slow
 def test_the_rest_is_counted_over_all_groups():
     one_by_one, at_once, batched = scripted().result().rows
     assert (at_once.target_busy, at_once.draft_busy) == (1.0, 0.5)
@@ -115,17 +121,20 @@ def test_the_rest_is_counted_over_all_groups():
     assert (batched.target_busy, batched.proposal, batched.acceptance, batched.hit_rate) == (None,) * 4
 
 
+@pytest.mark.slow
 def test_texts_that_differ_from_what_a_prompt_gives_alone_are_counted_and_not_above_temperature_0():
     assert [(row.same_texts, row.num_texts) for row in scripted().result().rows] == [(4, 4), (4, 4), (2, 4)]
     assert {row.same_texts for row in scripted(temperature=0.5).result().rows} == {None}
 
 
+@pytest.mark.slow
 def test_more_streams_than_prompts_are_compared_with_the_prompts_again():
     measured = scripted()
     measured.alone = [(7, 8)]
     assert measured.result().rows[1].same_texts == 2
 
 
+@pytest.mark.slow
 def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up_nobody():
     measured = scripted()
     del measured.turns[1, 2][AT_ONCE]
@@ -181,6 +190,7 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     assert not outrider_threads()
 
 
+@pytest.mark.slow
 async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     target, draft = pair
     measured = StreamsMeasured(small(streams=(3,), repeats=1))
@@ -198,6 +208,7 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     assert most["at once"] == 3
 
 
+@pytest.mark.slow
 async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others_go_on(pair, monkeypatch):
     target, draft = pair
 
@@ -211,12 +222,14 @@ async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others
     assert {row.same_texts for row in result.rows if row.streams == 3 and row.kind != "batched"} == {6}
 
 
+@pytest.mark.slow
 async def test_streams_of_a_recurrent_target_are_measured_too():
     target = mamba()
     result = await measure_streams((target, None), (near(target, noise=0.02), None), small(repeats=1))
     assert [row.same_texts for row in result.rows if row.kind == "at once"] == [1, 3]
 
 
+@pytest.mark.slow
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
     measured = StreamsMeasured(small(repeats=5))
@@ -249,6 +262,7 @@ def arguments(saved: tuple[str, str], *more: str) -> list[str]:
     return ["bench", "--target", saved[0], "--draft", saved[1], *small, *more]
 
 
+@pytest.mark.slow
 def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(arguments(saved, "--plot", str(tmp_path / "streams.svg"))) == 0
@@ -261,6 +275,7 @@ def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, ca
     assert b"<svg" in (tmp_path / "streams.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_json_has_all_that_was_measured(saved, capsys):
     assert cli.main(arguments(saved, "--json", "--lookahead", "0,2")) == 0
     out, err = capsys.readouterr()
@@ -273,6 +288,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
         assert row["same_texts"] == row["num_texts"] == 2 * row["streams"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
@@ -291,6 +307,7 @@ def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, cap
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_and_what_was_measured_is_shown(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9, 2 streams"}))
     monkeypatch.setenv("COLUMNS", "200")

@@ -112,6 +112,7 @@ async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endle
     assert "cached" in second
 
 
+@pytest.mark.slow
 async def test_a_reset_forgets_what_was_said(endless: str) -> None:
     _, out, err = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
     first, second, again = out.splitlines()
@@ -169,6 +170,7 @@ def test_help_names_every_option(capfd: Any) -> None:
         assert f"--{option}" in text
 
 
+@pytest.mark.slow
 async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         async with outrider(
@@ -198,6 +200,7 @@ async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless:
     assert person.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
         await person.sees("> ")
@@ -269,6 +272,7 @@ async def test_each_line_of_a_pipe_stays_a_turn_whatever_it_ends_with(endless: s
     assert (status, out.count("\n")) == (0, 2)
 
 
+@pytest.mark.slow
 async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
         await person.sees("> ")
@@ -293,6 +297,7 @@ async def test_help_says_how_several_lines_are_typed(endless: str) -> None:
     assert "goes on in the next line" in err
 
 
+@pytest.mark.slow
 async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
     async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
         await person.sees("> ")
@@ -317,6 +322,7 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
     assert person.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
         await person.sees("> ")
@@ -352,6 +358,7 @@ async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless
     assert person.process.returncode == 143
 
 
+@pytest.mark.slow
 async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
     async with at_a_terminal("--target", short, *MAX) as person:
         await person.sees("> ")
@@ -366,6 +373,7 @@ async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
     assert person.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
     # A load that goes on until the test lets go of the other side, and then fails.
     model = save_model(tmp_path / "model", context=32)

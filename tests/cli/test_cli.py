@@ -159,6 +159,7 @@ async def test_the_demo_pair_is_the_default():
     assert said["text"]
 
 
+@pytest.mark.slow
 def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     schema = {"type": "object", "properties": {"größe": {"enum": [1, 2]}}, "additionalProperties": False}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
@@ -367,6 +368,7 @@ def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, mo
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 async def test_only_the_runtime_speaks_of_a_prompt_that_is_too_long():
     async with outrider("generate", "x = 1\n" * 1000, stdout=-1, stderr=-1) as process:
         out, err = await read_all(process.stdout), await read_all(process.stderr)
@@ -647,6 +649,7 @@ def test_version(monkeypatch, capfd):
 # --- interrupted ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_printed(sent, status, endless):
     arguments = ["generate", PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "none", "--stats"]
@@ -785,6 +788,7 @@ async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endl
     assert process.returncode == 141
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
 async def test_no_command_complains_of_a_reader_that_has_left(buffering, endless, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -836,6 +840,7 @@ async def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_lin
     assert shown == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
 
 
+@pytest.mark.slow
 async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless):
     expected = await text_of(endless, "w1 " * 5000, 5)
     async with terminal() as (screen, stderr):

@@ -162,6 +162,7 @@ def test_asyncio_s_client_streams_several_answers_side_by_side(server: Server, e
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_settings_reach_the_models(client: openai.OpenAI, expected: str) -> None:
     def text(**settings: Any) -> str:
         return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, **settings).choices[0].text
@@ -303,6 +304,7 @@ def has_ipv6() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1: how a server listens there is not tested here")
 def test_a_server_may_listen_at_an_ipv6_address() -> None:
     with serving("--host", "::1") as server:
@@ -310,6 +312,7 @@ def test_a_server_may_listen_at_an_ipv6_address() -> None:
         assert server.health()["ok"] is True
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: str) -> None:
     with serving("--grace-seconds", str(HANGS_S)) as server:
         with streaming(server, max_tokens=24) as lines:
@@ -327,6 +330,7 @@ def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) ->
         meanwhile()
 
 
+@pytest.mark.slow
 def test_answers_that_take_too_long_are_cut_off() -> None:
     with serving("--grace-seconds", "0", "--no-access-log") as server:
         with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
@@ -337,6 +341,7 @@ def test_answers_that_take_too_long_are_cut_off() -> None:
     assert "POST" not in "".join(server.said)
 
 
+@pytest.mark.slow
 def test_a_second_signal_waits_for_nothing() -> None:
     with serving("--grace-seconds", "10000") as server:
         with streaming(server, max_tokens=100_000, **ENDLESS) as lines:
@@ -353,6 +358,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
         assert server.ends() == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
     failing = """
 import sys

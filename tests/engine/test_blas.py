@@ -348,6 +348,7 @@ def test_a_flag_cannot_take_back_what_the_environment_did(copy):
     assert f"OUTRIDER_BLAS has put {copy} in front; change or unset it" in done.stderr
 
 
+@pytest.mark.slow
 @linux
 def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
     done = outrider("doctor", "--blas", copy, COLUMNS="200")
@@ -355,6 +356,7 @@ def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
     assert "linear algebra  libmine.so" in done.stdout
 
 
+@pytest.mark.slow
 @linux
 def test_a_target_alone_has_all_threads(copy):
     code = "import os, sys; from runtime.cli.main import main; main({}); print(os.environ['OPENBLAS_NUM_THREADS'])"

@@ -370,6 +370,7 @@ async def test_a_template_that_knows_no_system_refuses_one_at_once() -> None:
 # --- base models ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_without_a_chat_template_a_conversation_is_a_running_text() -> None:
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         conversation = rt.conversation("# A stack.\n", max_tokens=12, ignore_eos=True)
@@ -513,6 +514,7 @@ async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> Non
         assert sizes[0] == sizes[1] < sizes[2]
 
 
+@pytest.mark.slow
 async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_conversation() -> None:
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         conversation = rt.conversation(max_tokens=None, ignore_eos=True)

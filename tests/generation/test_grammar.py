@@ -655,6 +655,7 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
     return completion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
 async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, settings):
     target, draft = float32_pair
@@ -678,6 +679,7 @@ def float32_pair() -> list[tuple[Any, Any]]:
     return [(model, tokenizer) for model, tokenizer in pair]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 async def test_what_is_sampled_by_rejection_is_valid_every_time(lookahead):
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
@@ -686,6 +688,7 @@ async def test_what_is_sampled_by_rejection_is_valid_every_time(lookahead):
             assert lookahead != 3 or completion.statistics.accepted > 0
 
 
+@pytest.mark.slow
 async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_was_dropped():
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         grammar = Grammar.from_regex("[a-z]{30}", rt.tokenizer)
@@ -698,6 +701,7 @@ async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_wa
             assert re.fullmatch("[a-z]{30}", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 3])
 async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(
     float32_pair, lookahead

@@ -113,6 +113,7 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     assert all(kinds.values())
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     streams=st.lists(

@@ -299,6 +299,7 @@ def check(completion: Completion, decode: Decode, tokens: list[int], stops: Sequ
 PROMPT = [3, 1, 4, 1, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("lookahead", [0, 3, "auto"])
 async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:

@@ -669,6 +669,7 @@ def a_chat_with(model: str) -> list[str]:
     return ["--target", model, "--max-tokens", "6"]
 
 
+@pytest.mark.slow
 async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -> None:
     model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "with spaces.session"
     status, out, err = await piped(*a_chat_with(model), lines=f"w1 w2\n/save {path}\nw3\n")
@@ -685,6 +686,7 @@ async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -
     assert expected.startswith(out.strip())
 
 
+@pytest.mark.slow
 async def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "session"
     path.write_text("hello")

@@ -37,6 +37,7 @@ def test_minimal_stream_continues_its_prompt():
     assert len(said) > len(prompt) + 20
 
 
+@pytest.mark.slow
 def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers():
     said = run("cancelling.py")
     ended, answered = said[::2], said[1::2]
@@ -53,6 +54,7 @@ def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers():
     assert len(answered) == len(ended)
 
 
+@pytest.mark.slow
 def test_several_streams_label_their_lines_and_add_up():
     said = run("several_streams.py")
     end = said.index("")
@@ -75,6 +77,7 @@ def test_several_streams_label_their_lines_and_add_up():
     assert numbers.keys() == firsts.keys()
 
 
+@pytest.mark.slow
 def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
     *fields, counts = run("json_output.py")
     written = {name.strip(): ast.literal_eval(value) for name, _, value in (line.partition(": ") for line in fields)}
@@ -86,6 +89,7 @@ def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
     assert 0 < int(match[2]) < int(match[1])
 
 
+@pytest.mark.slow
 def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout():
     said = run("asyncio_stream.py")
     shown = [line.partition(" | ") for line in said if " | " in line]
@@ -99,6 +103,7 @@ def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout()
     assert sorted(many) == ["prompt 0: 8 tokens", "prompt 1: 8 tokens"]
 
 
+@pytest.mark.slow
 def test_first_of_three_has_a_winner_and_leaves_the_models_free():
     *race, end = run("first_of_three.py")
     outcomes = [line for line in race if line.startswith("the answer of seed ")]

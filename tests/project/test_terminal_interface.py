@@ -179,6 +179,7 @@ async def test_enter_on_nothing_replaces_nothing(endless: str) -> None:
 # --- what is shown --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_text_is_the_model_s_and_drafted_tokens_have_their_colour() -> None:
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         tokens = (await rt.generate("class Stack:", max_tokens=40)).tokens

@@ -305,6 +305,7 @@ def test_a_token_the_target_never_takes_is_never_accepted():
         assert judgement.token in (0, 1)
 
 
+@pytest.mark.slow
 def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
     # Rounds end at every place, and what was drafted beyond a rejection is drawn anew with the same keys.
     size, length, lookahead = 3, 3, 2

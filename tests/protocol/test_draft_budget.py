@@ -162,6 +162,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     policy=POLICIES,
     tree=st.lists(st.lists(st.floats(0.1, 1.0), max_size=4), max_size=2),

@@ -130,6 +130,7 @@ def prompt_for(seed: int) -> list[int]:
     return prompt_of(9, seed=2 * seed, vocab_size=architectures.VOCAB_SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_the_text_leaves_the_greedy_one_at_most_where_two_tokens_are_tied(family: str, lookahead: int) -> None:

@@ -114,6 +114,7 @@ def both(scenario: Scenario, num_streams: int, lookahead: int | str = "auto") ->
     return alone, at_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_streams", [2, 5])
 @pytest.mark.parametrize(
     ("acceptance", "cost", "slope", "contention", "least"),
@@ -161,6 +162,7 @@ def test_two_streams_guess_less_ahead_than_one():
     assert at_once.speed > alone.speed
 
 
+@pytest.mark.slow
 def test_what_others_take_of_the_targets_time_is_no_reason_to_rest():
     _, at_once = both(Scenario(0.8, 0.1), 6)
     assert sum(each.resting_rounds for each in at_once.statistics) == 0

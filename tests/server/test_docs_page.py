@@ -38,6 +38,7 @@ def tried(page: Page, id: str) -> Page:
     return page
 
 
+@pytest.mark.slow
 def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge(tab: Tab) -> None:
     page = tab.page
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
@@ -48,6 +49,7 @@ def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge
     assert page.evaluate("document.documentElement.scrollWidth") == 320
 
 
+@pytest.mark.slow
 def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab: Tab) -> None:
     page = tried(tab.page, "complete")
     output = page.locator("#complete pre")

@@ -125,6 +125,7 @@ def check_kept(served: Served, tab: Tab, prompt: str) -> None:
     assert served.answer(prompt, max_tokens=num_tokens).startswith(kept)
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
     tab = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     tab["settings-button"].click()
@@ -140,6 +141,7 @@ def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
     assert tab.sideways == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "page/index.html", "page/app.js", "page/style.css"])
 def test_the_page_comes_with_its_policy_and_is_asked_for_anew(served: Served, path: str) -> None:
     with urllib.request.urlopen(served.url + path) as response:
@@ -147,6 +149,7 @@ def test_the_page_comes_with_its_policy_and_is_asked_for_anew(served: Served, pa
         assert response.headers.get_all("Cache-Control") == ["no-cache"]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_page_that_has_not_changed_is_not_sent_again(served: Served) -> None:
     with urllib.request.urlopen(served.url + "page/app.js") as response:
         known = response.headers["ETag"]
@@ -157,6 +160,7 @@ def test_a_part_of_the_page_that_has_not_changed_is_not_sent_again(served: Serve
     assert (told.value.code, told.value.headers["Cache-Control"]) == (304, "no-cache")
 
 
+@pytest.mark.slow
 def test_the_timeline_of_an_answer_opens(opened: Open) -> None:
     tab = opened()
     writing(tab, PROMPT)
@@ -176,6 +180,7 @@ def test_stop_ends_the_generation(served: Served, opened: Open) -> None:
     check_kept(served, tab, PROMPT)
 
 
+@pytest.mark.slow
 def test_a_new_prompt_ends_the_old_generation(served: Served, opened: Open) -> None:
     tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
@@ -190,6 +195,7 @@ def test_a_new_prompt_ends_the_old_generation(served: Served, opened: Open) -> N
     check_kept(served, tab, OTHER)
 
 
+@pytest.mark.slow
 def test_loading_the_page_again_ends_the_generation(served: Served, opened: Open) -> None:
     tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
@@ -198,6 +204,7 @@ def test_loading_the_page_again_ends_the_generation(served: Served, opened: Open
     expect(tab["prompt"]).to_have_value(PROMPT)
 
 
+@pytest.mark.slow
 def test_a_tab_that_is_closed_ends_the_generation(served: Served, opened: Open) -> None:
     tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
@@ -205,6 +212,7 @@ def test_a_tab_that_is_closed_ends_the_generation(served: Served, opened: Open) 
     served.wait_until_idle(num_cancelled=before + 1)
 
 
+@pytest.mark.slow
 def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(served: Served, opened: Open) -> None:
     tab, before = opened(), served.num_cancelled
     other, third = opened(tab.page.context), opened()

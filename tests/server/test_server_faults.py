@@ -214,7 +214,8 @@ async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(k
         await server.assert_unharmed()
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [13, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str, step: int) -> None:
@@ -540,6 +541,7 @@ async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream: bool, ca
     assert_said_to_have_failed(caplog, "draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bool) -> None:
     target = ScriptedModel(truthful, fails={"feed": range(20, MANY)})

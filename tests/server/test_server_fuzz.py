@@ -40,7 +40,7 @@ described = schemathesis.openapi.from_dict(description(MODEL, has_key=False))
 
 @described.parametrize()
 @settings(
-    max_examples=80,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

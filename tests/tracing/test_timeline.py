@@ -319,6 +319,7 @@ def test_a_tokenizer_that_fails_costs_the_texts_only(caplog):
     assert "no such word" in caplog.text
 
 
+@pytest.mark.slow
 async def test_while_texts_are_made_other_tasks_have_their_turn(long):
     turns = 0
 
