@@ -27,8 +27,8 @@ from architectures import (
     build,
     kinds,
 )
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from plain_decoding import NUM_TOKENS, PROMPT, assert_leads, greedy
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -39,11 +39,7 @@ from actors.workers.worker import Job, ThreadWorker
 from protocol.errors import ModelError
 from runtime.engine.runtime import Runtime, running
 
-PROMPT = [11, 7, 52, 29, 40]
-NUM_TOKENS = 72
 LOOKAHEADS = (1, 3, 6)
-# Rounding in float32 moves a tiny model's logits by up to 1e-4 (of some 5).
-CLEAR_LEAD = 2e-4
 # Positions at which whoever drafts is right.
 RIGHT = [random.Random(7 * position).random() < 0.7 for position in range(len(PROMPT) + NUM_TOKENS)]
 
@@ -71,28 +67,13 @@ def corrupted(text: Sequence[int], vocab_size: int) -> list[int]:
     return [token if right else (token + 1) % vocab_size for token, right in zip(text, RIGHT, strict=True)]
 
 
-def greedy(model: nn.Module) -> list[int]:
-    """The prompt and mlx-lm's plain greedy continuation of it, which leads clearly at every step."""
-    text = list(PROMPT)
-    for token, logprobs in generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS):
-        _assert_leads(logprobs)
-        text.append(token)
-    assert len(set(text)) > 12, "this text is too monotonous to show an error"
-    return text
-
-
-def _assert_leads(logits: mx.array) -> None:
-    second, first = mx.sort(mx.topk(logits.astype(mx.float32), 2)).tolist()
-    assert first - second > CLEAR_LEAD, "this text is a matter of rounding; take another seed"
-
-
 def guessed(model: nn.Module) -> list[int]:
     """A text on which a model's greedy guesses are right where `RIGHT` says so, and nowhere else."""
     text, cache = list(PROMPT), make_prompt_cache(model)
     logits = model(mx.array([PROMPT[:-1]]), cache=cache)
     for right in RIGHT[len(PROMPT) :]:
         logits = model(mx.array([text[-1:]]), cache=cache)[0, -1]
-        _assert_leads(logits)
+        assert_leads(logits)
         guess = int(mx.argmax(logits).item())
         text.append(guess if right else (guess + 1) % logits.shape[0])
     return text
@@ -289,6 +270,6 @@ def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:
     model(mx.array([text[: len(PROMPT) - 1]]), cache=cache)
     for token in text[len(PROMPT) - 1 : -1]:
         logits = model(mx.array([[token]]), cache=cache)[0, -1]
-        _assert_leads(logits)
+        assert_leads(logits)
         found.append(int(mx.argmax(logits).item()))
     return found

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import ARCHITECTURES, build
+from cache_subjects import SUBJECTS, TEXT, WINDOW, Subject, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
@@ -23,7 +24,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 from models import gemma3_text, llama, mamba
-from test_cache_rewind import SUBJECTS, TEXT, WINDOW, Subject, subject
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_state import LayerState, MisfitError, can_take_state, put_state, take_state

@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
+from delays import COSTS, by_turns, tuples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
@@ -33,8 +35,6 @@ from scripted import (
     truthful,
     within,
 )
-from test_cache_rewind import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
-from test_schedules import COSTS, by_turns, tuples
 
 import runtime
 from actors.drafters.draft_actor import DraftActor

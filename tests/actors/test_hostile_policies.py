@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import pytest
+from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
     ScriptedModel,
     agreeing,
@@ -30,7 +31,6 @@ from scripted import (
     truthful,
     within,
 )
-from test_sampling_exactness import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 
 from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget
 from protocol.lookahead_policy import View

@@ -11,7 +11,7 @@ import pytest
 import trio
 from architectures import ARCHITECTURES, build
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
-from test_architectures import greedy as whole_text
+from plain_decoding import greedy as whole_text
 
 import runtime
 from actors.mlx.cache_options import CacheOptions

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from delays import Restful
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
-from test_schedules import Restful
 
 import runtime
 

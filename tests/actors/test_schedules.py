@@ -8,19 +8,19 @@ once, later, or when its session is long over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import trio
+from delays import COSTS, Restful, by_turns, tuples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
     VOCAB_SIZE,
     Handed,
-    Price,
     Script,
     ScriptedModel,
     Simulation,
@@ -45,15 +45,12 @@ from scripted import (
 )
 
 from actors.drafters.draft_actor import MakePolicy, policy_by_settings
-from protocol.lookahead_policy import ChainPolicy, Policy
+from protocol.lookahead_policy import Policy
 from protocol.messages import Message, Proposal, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import Settings
 from protocol.statistics import Statistics
-
-# Zero among them: then everything happens at once, in an order that trio's dice decide.
-COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
 
 
 @attrs.frozen
@@ -97,19 +94,6 @@ class Tampered:
         self._mailbox.send_nowait(message)
 
 
-@attrs.frozen
-class Restful(ChainPolicy):
-    """A fixed lookahead that leaves rounds to the target, and goes on doing so, by turns."""
-
-    turns: Iterator[bool] = attrs.field(kw_only=True)
-
-    def should_rest(self) -> bool:
-        return next(self.turns)
-
-    def should_rest_on(self, num_behind: int) -> bool:
-        return next(self.turns)
-
-
 def resting_by_turns(turns: Sequence[bool]) -> MakePolicy:
     """Policies that go by the settings, but for this; with `auto`, those that they ask for."""
 
@@ -140,10 +124,6 @@ class Scenario:
     schedule: int
 
 
-def tuples(elements: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(elements, min_size=1, max_size=most).map(tuple)
-
-
 ECHOES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([*COSTS, 1000.0])), max_size=3).map(tuple)
 FATES = tuples(st.builds(Fate, late=st.sampled_from([0.0, 0.0, 0.5, 5.0]), echoes=ECHOES), 6)
 UNDO = st.sampled_from([always, always, never, within(6), within(12)])
@@ -166,12 +146,6 @@ SCENARIOS = st.builds(
     to_draft=FATES,
     schedule=st.integers(0, 2**32),
 )
-
-
-def by_turns(costs: Sequence[float]) -> Price:
-    """A price that is drawn from a list, whatever the job."""
-    following: Iterator[float] = itertools.cycle(costs)
-    return lambda job: next(following)
 
 
 def rounds_of(parts: WatchedParts, session: int, kind: type[Proposal] | type[Verdict]) -> list[int]:

@@ -25,6 +25,7 @@ import mlx.nn as nn
 import pytest
 import trio
 import uvloop
+from held_models import Held, let_go_on_after, until
 from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
 
 import runtime
@@ -87,11 +88,6 @@ async def turns(number: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
-        await asyncio.sleep(0)
-
-
 async def read_into(got: list[int], stream: runtime.aio.TokenStream) -> None:
     async for token in stream:
         got.append(token.id)
@@ -124,43 +120,6 @@ class Trace:
         spans = [event for event in list(self.events) if isinstance(event, Span)]
         ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
         return sorted(ours[0]) == sorted(ours[1])
-
-
-class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._holds_after = -1
-        self._is_in = threading.Event()
-        self._may_go_on = threading.Event()
-
-    def hold(self, after: int = 0) -> None:
-        """Stop the next forward pass, or one after so many others."""
-        self._holds_after = after
-
-    async def is_in(self) -> None:
-        """Wait until a forward pass has been stopped."""
-        await until(self._is_in.is_set)
-
-    def let_go_on(self) -> None:
-        self._may_go_on.set()
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._holds_after -= 1
-        if self._holds_after == -1:
-            self._is_in.set()
-            self._may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
-@contextlib.asynccontextmanager
-async def let_go_on_after(held: Held) -> AsyncIterator[None]:
-    """Have a test that fails not hang as well."""
-    try:
-        yield
-    finally:
-        held.let_go_on()
 
 
 # --- the same as in trio --------------------------------------------------------------------------

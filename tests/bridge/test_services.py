@@ -18,10 +18,10 @@ import trio
 import trio.lowlevel
 import trio_service
 import uvicorn
+from chat_models import target, tokenizer
+from command_line import environment
+from held_models import Held, let_go_on_after
 from models import Failing, near
-from test_aio import Held, let_go_on_after
-from test_cli import environment
-from test_conversation import target, tokenizer
 
 import runtime
 

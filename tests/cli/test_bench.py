@@ -24,6 +24,7 @@ import mlx.core as mx
 import models
 import pytest
 import trio
+from interrupts import Interrupted, outrider_threads
 from models import Padded, greedy, llama, mamba, near, save
 
 import runtime
@@ -508,10 +509,6 @@ async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread()
     assert not outrider_threads()
 
 
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
-
-
 @pytest.mark.slow
 async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     target, draft = llama(max_position_embeddings=64), llama(max_position_embeddings=24)
@@ -743,17 +740,6 @@ def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
         bench_command.read_prompts(tmp_path / name)
     with pytest.raises(runtime.PromptError, match="cannot read prompts from"):
         bench_command.read_prompts(tmp_path / "missing.txt")
-
-
-class Interrupted(runtime.terminal.display.Display):
-    """Has a signal sent to the process when something is about to be done."""
-
-    at = ""
-    number = signal.SIGINT
-
-    def doing(self, what: str) -> None:
-        if what.startswith(self.at):
-            signal.raise_signal(self.number)
 
 
 @pytest.mark.slow

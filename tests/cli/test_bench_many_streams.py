@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from interrupts import Interrupted, outrider_threads
 from models import greedy, llama, mamba, near, save
-from test_bench import Interrupted, outrider_threads
 
 import runtime
 from runtime.bench.contenders import Moment

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from test_cli import broken_weights, outrider, read_all, save_model, terminal
-from test_conversation import THINKING_TEMPLATE, pair, says, tokenizer
+from chat_models import THINKING_TEMPLATE, pair, says, tokenizer
+from command_line import broken_weights, outrider, piped, read_all, save_model, terminal
 
 import runtime
 from runtime.cli import chat_command
@@ -41,15 +41,6 @@ async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
     async with runtime.open(target) as rt:
         conversation = rt.conversation()
         return [(await conversation.generate(turn, max_tokens=num_tokens)).text for turn in turns]
-
-
-async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
-    """How `chat` ends that is given some lines, and what it says."""
-    async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
-        await process.stdin.send_all(lines.encode())
-        await process.stdin.aclose()
-        out, err = await read_all(process.stdout), await read_all(process.stderr)
-    return process.returncode, out, err
 
 
 @attrs.define

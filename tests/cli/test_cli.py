@@ -9,24 +9,16 @@ import json
 import logging
 import math
 import os
-import pty
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import pytest
 import trio
-from mlx.utils import tree_flatten
-from models import VOCAB_SIZE, llama
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from command_line import broken_weights, outrider, read_all, save_model, terminal
 
 import runtime
 import runtime.terminal.display
@@ -35,27 +27,7 @@ from runtime.cli import generate_command
 from runtime.cli import main as cli
 from runtime.terminal.signals import until_signal
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "w1 w2 w3"
-
-# Generous, since it is no expectation but a way out of a hang.
-HANGS_S = 120
-
-
-def save_model(where: Path, *, context: int) -> Path:
-    """A tiny model as `mlx_lm.load` finds it; its words are w0, w1, …, and none of them ends the text."""
-    model = llama(max_position_embeddings=context)
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(attrs_of(model.args)))
-    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
-    return where
-
-
-def attrs_of(args: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if value is not None}
 
 
 @pytest.fixture(scope="module")
@@ -68,54 +40,6 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 def short(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A target that has room for 32 tokens."""
     return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
-
-
-def environment() -> dict[str, str]:
-    """Of a process whose output does not depend on who runs the tests."""
-    without = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TRANSFORMERS_VERBOSITY", "LINES"}
-    ours = {name: value for name, value in os.environ.items() if name not in without}
-    return ours | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUTF8": "1"}
-
-
-@contextlib.asynccontextmanager
-async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Process]:
-    """`python -m runtime …` as a process, which is gone when the block is left."""
-    process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "runtime", *arguments], env=environment(), **{"stdin": -3, **streams}
-    )
-    try:
-        with trio.fail_after(HANGS_S):
-            yield process
-            await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            with trio.CancelScope(shield=True):
-                await process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                await stream.aclose()
-
-
-@contextlib.asynccontextmanager
-async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
-    """A terminal: the side that a person sees, and the side that a process has."""
-    seen, given = pty.openpty()
-    try:
-        async with trio.lowlevel.FdStream(seen) as stream:
-            yield stream, given
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(given)
-
-
-async def read_all(stream: Any) -> str:
-    """All that comes; a terminal that nobody holds any more says so with an error."""
-    parts = bytearray()
-    with contextlib.suppress(trio.BrokenResourceError):
-        async for part in stream:
-            parts += part
-    return parts.decode()
 
 
 async def read_until(stream: Any, wanted: str) -> str:
@@ -530,10 +454,6 @@ def test_a_schema_that_cannot_be_followed_is_named_by_its_file(tmp_path, capfd):
 
 def broken_config(model: Path) -> None:
     (model / "config.json").write_text("{")
-
-
-def broken_weights(model: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"\0" * 100)
 
 
 def no_config(model: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from test_cli import ROOT, environment
+from command_line import ROOT, environment
 
 import runtime
 from protocol.errors import OutriderError

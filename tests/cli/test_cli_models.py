@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 import pytest
-from test_cli import save_model
+from command_line import save_model
 
 import runtime
 import runtime.engine.opening

@@ -4,90 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import httpx
 import openai
 import pytest
-from test_cli import HANGS_S, ROOT, environment
+from command_line import HANGS_S, ROOT, environment
+from served_command import KEY, MODEL, Server, serving
 
 import runtime
 from runtime.cli import main as cli
 
-KEY = "s3cret"
-MODEL = "outrider-demo-target"
 PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 # --- a server -------------------------------------------------------------------------------------
-
-
-@attrs.define
-class Server:
-    """A server that is a process of its own.
-
-    Attributes:
-        process: it.
-        url: where it is to be found.
-        said: the lines that it wrote on stderr.
-    """
-
-    process: subprocess.Popen[str]
-    url: str
-    said: list[str]
-
-    def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}v1", api_key=key, max_retries=0, timeout=HANGS_S, **options)
-
-    def health(self) -> Any:
-        return httpx.get(f"{self.url}health", timeout=HANGS_S).json()
-
-    def until_idle(self) -> None:
-        until(lambda: self.health()["streams"] == self.health()["waiting"] == 0)
-
-    def ends(self) -> int:
-        return self.process.wait(timeout=HANGS_S)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """Ask again and again."""
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - began < HANGS_S
-
-
-@contextmanager
-def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iterator[Server]:
-    """`outrider serve …` at a port that is free, killed in the end if it still is there."""
-    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
-        assert p.stderr is not None
-        said: list[str] = []
-        # To the end, or it could not write any more at some time.
-        reader = threading.Thread(target=said.extend, args=(p.stderr,))
-        try:
-            found = None
-            while found is None:
-                said.append(p.stderr.readline())
-                assert said[-1], f"it ended: {said}"
-                found = re.search(r"is served at (http://\S+)", said[-1])
-            reader.start()
-            yield Server(p, found[1], said)
-        finally:
-            p.kill()
-            if reader.ident is not None:
-                reader.join()
 
 
 @pytest.fixture(scope="module")

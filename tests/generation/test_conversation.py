@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +10,9 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import build
+from chat_models import BEGUN_TEMPLATE, TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from models import llama, near
+from models import llama
 from transformers import AutoTokenizer
 
 import runtime
@@ -20,35 +20,6 @@ from protocol.messages import Open
 from protocol.settings import Settings
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText, apply_chat_template
-
-TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
-<|{{ message.role }}|>{{ message.content }}<|endoftext|>
-{%- endfor -%}
-{%- if add_generation_prompt %}<|assistant|>{% endif -%}
-"""
-# As Qwen's: thinking may be switched off by an empty thought in front of the answer.
-THINKING_TEMPLATE = TEMPLATE.replace(
-    "<|assistant|>{%", "<|assistant|>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{%"
-)
-# As DeepSeek's: the prompt ends in the tag.
-BEGUN_TEMPLATE = TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
-ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
-
-
-@functools.cache
-def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> TokenizerWrapper:
-    """The demo pair's, with a chat template and what that takes."""
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else [])], special_tokens=True)
-    base.chat_template = template
-    return TokenizerWrapper(base)
-
-
-@functools.cache
-def target(seed: int = 0) -> nn.Module:
-    return llama(seed, vocab_size=4101)
 
 
 @functools.cache
@@ -62,24 +33,6 @@ def speaks(tokens: mx.array, logits: mx.array) -> mx.array:
     return mx.where(
         mx.arange(logits.shape[-1]) < 4096, mx.where(mx.arange(logits.shape[-1]) == 0, -mx.inf, logits), -mx.inf
     )
-
-
-def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:
-    """Has the model answer with given texts, turn by turn, after what the template begins each answer with."""
-    mark = of.convert_tokens_to_ids("<|assistant|>")
-    lines = [of.encode(answer + "<|endoftext|>", add_special_tokens=False) for answer in answers]
-    num_led = len(of.encode(lead, add_special_tokens=False))
-
-    @runtime.stateless
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        ids = tokens.tolist()
-        line = lines[ids.count(mark) - 1]
-        num_said = ids[::-1].index(mark) - num_led
-        # A drafter may wonder what comes after the end.
-        wanted = line[min(num_said, len(line) - 1)]
-        return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -mx.inf)[None]
-
-    return processor
 
 
 def user(text: str) -> dict[str, str]:
@@ -96,11 +49,6 @@ async def read_into(got: list[str], stream: runtime.TokenStream) -> None:
 
 
 SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lookahead": 3}
-
-
-def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | None = TEMPLATE) -> Iterator[Any]:
-    model = target() if of is None else of
-    return iter([(model, tokenizer(template, thinks=thinks)), (near(model, noise=0.05), None)])
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, llama, near
+from sample_tokenizers import SCRIPTS, Letters, Slow, byte_fallback, byte_level
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -33,10 +33,6 @@ from scripted import (
     simulated,
     truthful,
 )
-from test_text import SCRIPTS, Slow, byte_fallback
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 import runtime
 from protocol.errors import SettingsError
@@ -256,28 +252,6 @@ def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> 
 
 
 @functools.cache
-def byte_level() -> TokenizerWrapper:
-    """As many tokens as a tiny model has: letters, spaces, and halves of characters, as byte-level BPE writes them."""
-
-    def spelled(text: str) -> str:
-        """A letter for each byte."""
-        parts = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
-        return "".join(part for part, _ in parts)
-
-    letters = [*"abcdefgh", *map("".join, itertools.product("abcdef", repeat=2))]
-    halves = [spelled(text)[a:b] for text in ("🙂", "c🙂") for a, b in ((0, 2), (2, 4), (0, 1), (1, 4), (0, 3), (3, 5))]
-    halves += [spelled(text)[a:b] for text in "中文" for a, b in ((0, 1), (1, 3), (0, 2), (2, 3))]
-    halves += [spelled(text)[a:b] for text in "éم\u0301" for a, b in ((0, 1), (1, 2))]
-    words = [spelled(text) for text in ("🙂", "中", " ", "\n", " the", " a", "\n\n", ".", ":", "!", "?", ";")]
-    tokens = list(dict.fromkeys([*letters, *halves, *words]))
-    tokens += [f"x{i}" for i in range(VOCAB_SIZE - len(tokens))]
-    assert len(tokens) == len(set(tokens)) == VOCAB_SIZE
-    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="a"))
-    tokenizer.decoder = decoders.ByteLevel()
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-
-
-@functools.cache
 def tiny_pair() -> tuple[Any, Any]:
     return (llama(), byte_level()), (near(llama(), noise=0.05), byte_level())
 
@@ -479,22 +453,6 @@ async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
     assert ids(got) == tokens[:num_tokens]
     assert "".join(token.text for token in got) == byte_level().decode(tokens[: num_tokens - 1])
     assert [token.stop_reason for token in got] == [None] * (num_tokens - 1) + [named]
-
-
-class Letters:
-    """A tokenizer for scripted models: a letter for each id, and the last one ends the text, if one does."""
-
-    ALPHABET = string.ascii_letters + string.digits + ".,"
-
-    def __init__(self, ends: Iterable[int] = (), *, fails_at: int | None = None) -> None:
-        self.eos_token_ids = set(ends)
-        self.has_thinking = False
-        self._fails_at = fails_at
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        if self._fails_at in tokens:
-            raise ValueError(f"no token {self._fails_at}")
-        return "".join(self.ALPHABET[token] for token in tokens)
 
 
 DISTINCT = prompt_with_distinct_continuation(14)

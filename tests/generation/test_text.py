@@ -10,61 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Slow, byte_fallback
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import runtime
 from runtime.generation.text import Detokenizer, encode_prompt
 
-SCRIPTS = [
-    "plain text, and then some",
-    " a space in front",
-    "   three of them, and some behind   ",
-    "\n\n    def f(x):\n\treturn x\n",
-    "Grüße, naïveté, Ĳsselmeer",
-    "Ελληνικά и русский",
-    "中文和日本語、한국어",
-    "שלום ועולם مرحبا بالعالم",
-    "नमस्ते दुनिया",
-    "e\u0301 is not \u00e9",
-    "🙂",
-    "a 👩‍👩‍👧‍👦 family and a flag 🇳🇿!",
-    "🙂🙂🙂 three in a row",
-    "x\u200by \ufeff \u2028",
-    "\ufffd is a character of its own",
-    "ends in one: \ufffd",
-]
-
 
 @functools.cache
 def demo() -> TokenizerWrapper:
     return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-
-
-class Slow:
-    """A tokenizer that can only decode: what the detokenizer has to make do with where there is no fast one."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
-
-
-WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
-EMOJI_BYTES = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
-
-
-@functools.cache
-def byte_fallback() -> TokenizerWrapper:
-    """As sentencepiece writes them: spaces in front of words, but for the first, and bytes for what has no token."""
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", *WORDS, *EMOJI_BYTES])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
 
 
 def byte_fallback_ids(*tokens: str) -> list[int]:

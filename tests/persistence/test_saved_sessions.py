@@ -20,11 +20,11 @@ import pytest
 import trio
 import trio.testing
 from architectures import ARCHITECTURES, build
+from chat_models import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
+from command_line import piped, save_model
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
-from test_chat import piped
-from test_cli import save_model
-from test_conversation import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
+from save_interrupts import cancel_at
 
 import runtime
 from actors.persistence import saved_sequence
@@ -592,35 +592,6 @@ async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, mo
         assert (loaded is None) == scope.cancelled_caught
         again = await rt.load(path)
         assert (await again.generate(SAID[1])).statistics.cached_tokens > 0
-
-
-def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel at the so many-th moment at which something else is asked to do its part."""
-    count = -1
-
-    def count_up() -> None:
-        nonlocal count
-        count += 1
-        if count == step:
-            scope.cancel()
-
-    run, run_sync, check = saved_sequence._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
-
-    async def noted_run(*args: Any) -> Any:
-        count_up()
-        return await run(*args)
-
-    async def noted_run_sync(*args: Any) -> Any:
-        count_up()
-        return await run_sync(*args)
-
-    def noted_check() -> None:
-        trio.from_thread.run_sync(count_up)
-        check()
-
-    monkeypatch.setattr(saved_sequence, "_run", noted_run)
-    monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
-    monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
 
 
 async def test_after_the_runtime_nothing_is_saved_or_loaded(path: Path) -> None:

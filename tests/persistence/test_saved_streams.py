@@ -17,13 +17,13 @@ import pytest
 import trio
 import trio.testing
 from architectures import build
+from chat_models import THINKING_TEMPLATE, says
+from chat_models import tokenizer as thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, gemma3_text, llama, near
-from test_conversation import THINKING_TEMPLATE, says
-from test_conversation import tokenizer as thinker
-from test_saved_sessions import cancel_at
-from test_stop_strings import byte_level
+from sample_tokenizers import byte_level
+from save_interrupts import cancel_at
 
 import runtime
 from actors.drafters.draft_actor import DraftActor

@@ -17,14 +17,14 @@ import pytest
 import terminal as example
 import trio
 import trio.lowlevel
+from chat_models import THINKING_TEMPLATE, says, target, tokenizer
+from command_line import environment, save_model
 from console.keys import ESCAPE_S, Event, Key
 from console.page import Page
 from console.terminal import Terminal
+from held_models import Held
 from models import Failing, near
 from screens import HANGS_S, Person, person
-from test_aio import Held
-from test_cli import environment, save_model
-from test_conversation import THINKING_TEMPLATE, says, target, tokenizer
 
 import runtime
 

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from test_lookahead_policy import POSITION, ROOT, at, chain_of, tree_of, view_of
+from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.calibration import Calibration
 from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget, StepWorth

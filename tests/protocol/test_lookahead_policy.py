@@ -7,36 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, View, policy_for
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, policy_for
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
-ROOT, POSITION = 100, 9
-
 deterministic = settings(deadline=None, derandomize=True, max_examples=200)
-
-
-def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
-    """A tree with these paths of (token, confidence); the first to be drafted after a node is its choice."""
-    tree = LookaheadTree(ROOT, POSITION)
-    for path in paths:
-        node = tree.root
-        for token, confidence in path:
-            rank = len(node.children)
-            node = node.children.get(token) or tree.expand(node, Guess(token, confidence, rank=rank, raw=confidence))
-    return tree
-
-
-def chain_of(length: int, confidence: float = 0.5) -> LookaheadTree:
-    return tree_of(tuple((i, confidence) for i in range(length)))
-
-
-def at(tree: LookaheadTree, *path: int) -> Node:
-    node = tree.root
-    for token in path:
-        node = node.children[token]
-    return node
 
 
 FORKED = (
@@ -44,11 +21,6 @@ FORKED = (
     ((1, 0.9), (4, 0.3)),
     ((5, 0.1), (6, 0.8)),
 )
-
-
-def view_of(tree: LookaheadTree, **changes: Any) -> View:
-    defaults = {"limit": 10, "depth": 100, "can_expand": lambda _: True, "width": lambda _: 1, "now": 0.0}
-    return View(tree, **defaults | changes)
 
 
 def stuck(_: Node) -> bool:

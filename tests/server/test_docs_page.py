@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Page, expect
-from test_serve_command import KEY, Server, serving
+from served_command import KEY, Server, serving
 from visitors import Tab, chromium, visitor
 
 pytestmark = pytest.mark.browser

@@ -30,10 +30,10 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
+from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedModel, hashed, priced
-from test_conversation import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
 
 import runtime
 from protocol.statistics import Statistics

@@ -16,6 +16,7 @@ import trio
 import trio.testing
 from asgi import ScriptedCheck
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
+from sample_tokenizers import Letters
 from scripted import (
     VOCAB_SIZE,
     Script,
@@ -27,7 +28,6 @@ from scripted import (
     simulated,
     truthful,
 )
-from test_stop_strings import Letters
 
 from runtime.server.app import Service, application
 from runtime.server.connections.listener import ConnectionLimits, serve

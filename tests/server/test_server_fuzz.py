@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+from command_line import HANGS_S
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS, load_all_checks
-from test_cli import HANGS_S
-from test_serve_command import MODEL, Server, serving
+from served_command import MODEL, Server, serving
 
 from runtime.server.openai.openapi import description
 

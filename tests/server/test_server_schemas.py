@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import trio
 from asgi import Aside, ScriptedCheck
+from command_line import HANGS_S, ROOT, environment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import run
-from test_cli import HANGS_S, ROOT, environment
 from transformers import AutoTokenizer
 
 import runtime

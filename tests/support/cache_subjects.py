@@ -1,0 +1,98 @@
+"""Models with every kind of cache, for tests of rewinding, saving and draft steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from architectures import build
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import ConcatenateKVCache
+from models import Wrapped, gemma3_text, llama, mamba, prompt_of
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.sequence import MLXSequence
+
+VOCAB_SIZE = 64
+
+
+TEXT = prompt_of(120, vocab_size=VOCAB_SIZE)
+
+
+WINDOW = 8  # of all rotating caches here
+
+
+# Rounding in float32 moves the logits, which are of some 5, by less. A token too many or too few moves them by 0.1.
+ATOL = 1e-4
+
+
+class Concatenating(Wrapped):
+    """A model whose caches are concatenated anew for each pass."""
+
+    def make_cache(self) -> list[Any]:
+        return [ConcatenateKVCache() for _ in self.layers]
+
+
+@attrs.frozen
+class Subject:
+    """A model with caches of some kind, and its own account of a text: one token a pass, nothing taken back."""
+
+    model: nn.Module
+    options: CacheOptions = attrs.Factory(CacheOptions)
+    _rows: dict[tuple[int, tuple[int, ...]], mx.array] = attrs.field(factory=dict, init=False)
+
+    def open_sequence(self, rewind: Any) -> MLXSequence:
+        options = attrs.evolve(self.options, rewind=rewind)
+        return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
+
+    def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
+        """The logits after a text, of which the first tokens were fed at once."""
+        if (num_prefilled, text) not in self._rows:
+            self._read(num_prefilled, text)
+        return self._rows[num_prefilled, text]
+
+    def _read(self, num_prefilled: int, text: tuple[int, ...]) -> None:
+        cache = self.options.make_cache(self.model)
+        if num_prefilled:
+            self._pass(text[:num_prefilled], cache)
+        found = {}
+        for i, token in enumerate(text[num_prefilled:], num_prefilled):
+            found[num_prefilled, text[: i + 1]] = self._pass((token,), cache)
+        mx.eval(list(found.values()))
+        self._rows.update(found)
+
+    def _pass(self, tokens: tuple[int, ...], cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(mx.array([tokens]), cache=cache)[0, -1]
+        options = self.options
+        maybe_quantize_kv_cache(cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
+        return logits
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "KVCache": lambda: Subject(llama()),
+    "QuantizedKVCache": lambda: Subject(
+        build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    ),
+    "QuantizedKVCache in mid-text": lambda: Subject(
+        build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=12)
+    ),
+    "ConcatenateKVCache": lambda: Subject(Concatenating(llama())),
+    "RotatingKVCache": lambda: Subject(gemma3_text(window=WINDOW)),
+    "RotatingKVCache that keeps its first": lambda: Subject(build("qwen3"), CacheOptions(max_kv_size=WINDOW)),
+    "ChunkedKVCache": lambda: Subject(build("llama4")),
+    "ArraysCache, mamba": lambda: Subject(mamba()),
+    "ArraysCache, lfm2": lambda: Subject(build("lfm2")),
+    "ArraysCache, qwen3_next": lambda: Subject(build("qwen3_next")),
+    "ArraysCache and RotatingKVCache": lambda: Subject(build("recurrent_gemma")),
+    "CacheList of KVCache": lambda: Subject(build("deepseek_v32")),
+    "CacheList of ArraysCache": lambda: Subject(build("falcon_h1")),
+}
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    return SUBJECTS[name]()

@@ -1,0 +1,73 @@
+"""A scripted chat model: its tokenizer, chat templates, and what it says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import llama, near
+from transformers import AutoTokenizer
+
+import runtime
+
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
+<|{{ message.role }}|>{{ message.content }}<|endoftext|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+"""
+
+
+# As Qwen's: thinking may be switched off by an empty thought in front of the answer.
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "<|assistant|>{%", "<|assistant|>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{%"
+)
+
+
+# As DeepSeek's: the prompt ends in the tag.
+BEGUN_TEMPLATE = TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
+
+
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@functools.cache
+def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> TokenizerWrapper:
+    """The demo pair's, with a chat template and what that takes."""
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else [])], special_tokens=True)
+    base.chat_template = template
+    return TokenizerWrapper(base)
+
+
+@functools.cache
+def target(seed: int = 0) -> nn.Module:
+    return llama(seed, vocab_size=4101)
+
+
+def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:
+    """Has the model answer with given texts, turn by turn, after what the template begins each answer with."""
+    mark = of.convert_tokens_to_ids("<|assistant|>")
+    lines = [of.encode(answer + "<|endoftext|>", add_special_tokens=False) for answer in answers]
+    num_led = len(of.encode(lead, add_special_tokens=False))
+
+    @runtime.stateless
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        ids = tokens.tolist()
+        line = lines[ids.count(mark) - 1]
+        num_said = ids[::-1].index(mark) - num_led
+        # A drafter may wonder what comes after the end.
+        wanted = line[min(num_said, len(line) - 1)]
+        return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -mx.inf)[None]
+
+    return processor
+
+
+def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | None = TEMPLATE) -> Iterator[Any]:
+    model = target() if of is None else of
+    return iter([(model, tokenizer(template, thinks=thinks)), (near(model, noise=0.05), None)])

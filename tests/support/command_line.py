@@ -1,0 +1,104 @@
+"""The command line as a child process: its environment, pseudo-terminals, and models on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import trio
+from mlx.utils import tree_flatten
+from models import VOCAB_SIZE, llama
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[2]
+
+
+# Generous, since it is no expectation but a way out of a hang.
+HANGS_S = 120
+
+
+def save_model(where: Path, *, context: int) -> Path:
+    """A tiny model as `mlx_lm.load` finds it; its words are w0, w1, …, and none of them ends the text."""
+    model = llama(max_position_embeddings=context)
+    where.mkdir()
+    (where / "config.json").write_text(json.dumps(attrs_of(model.args)))
+    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
+    return where
+
+
+def attrs_of(args: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if value is not None}
+
+
+def environment() -> dict[str, str]:
+    """Of a process whose output does not depend on who runs the tests."""
+    without = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TRANSFORMERS_VERBOSITY", "LINES"}
+    ours = {name: value for name, value in os.environ.items() if name not in without}
+    return ours | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUTF8": "1"}
+
+
+@contextlib.asynccontextmanager
+async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Process]:
+    """`python -m runtime …` as a process, which is gone when the block is left."""
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-m", "runtime", *arguments], env=environment(), **{"stdin": -3, **streams}
+    )
+    try:
+        with trio.fail_after(HANGS_S):
+            yield process
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                await stream.aclose()
+
+
+@contextlib.asynccontextmanager
+async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
+    """A terminal: the side that a person sees, and the side that a process has."""
+    seen, given = pty.openpty()
+    try:
+        async with trio.lowlevel.FdStream(seen) as stream:
+            yield stream, given
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(given)
+
+
+async def read_all(stream: Any) -> str:
+    """All that comes; a terminal that nobody holds any more says so with an error."""
+    parts = bytearray()
+    with contextlib.suppress(trio.BrokenResourceError):
+        async for part in stream:
+            parts += part
+    return parts.decode()
+
+
+def broken_weights(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\0" * 100)
+
+
+async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
+    """How `chat` ends that is given some lines, and what it says."""
+    async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
+        await process.stdin.send_all(lines.encode())
+        await process.stdin.aclose()
+        out, err = await read_all(process.stdout), await read_all(process.stderr)
+    return process.returncode, out, err

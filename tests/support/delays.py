@@ -1,0 +1,41 @@
+"""Delays and costs for schedules in simulated time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+from scripted import (
+    Price,
+)
+
+from protocol.lookahead_policy import ChainPolicy
+
+# Zero among them: then everything happens at once, in an order that trio's dice decide.
+COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
+
+
+@attrs.frozen
+class Restful(ChainPolicy):
+    """A fixed lookahead that leaves rounds to the target, and goes on doing so, by turns."""
+
+    turns: Iterator[bool] = attrs.field(kw_only=True)
+
+    def should_rest(self) -> bool:
+        return next(self.turns)
+
+    def should_rest_on(self, num_behind: int) -> bool:
+        return next(self.turns)
+
+
+def tuples(elements: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(elements, min_size=1, max_size=most).map(tuple)
+
+
+def by_turns(costs: Sequence[float]) -> Price:
+    """A price that is drawn from a list, whatever the job."""
+    following: Iterator[float] = itertools.cycle(costs)
+    return lambda job: next(following)

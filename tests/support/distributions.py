@@ -1,0 +1,47 @@
+"""Target and draft distributions, and the chi-square test that compares samples with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.stats import chi2
+from scripted import (
+    Price,
+)
+
+# Rows: after which token. The target never puts 2 after 0, where the drafter likes it best; and what the target
+# likes best after 3, the drafter never says.
+TARGET = ((0.45, 0.35, 0.00, 0.20), (0.10, 0.20, 0.30, 0.40), (0.25, 0.25, 0.25, 0.25), (0.05, 0.70, 0.20, 0.05))
+
+
+DRAFT = ((0.20, 0.20, 0.50, 0.10), (0.30, 0.20, 0.10, 0.40), (0.10, 0.40, 0.20, 0.30), (0.40, 0.00, 0.30, 0.30))
+
+
+PROMPT = [1]
+
+
+# A true null hypothesis is rejected once in ten thousand outcomes.
+SIGNIFICANCE = 1e-4
+
+
+def random_price(seed: int, part: float = 1.0) -> Price:
+    """Jobs that take random times, of either actor, so that verdicts come in all stages of drafting."""
+    dice = random.Random(seed)
+    return lambda job: part * dice.choice([0.0, 0.5, 1.0, 2.0, 3.0, 7.0, 11.0])
+
+
+def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]]) -> float:
+    """Pearson's test over several independent samples."""
+    statistic, degrees = 0.0, 0
+    for counts, probs in samples:
+        num_draws = sum(counts.values())
+        cells = [(counts.get(outcome, 0), num_draws * p) for outcome, p in probs.items() if p > 0]
+        few = [cell for cell in cells if cell[1] < 5]
+        cells = [cell for cell in cells if cell[1] >= 5]
+        if sum(expected for _, expected in few) > 0:
+            cells.append((sum(seen for seen, _ in few), sum(expected for _, expected in few)))
+        statistic += sum((seen - expected) ** 2 / expected for seen, expected in cells)
+        degrees += len(cells) - 1
+    return float(chi2.sf(statistic, degrees))

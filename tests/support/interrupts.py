@@ -1,0 +1,23 @@
+"""Interrupting a command at a chosen moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from runtime.terminal.display import Display
+
+
+def outrider_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+class Interrupted(Display):
+    """Has a signal sent to the process when something is about to be done."""
+
+    at = ""
+    number = signal.SIGINT
+
+    def doing(self, what: str) -> None:
+        if what.startswith(self.at):
+            signal.raise_signal(self.number)

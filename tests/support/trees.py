@@ -1,0 +1,37 @@
+"""Lookahead trees and views of them, built from a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.lookahead_policy import View
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
+
+ROOT, POSITION = 100, 9
+
+
+def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
+    """A tree with these paths of (token, confidence); the first to be drafted after a node is its choice."""
+    tree = LookaheadTree(ROOT, POSITION)
+    for path in paths:
+        node = tree.root
+        for token, confidence in path:
+            rank = len(node.children)
+            node = node.children.get(token) or tree.expand(node, Guess(token, confidence, rank=rank, raw=confidence))
+    return tree
+
+
+def chain_of(length: int, confidence: float = 0.5) -> LookaheadTree:
+    return tree_of(tuple((i, confidence) for i in range(length)))
+
+
+def at(tree: LookaheadTree, *path: int) -> Node:
+    node = tree.root
+    for token in path:
+        node = node.children[token]
+    return node
+
+
+def view_of(tree: LookaheadTree, **changes: Any) -> View:
+    defaults = {"limit": 10, "depth": 100, "can_expand": lambda _: True, "width": lambda _: 1, "now": 0.0}
+    return View(tree, **defaults | changes)
