@@ -99,7 +99,7 @@ def having(language: str, marker: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None) -> None:
     """What a block writes goes into a folder of its own, in which there are the files that commands name."""
     monkeypatch.chdir(tmp_path)
     schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
@@ -281,14 +281,14 @@ LINES = [line for block in BLOCKS if block.language == "sh" for line in lines_of
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     *before, (_, *arguments) = commands_of(line)
     if before:
         ((program, text),) = before
         assert program == "echo"
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{text}\n"))
     assert cli.main(arguments) == 0
-    assert capsys.readouterr().out.strip()
+    assert capfd.readouterr().out.strip()
 
 
 # --- the server -------------------------------------------------------------------------------------
