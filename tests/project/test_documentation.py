@@ -280,6 +280,7 @@ def test_a_command_with_a_mistake_fails(line: str) -> None:
 LINES = [line for block in BLOCKS if block.language == "sh" for line in lines_of(block) if runs(line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
 def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     *before, (_, *arguments) = commands_of(line)
@@ -294,6 +295,7 @@ def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: p
 # --- the server -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blocks_that_ask_the_server_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in BLOCKS if block.marker == "run: server"]
     with serving() as server:
