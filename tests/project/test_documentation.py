@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.util
 import inspect
 import io
 import json
@@ -368,3 +369,36 @@ def test_paths_that_a_page_names_exist(page: Path) -> None:
     for path in re.findall(r"`([a-z_][\w.-]*/(?:[\w./-]+\.\w+|(?:[\w-]+/)*))`", text):
         places = (ROOT, ROOT / "tests", ROOT / "runtime", ROOT / "actors")
         assert any((place / path).exists() for place in places), path
+
+
+def test_docstrings_become_markdown_with_their_sections() -> None:
+    pytest.importorskip("griffe", reason="the extra docs is not installed")
+    path = ROOT / "docs" / "docstring_markdown.py"
+    spec = importlib.util.spec_from_file_location("docstring_markdown", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    docstring = """Do it.
+
+    async with it() as one:
+        pass
+
+    Args:
+        one, two: numbers, both
+            positive.
+        **three: more.
+
+    Returns: a number, or
+        None.
+
+    Cancellation: none.
+    """
+    assert module.as_markdown(docstring).split("\n\n") == [
+        "Do it.",
+        "```python\nasync with it() as one:\n    pass\n```",
+        "**Args:**",
+        "- `one`, `two`: numbers, both\n  positive.\n- `**three`: more.",
+        "**Returns:** a number, or\nNone.",
+        "**Cancellation:** none.",
+    ]
