@@ -155,7 +155,9 @@ def printing() -> Iterator[Console]:
     # Apart from stdout, which rich would write to, and fail, also where there is nothing to write.
     printed = io.StringIO()
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = _wide_enough(Console(file=printed, highlight=False, force_terminal=True if is_terminal else None))
+    console = Console(
+        file=printed, highlight=False, force_terminal=True if is_terminal else None, width=_width(is_terminal)
+    )
     yield console
     text = printed.getvalue()
     if not console.is_terminal:
@@ -164,11 +166,14 @@ def printing() -> Iterator[Console]:
     print_text(text)
 
 
-def _wide_enough(console: Console) -> Console:
-    """A console that has room for everything where it is no terminal, and the environment does not say otherwise."""
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = UNBOUNDED
-    return console
+def _width(is_terminal: bool) -> int | None:
+    """Width of a console in columns; None leaves it to rich.
+
+    Args:
+        is_terminal: whether the stream is a terminal. `Console.is_terminal` does not tell: FORCE_COLOR and
+            TTY_COMPATIBLE make it true for a pipe, which has no width.
+    """
+    return None if is_terminal or os.environ.get("COLUMNS", "").isdigit() else UNBOUNDED
 
 
 def print_text(text: str) -> None:
@@ -196,7 +201,10 @@ def _console() -> Console:
     """Stderr; without colour where it is no terminal, whatever the environment asks for."""
     from rich.console import Console
 
-    return _wide_enough(Console(stderr=True, highlight=False, force_terminal=None if _is_terminal() else False))
+    is_terminal = _is_terminal()
+    return Console(
+        stderr=True, highlight=False, force_terminal=None if is_terminal else False, width=_width(is_terminal)
+    )
 
 
 def _is_terminal() -> bool:

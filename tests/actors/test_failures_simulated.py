@@ -289,7 +289,7 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             assert await collect(other) == continuation([1, 2, 3], 30)
 
 
-@pytest.mark.parametrize("what", ["proposal", "expansion", "leash"])
+@pytest.mark.parametrize("what", ["proposal", "expansion", "draft_budget"])
 @pytest.mark.parametrize("at", [1, 2, 5])
 async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_session_alone(
     what: str, at: int, autojump_clock: Any, caplog: Any

@@ -115,7 +115,7 @@ async def ends_with_an_error(
         # Nothing of it is kept for others, who find a cache of their own.
         if reuse:
             await trio.sleep(1000)
-            assert len(simulation.runtime._target._kept) == 0
+            assert len(simulation.runtime._target._prefix_cache) == 0
 
 
 @pytest.mark.parametrize("mode", MODES)

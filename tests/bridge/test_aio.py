@@ -573,16 +573,16 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
             await consume(rt)
 
     async def main() -> None:
-        task = asyncio.create_task(use())
-        await held.is_in()
-        task.cancel()
-        await turns()
-        # Once more, and it goes on to the end all the same.
-        task.cancel()
-        await turns()
-        assert not task.done()
-        assert len(outrider_threads()) == 3
-        held.let_go_on()
+        async with let_go_on_after(held):
+            task = asyncio.create_task(use())
+            await held.is_in()
+            task.cancel()
+            await turns()
+            # Once more, and it goes on to the end all the same.
+            task.cancel()
+            await turns()
+            assert not task.done()
+            assert len(outrider_threads()) == 3
         with pytest.raises(asyncio.CancelledError):
             await task
         assert outrider_threads() == []

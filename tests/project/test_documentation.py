@@ -32,7 +32,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from test_serve_command import serving
+from served_command import serving
 
 import protocol.errors
 import runtime
