@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 from collections.abc import Mapping
@@ -12,6 +13,12 @@ import attrs
 import trio
 
 HEAD_END = b"\r\n\r\n"
+
+# A line of the server's access log, for a request that did not fail on the server.
+ACCESS_LINE = re.compile(
+    r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \S+:\d+ "[A-Z]+ [^ "]+" [1-4]\d\d'
+    r"( tokens=\d+\+\d+)? seconds=\d+\.\d{3}( unfinished)?"
+)
 
 
 def request(
