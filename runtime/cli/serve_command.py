@@ -41,7 +41,7 @@ _USUAL_PORT = re.compile(r"http://.*:80|https://.*:443")
 # Connections that may wait to be accepted.
 _BACKLOG = 128
 
-_NEEDED = ("hypercorn", "prometheus_client", "pydantic", "starlette")
+_NEEDED = ("h11", "prometheus_client", "pydantic", "starlette")
 
 
 class ServerError(OutriderError):

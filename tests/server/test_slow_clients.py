@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import trio
 from asgi import Served, looping, simulated_server
-from hypercorn.trio.worker_context import WorkerContext
 from raw_http import HEAD_END, request
 from scripted import ScriptedModel, run
 from starlette.responses import Response
@@ -72,7 +71,7 @@ async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
     connection = Connection(
         app,
         reader,  # type: ignore[arg-type]
-        WorkerContext(None),
+        trio.Event(),
         stalled_s=STALLED_S,
         idle_s=math.inf,
     )

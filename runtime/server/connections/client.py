@@ -1,16 +1,14 @@
-"""A client: what it says, and whether it is there to hear the answer."""
+"""The client of one request, as the application sees it: its address, its body, and whether it is still there."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.server.connections.pieces import send_in_pieces
 from runtime.server.errors import ErrorResponse
-
-# Bytes of a body for which a client is waited for; a longer one is sent in pieces.
-_MOST_AT_ONCE = 2**16
 
 
 class ClientGone(Exception):
@@ -27,20 +25,22 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     """The body of a request.
 
     Args:
-        scope, receive: ASGI's.
-        max_bytes: that it may have.
-        within_s: seconds within which it must have come.
+        scope, receive: of ASGI.
+        max_bytes: the longest body.
+        within_s: seconds within which all of it must arrive.
 
     Raises:
-        Refusal: it is too long, takes too long, or is not said to be JSON.
+        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON.
         ClientGone: the client has left.
+
+    Cancellation: part of the body may have been received.
     """
     headers = dict(scope["headers"])
-    # A page of another host can make a browser send anything but this without asking.
+    # For any other content type, a browser would send the request of a page of another host without asking first.
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise ErrorResponse(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
     too_long = ErrorResponse(413, f"the body is longer than {max_bytes} bytes; shorten it")
-    # Not read to its end: whoever sends too much is not waited for. Of too many digits Python makes no number.
+    # Such a body is not read. Python refuses to convert very many digits.
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
         raise too_long
@@ -59,56 +59,50 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
 
 
 async def while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:
-    """Do some work for a client as long as it is there, and takes what it is sent.
+    """Do some work for a client; cancel it when the client leaves, or does not read what it is sent.
 
     Args:
-        receive, send: ASGI's.
-        stalled_s: seconds that it may leave something unread; 64 KiB of it, where it is longer.
-        work: is given a `send` that sees to that.
+        receive, send: of ASGI.
+        stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
+        work: called with a `send` that has this timeout.
 
     Raises:
-        ClientGone: it has left, and the work was cancelled.
-        Refusal: the work raised it.
+        ClientGone: the client has left, and the work was cancelled.
+        ErrorResponse: the work raised it.
     """
     is_gone = False
-    refused: ErrorResponse | None = None
+    error: ErrorResponse | None = None
 
     def leave() -> None:
         nonlocal is_gone
         is_gone = True
         nursery.cancel_scope.cancel()
 
-    async def hear() -> None:
+    async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         leave()
 
-    async def send_patiently(message: Message) -> None:
-        for piece in _pieces(message):
-            with trio.move_on_after(stalled_s) as patience:
-                await send(piece)
-            if patience.cancelled_caught:
-                leave()
-                await trio.lowlevel.checkpoint()
+    async def send_within(message: Message) -> None:
+        async def send_piece(piece: bytes, is_last: bool) -> None:
+            more_body = not is_last or message.get("more_body", False)
+            await send({**message, "body": piece, "more_body": more_body} if "body" in message else message)
+
+        try:
+            await send_in_pieces(send_piece, message.get("body", b""), stalled_s)
+        except trio.TooSlowError:
+            leave()
+            await trio.lowlevel.checkpoint()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(hear)
-        # Kept, not let through: the nursery would wrap it in a group.
+        nursery.start_soon(listen)
+        # Raised outside: the nursery would wrap it in a group.
         try:
-            await work(send_patiently)
-        except ErrorResponse as refusal:
-            refused = refusal
+            await work(send_within)
+        except ErrorResponse as raised:
+            error = raised
         nursery.cancel_scope.cancel()
-    if refused is not None:
-        raise refused
+    if error is not None:
+        raise error
     if is_gone:
         raise ClientGone
-
-
-def _pieces(message: Message) -> Iterator[Message]:
-    """A message as one or several: who reads slowly is not to be cut off for the length of what there is to read."""
-    body = message.get("body", b"")
-    last = max(0, len(body) - 1) // _MOST_AT_ONCE * _MOST_AT_ONCE
-    for at in range(0, last, _MOST_AT_ONCE):
-        yield {**message, "body": body[at : at + _MOST_AT_ONCE], "more_body": True}
-    yield {**message, "body": body[last:]} if last else message

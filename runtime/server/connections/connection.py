@@ -1,273 +1,265 @@
-"""One connection: hypercorn speaks HTTP, and what it is spoken over is here.
+"""One client connection: HTTP/1.1 and HTTP/1.0 by h11, over a trio stream, to an ASGI application.
 
-Hypercorn's own server shields what it sends, hears nothing of a client whose next request has come already, and waits
-for ever to tell an application that has answered of the rest of its request; each lets a client hold on to the models
-or to the connection itself. So of hypercorn there are its protocol and its context, and not its server; nor HTTP/2,
-by which one connection could be any number of clients that do not read.
+There is no HTTP/2: one connection could then carry any number of clients that do not read, and its flow control is
+above the socket, where no timeout on sending sees it.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from email.utils import formatdate
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 import trio
-from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import Response
-from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
-from hypercorn.utils import parse_socket_addr
+from starlette.types import ASGIApp, Message, Scope
+
+from runtime.server.connections.pieces import PIECE_BYTES, send_in_pieces
 
 logger = logging.getLogger("outrider")
 
-_MOST_AT_ONCE = 2**16
+_MAX_HEAD_BYTES = 2**14
+_MAX_REQUESTS = 1000  # of one connection; the next client that waits for a connection has its turn
 
-# Messages of a request that wait for the application.
-_MOST_WAITING = 4
+# Bytes of further requests that are kept until the current one is answered. With more, the connection is not read, and
+# so a client that leaves is not noticed until then.
+_MAX_PIPELINED_BYTES = 2**16
 
-# What a client still sends when it has its answer is read and thrown away for a while: closed upon unread data, a
-# connection is reset, and an answer that says "too long" would not arrive.
+# A connection that is closed while unread data waits is reset, and an answer such as "too long" would not arrive. So
+# after the last answer, the server reads on for a while and throws away what it reads.
 _LINGER_S = 2.0
-_MOST_LINGERING = 16 * 2**20
+_MAX_LINGER_BYTES = 16 * 2**20
 
-# Of a request of which more is to come, or would have.
-_NOT_WHOLE = (h11.SEND_BODY, h11.ERROR)
+_STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
 class Connection:
-    """A client's connection, from its first byte to its last."""
+    """One client connection, from its first byte to its last."""
 
     def __init__(
-        self,
-        app: Any,
-        stream: trio.SocketStream,
-        context: WorkerContext,
-        *,
-        stalled_s: float,
-        idle_s: float,
+        self, app: ASGIApp, stream: trio.SocketStream, stopping: trio.Event, *, stalled_s: float, idle_s: float
     ) -> None:
-        """Open, and not listened to yet.
+        """Open; `run` reads from it.
 
         Args:
             app: the ASGI application that answers.
-            stream: closed in the end.
-            context: of the server; once that is terminated, no further request is answered.
-            stalled_s: seconds that the client may leave what it is sent unread; 64 KiB of it, where it is longer.
-            idle_s: seconds that it may leave the server without a request.
+            stream: the client's; closed in the end.
+            stopping: once it is set, no further request is answered.
+            stalled_s: seconds that the client may leave 64 KiB of an answer unread.
+            idle_s: seconds that the client may take for the head of the next request.
         """
         self._app = app
         self._stream = stream
-        self._context = context
+        self._stopping = stopping
         self._stalled_s = stalled_s
         self._idle_s = idle_s
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        self._num_requests = 0
         self._sending = trio.Lock()
-        self._listening = trio.CancelScope()
-        self._ahead = bytearray()  # what came before the request before was answered
-        self._is_idle = True
-        self._is_answered = False  # all of it, and nothing more is
+        self._listening = trio.CancelScope()  # around whatever reads from the stream now
+        self._is_idle = True  # no request is being answered
+        self._has_left = False  # the client, or it sent what is not HTTP
+        self._is_broken = False  # nothing more can be sent
 
     async def run(self) -> None:
-        """Answer what the client asks, for as long as it is there.
+        """Answer the client's requests until it leaves, or may ask no more.
 
-        Cancellation: ends the answer that is under way, and closes the connection.
+        Cancellation: cancels the application, and closes the connection.
         """
         try:
-            with suppress(OSError):  # gone before it was looked at
-                await self._run()
+            with suppress(OSError):  # the client left before its address was read
+                socket = self._stream.socket
+                addresses = {"client": socket.getpeername()[:2], "server": socket.getsockname()[:2]}
+                await self._answer_requests(addresses)
         finally:
             self._stream.socket.close()
 
     def retire(self) -> None:
-        """Wait for no further request."""
+        """Close the connection if no request is being answered."""
         if self._is_idle:
             self._listening.cancel()
 
-    async def _run(self) -> None:
-        socket = self._stream.socket
-        client = parse_socket_addr(socket.family, socket.getpeername())
-        server = parse_socket_addr(socket.family, socket.getsockname())
-        async with trio.open_nursery() as nursery:
-            self._protocol = _HTTP1(
-                self._app,
-                _config(),
-                self._context,
-                _Applications(nursery),  # type: ignore[arg-type]
-                ConnectionState({}),
-                False,
-                client,
-                server,
-                self._on_event,
-            )
-            self._protocol.can_read = _Pause(self._listen_ahead)
-            self._set_idle(True)
-            with self._listening:
-                await self._listen()
-            # The client has left, was silent for too long, or has its last answer. Whoever works for it hears of that.
-            await self._protocol.handle(Closed())
-        if self._is_answered:
+    async def _answer_requests(self, addresses: dict[str, Any]) -> None:
+        while (request := await self._next_request()) is not None:
+            self._num_requests += 1
+            await self._answer(request, addresses)
+            is_whole = self._http.our_state is self._http.their_state is h11.DONE
+            if not is_whole or self._has_left or self._stopping.is_set():
+                break
+            self._http.start_next_cycle()
+        if self._http.our_state is not h11.IDLE and not self._is_broken:
             await self._linger()
 
-    async def _listen(self) -> None:
-        """Hand on what comes; returns when nothing more does."""
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            while True:
-                data, self._ahead = bytes(self._ahead), bytearray()
-                data = data or bytes(await self._stream.receive_some(_MOST_AT_ONCE))
-                await self._protocol.handle(RawData(data))
-                if not data:
-                    return
+    async def _next_request(self) -> h11.Request | None:
+        """The head of the next request; None if there is none, because the client left, was silent, or sent garbage."""
+        self._listening = trio.CancelScope(deadline=trio.current_time() + self._idle_s)
+        self._is_idle = True
+        try:
+            with self._listening:
+                while (event := self._http.next_event()) is h11.NEED_DATA:
+                    self._http.receive_data(await self._stream.receive_some(PIECE_BYTES))
+                if isinstance(event, h11.Request):
+                    if event.http_version not in (b"1.0", b"1.1"):
+                        raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
+                    return event
+        except h11.RemoteProtocolError as error:
+            await self._send_error(error.error_status_hint)
+        except _STREAM_ERRORS:
+            pass
+        finally:
+            self._is_idle = False
+        return None
 
-    async def _listen_ahead(self) -> None:
-        """Hear whether the client leaves, though it has sent another request; unless that is a very long one."""
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            while data := await self._stream.receive_some(_MOST_AT_ONCE):
-                self._ahead += data
-                if len(self._ahead) >= _MOST_AT_ONCE:
-                    return
-        self._listening.cancel()
+    # --- one request --------------------------------------------------------------------------------
 
-    async def _on_event(self, event: Event) -> None:
-        """Do what the protocol says."""
-        if isinstance(event, RawData):
-            await self._send(event.data)
-        elif isinstance(event, Updated):
-            self._set_idle(event.idle)
-        elif isinstance(event, Closed):
-            self._is_answered = True
-            self._listening.cancel()
+    async def _answer(self, request: h11.Request, addresses: dict[str, Any]) -> None:
+        """Call the application, and hand it the body of the request meanwhile."""
+        put, take = trio.open_memory_channel[Message](1)
+        self._listening = trio.CancelScope()
+        if self._http.they_are_waiting_for_100_continue:
+            await self._send(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
+        # Before the application runs: if the end of the body came together with the head, the answer need not be the
+        # last of its connection.
+        is_listening = await self._hand_on(put)
+        async with trio.open_nursery() as nursery:
+            if is_listening:
+                nursery.start_soon(self._listen, put)
+            await self._call(request, _scope(request, addresses), take)
+            nursery.cancel_scope.cancel()
 
-    def _set_idle(self, is_idle: bool) -> None:
-        self._is_idle = is_idle
-        self._listening.deadline = trio.current_time() + self._idle_s if is_idle else math.inf
+    async def _listen(self, put: trio.MemorySendChannel[Message]) -> None:
+        """Read the rest of the request, and then whatever follows it, to notice when the client leaves."""
+        with put, self._listening:
+            with suppress(*_STREAM_ERRORS):
+                while len(self._http.trailing_data[0]) < _MAX_PIPELINED_BYTES:
+                    data = await self._stream.receive_some(PIECE_BYTES)
+                    self._http.receive_data(data)
+                    if not await self._hand_on(put) or not data:
+                        break
+                else:
+                    await trio.sleep_forever()
+            self._has_left = True
 
-    async def _send(self, data: bytes) -> None:
-        """Send; where the client is not there any more, or does not read, the connection is over."""
+    async def _hand_on(self, put: trio.MemorySendChannel[Message]) -> bool:
+        """Hand to the application what has been received of the body.
+
+        Returns: False if that is not HTTP, which the client has been told; then the application is told that it left.
+        """
+        body, is_last = bytearray(), False
+        try:
+            while isinstance(event := self._http.next_event(), (h11.Data, h11.EndOfMessage)):
+                if isinstance(event, h11.Data):
+                    body += event.data
+                else:
+                    is_last = True
+        except h11.RemoteProtocolError as error:
+            self._has_left = True
+            await self._send_error(error.error_status_hint)
+            put.close()
+            return False
+        if body or is_last:
+            await put.send({"type": "http.request", "body": bytes(body), "more_body": not is_last})
+        return True
+
+    async def _call(self, request: h11.Request, scope: Scope, take: trio.MemoryReceiveChannel[Message]) -> None:
+        """Call the application; if it fails or returns before it answers, the answer is 500."""
+        has_body = True
+
+        async def receive() -> Message:
+            if self._http.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
+                with suppress(trio.EndOfChannel):
+                    return await take.receive()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal has_body
+            events: list[h11.Event] = []
+            if message["type"] == "http.response.start":
+                has_body = request.method != b"HEAD" and message["status"] not in (204, 304)
+                events.append(self._response(message["status"], list(message.get("headers", ()))))
+            else:
+                if has_body and (body := message.get("body", b"")):
+                    events.append(h11.Data(data=body))
+                if not message.get("more_body", False):
+                    events.append(h11.EndOfMessage())
+            try:
+                data = b"".join(self._http.send(event) or b"" for event in events)
+            except h11.LocalProtocolError:
+                # The client was sent an error in place of this answer.
+                if self._http.their_state is not h11.ERROR:
+                    raise
+            else:
+                await self._send(data)
+
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            logger.exception("a request has failed")
+        if not self._has_left:
+            await self._send_error(500)
+
+    # --- what is sent -------------------------------------------------------------------------------
+
+    def _response(self, status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
+        headers.append((b"date", formatdate(usegmt=True).encode()))
+        # An answer that precedes the end of its request is the last of its connection, and says so.
+        if self._num_requests >= _MAX_REQUESTS or self._http.their_state in (h11.SEND_BODY, h11.ERROR):
+            headers.append((b"connection", b"close"))
+        return h11.Response(status_code=status, headers=headers)
+
+    async def _send_error(self, status: int) -> None:
+        """Send an answer without a body, as the last one, unless an answer has begun."""
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers = [
+                (b"content-length", b"0"),
+                (b"connection", b"close"),
+                (b"date", formatdate(usegmt=True).encode()),
+            ]
+            head = self._http.send(h11.Response(status_code=status, headers=headers))
+            await self._send((head or b"") + (self._http.send(h11.EndOfMessage()) or b""))
+
+    async def _send(self, data: bytes | None) -> None:
+        """Send; if the client has left or does not read, the connection is over."""
         async with self._sending:
             try:
-                # In pieces: who reads slowly is not to be cut off for the length of what there is to read.
-                for at in range(0, len(data), _MOST_AT_ONCE):
-                    with trio.fail_after(self._stalled_s):
-                        await self._stream.send_all(data[at : at + _MOST_AT_ONCE])
-            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                await send_in_pieces(lambda piece, _: self._stream.send_all(piece), data or b"", self._stalled_s)
+            except (*_STREAM_ERRORS, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:
-                # Nothing can follow what may be half of something.
+                # Part of the data may have been sent; nothing can follow it.
                 self._break()
                 raise
 
     def _break(self) -> None:
+        self._is_broken = self._has_left = True
         self._stream.socket.close()
         self._listening.cancel()
 
     async def _linger(self) -> None:
-        """Have the client hear all that it was told, though it may not have said all that it has to say."""
-        num_lingering = 0
-        with trio.move_on_after(_LINGER_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        """Let the client receive the last answer, though it may still be sending."""
+        num_bytes = 0
+        with trio.move_on_after(_LINGER_S), suppress(*_STREAM_ERRORS):
             await self._stream.send_eof()
-            while num_lingering < _MOST_LINGERING and (data := await self._stream.receive_some(_MOST_AT_ONCE)):
-                num_lingering += len(data)
+            while num_bytes < _MAX_LINGER_BYTES and (data := await self._stream.receive_some(PIECE_BYTES)):
+                num_bytes += len(data)
 
 
-class _Pause:
-    """Lasts until a request is answered, if another one came before that; meanwhile something else can be done."""
-
-    def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        self._meanwhile = meanwhile
-        self._over = trio.Event()
-
-    async def clear(self) -> None:
-        self._over = trio.Event()
-
-    async def set(self) -> None:
-        self._over.set()
-
-    def is_set(self) -> bool:
-        return self._over.is_set()
-
-    async def wait(self) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._meanwhile)
-            await self._over.wait()
-            nursery.cancel_scope.cancel()
-
-
-class _HTTP1(H11Protocol):
-    """HTTP/1.1 and HTTP/1.0, and no other protocol that a client would rather have."""
-
-    async def _check_protocol(self, event: h11.Request) -> None:
-        pass
-
-    async def _create_stream(self, request: h11.Request) -> None:
-        if request.http_version not in (b"1.0", b"1.1"):
-            await self._send_error_response(505)
-            await self.send(Closed())
-            return
-        others = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"upgrade"]
-        await super()._create_stream(
-            h11.Request(method=request.method, target=request.target, headers=others, http_version=request.http_version)
-        )
-
-    async def stream_send(self, event: StreamEvent) -> None:
-        # Answered before all of it has come, a request is the last of its connection, and the client is to know.
-        if isinstance(event, Response) and self.connection.their_state in _NOT_WHOLE:
-            headers = [*event.headers, (b"connection", b"close")]
-            event = Response(stream_id=event.stream_id, headers=headers, status_code=event.status_code)
-        await super().stream_send(event)
-
-
-class _Applications:
-    """Has the application answer requests; what hypercorn calls a group of tasks."""
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
-
-    async def spawn_app(self, app: Any, config: Config, scope: Any, send: Any) -> Any:
-        """Returns: what messages of the request are to be handed to."""
-        put, take = trio.open_memory_channel[Any](_MOST_WAITING)
-
-        async def hand_in(message: Any) -> None:
-            if message["type"] == "http.disconnect":
-                # Never waits: it may come from the application's own task, and from any when nobody listens any more.
-                put.close()
-            else:
-                with suppress(trio.ClosedResourceError):
-                    # Not in turn with others where it need not: of a body that has come with its head, the end is to
-                    # be seen before the request is answered, or that would have to be the last of its connection.
-                    try:
-                        put.send_nowait(message)
-                    except trio.WouldBlock:
-                        await put.send(message)
-
-        async def receive() -> Any:
-            try:
-                return await take.receive()
-            except trio.EndOfChannel:
-                return {"type": "http.disconnect"}
-
-        async def answer() -> None:
-            try:
-                await app(scope, receive, send)
-            except Exception:
-                logger.exception("a request has failed")
-            # That it has finished: with 500, where it has not begun.
-            await send(None)
-
-        self._nursery.start_soon(answer)
-        return hand_in
-
-
-@functools.cache
-def _config() -> Config:
-    """One for all connections."""
-    config = Config()
-    config.errorlog = logger
-    config.include_server_header = False
-    return config
+def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
+    path, _, query = request.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.1"},
+        "http_version": request.http_version.decode(),
+        "method": request.method.decode().upper(),
+        "scheme": "http",
+        "path": unquote(path.decode()),
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(request.headers),
+        "state": {},
+        "extensions": {},
+        **addresses,
+    }

@@ -1,15 +1,14 @@
-"""The listener: accepts connections, within a limit of their number and their time; each is a `Connection`."""
+"""The listener: accepts connections, up to a limit, and stops gracefully; each is a `Connection`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 import attrs
 import trio
-from hypercorn.trio.worker_context import WorkerContext
+from starlette.types import ASGIApp
 
 from runtime.server.connections.connection import Connection
 
@@ -18,13 +17,13 @@ logger = logging.getLogger("outrider")
 
 @attrs.frozen
 class ConnectionLimits:
-    """How much is borne with.
+    """Limits and timeouts of connections.
 
     Attributes:
-        max_connections: at a time, >= 1; others wait to be accepted.
-        stalled_s: seconds that a client may leave what it is sent unread.
-        idle_s: seconds that a connection may be open without a request, or with one that is not whole but for its body.
-        grace_s: seconds that answers may take to come to their end when the server stops.
+        max_connections: open connections at a time, >= 1; further clients wait to be accepted.
+        stalled_s: seconds that a client may leave 64 KiB of an answer unread.
+        idle_s: seconds that a client may take for the head of its next request.
+        grace_s: seconds that answers may take to end once the server stops.
     """
 
     max_connections: int = 1000
@@ -34,63 +33,64 @@ class ConnectionLimits:
 
 
 async def serve(
-    app: Any,
+    app: ASGIApp,
     listeners: Sequence[trio.SocketListener],
     until: Callable[[], Awaitable[object]],
-    patience: ConnectionLimits,
+    limits: ConnectionLimits,
 ) -> None:
-    """Serve an ASGI application, by HTTP/1.1 and HTTP/1.0.
+    """Serve an ASGI application over HTTP/1.1 and HTTP/1.0.
 
     Args:
         app: the application.
-        listeners: that are listening; closed in the end.
-        until: returns when no more connections are to be taken.
-        patience: with clients.
+        listeners: listening sockets; closed in the end.
+        until: returns when the server is to stop: then no connection is accepted any more, and answers may end.
+        limits: of each connection.
 
     Cancellation: closes all connections.
     """
-    context = WorkerContext(None)
-    places = trio.Semaphore(patience.max_connections)
+    stopping = trio.Event()
+    free_connections = trio.Semaphore(limits.max_connections)
     connections: set[Connection] = set()
 
-    async def converse(stream: trio.SocketStream) -> None:
-        connection = Connection(app, stream, context, stalled_s=patience.stalled_s, idle_s=patience.idle_s)
+    async def handle(stream: trio.SocketStream) -> None:
+        connection = Connection(app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s)
         connections.add(connection)
-        # Whatever one client can bring about, the others are not to know of it.
+        # A failure of one connection must not affect the others.
         try:
             await connection.run()
         except Exception:
             logger.exception("a connection has failed")
         finally:
             connections.discard(connection)
-            places.release()
+            free_connections.release()
 
-    doors = [_CountingListener(listener, places) for listener in listeners]
-    async with trio.open_nursery() as conversations:
+    limited = [_LimitedListener(listener, free_connections) for listener in listeners]
+    async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as accepting:
-            accepting.start_soon(partial(trio.serve_listeners, converse, doors, handler_nursery=conversations))
+            accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
             await until()
             accepting.cancel_scope.cancel()
-        await context.terminated.set()
+        stopping.set()
         for connection in list(connections):
             connection.retire()
-        conversations.cancel_scope.deadline = trio.current_time() + patience.grace_s
+        handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
 
 
-class _CountingListener(trio.abc.Listener[trio.SocketStream]):
-    """Lets somebody in when there is a place, which is the connection's to give back."""
+class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
+    """A listener that accepts a connection when one is free; whoever handles the connection frees it again."""
 
-    def __init__(self, listener: trio.SocketListener, places: trio.Semaphore) -> None:
+    def __init__(self, listener: trio.SocketListener, free_connections: trio.Semaphore) -> None:
+        # trio.serve_listeners looks at the socket when `accept` fails.
         self.socket = listener.socket
         self._listener = listener
-        self._places = places
+        self._free_connections = free_connections
 
     async def accept(self) -> trio.SocketStream:
-        await self._places.acquire()
+        await self._free_connections.acquire()
         try:
             return await self._listener.accept()
         except BaseException:
-            self._places.release()
+            self._free_connections.release()
             raise
 
     async def aclose(self) -> None:
