@@ -13,7 +13,7 @@ from runtime.aio.thread import settled
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 
 
 class TokenStream(StreamHandle):

@@ -26,7 +26,7 @@ from runtime.engine.health import Health
 from runtime.generation import conversation, token_stream
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 
 T = TypeVar("T")
 Thread = TypeVar("Thread", bound=TrioThread[Any])

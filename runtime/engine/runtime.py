@@ -44,12 +44,11 @@ from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStream
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText, Prompt, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
-from runtime.generation.token_stream import Completion, TokenStream, complete
+from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.loading.model_sources import Device, Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedStream
 from runtime.persistence.saving import Models
-from runtime.persistence.session_file import SessionFile
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16

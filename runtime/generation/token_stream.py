@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
+from typing import BinaryIO
 
 import attrs
 import trio
@@ -14,7 +16,9 @@ from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
-from runtime.persistence.session_file import SessionFile
+
+SessionFile = str | os.PathLike[str] | BinaryIO
+"""The file of a saved session: a path, or an open binary file, which is used from its position on."""
 
 Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
 """Saves a stream to a file, as far as its reader says that it has come."""

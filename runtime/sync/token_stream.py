@@ -13,7 +13,7 @@ from protocol.statistics import Statistics
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 from runtime.sync.thread import settled
 
 if TYPE_CHECKING:
