@@ -24,7 +24,7 @@ DrafterActor = DraftActor | LookupActor
 Load = Callable[[AsyncExitStack, Source, Device], Awaitable[LoadedDrafter]]
 
 
-class DrafterPlace:
+class DrafterSlot:
     """Holds the drafter of a runtime, if it has one.
 
     A drafter has a task of its own in the runtime's nursery. The task owns all that the drafter needs (actor, worker,
@@ -59,12 +59,12 @@ class DrafterPlace:
         self._is_attaching = False
         self._past_seconds = 0.0  # of drafters that were detached
         # Held while a drafter's time moves to the past, since other threads ask for the sum.
-        self._moving = threading.Lock()
+        self._seconds_lock = threading.Lock()
 
     @property
     def busy_seconds(self) -> float:
         """Seconds that drafters have been at work so far; never becomes less. May be asked in any thread."""
-        with self._moving:
+        with self._seconds_lock:
             return self._past_seconds + (0.0 if self.actor is None else self.actor.busy_seconds)
 
     async def put(self, drafter: LoadedDrafter, resources: AsyncExitStack) -> None:
@@ -94,7 +94,7 @@ class DrafterPlace:
         if (actor := self.actor) is None:
             await trio.lowlevel.checkpoint()
             return
-        with self._moving:
+        with self._seconds_lock:
             self._past_seconds += actor.busy_seconds
             self.actor = None
         self._target.drafter = None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Never, Unpack
 
 import mlx.core as mx
 import outcome
@@ -25,8 +25,11 @@ from protocol.prices import Prices
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import LoadedDrafter
+from runtime.engine.events import Events
 from runtime.engine.nursery import interrupts_unwrapped
-from runtime.engine.runtime import Events, Runtime, running
+from runtime.engine.open_options import OpenOptions
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 from runtime.generation.text import check_vocabularies, copy_of
 from runtime.loading.model_sources import (
     Device,
@@ -61,7 +64,7 @@ async def open(
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
     trace: Trace = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
@@ -89,7 +92,7 @@ async def open(
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
             ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
-        **unknown: refused.
+        **unknown: an error.
 
     Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
 
@@ -229,14 +232,14 @@ async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrap
         raise (error.__cause__ or error) from None
 
 
-async def serve(
+async def keep_open(
     target: Source = MISSING,
     draft: Source | None = None,
     *,
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
-    **options: Any,
+    **options: Unpack[OpenOptions],
 ) -> None:
-    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`. `await rt.aclose()` ends it.
+    """`open` as a task: `rt = await nursery.start(runtime.keep_open, target, draft)`. `await rt.aclose()` ends it.
 
     Args, Raises: as `open`.
 

@@ -37,7 +37,8 @@ from actors.probe import probe
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, ThreadWorker
 from protocol.errors import ModelError
-from runtime.engine.runtime import Runtime, running
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 
 PROMPT = [11, 7, 52, 29, 40]
 NUM_TOKENS = 72

@@ -572,7 +572,7 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
 
         async def serve(scope: trio.CancelScope, task_status: trio.TaskStatus[runtime.Runtime]) -> None:
             with scope:
-                await runtime.serve((model, None), (model, None), task_status=task_status)
+                await runtime.keep_open((model, None), (model, None), task_status=task_status)
 
         await nursery.start(lambda task_status: serve(first_scope, task_status))
         second = await nursery.start(lambda task_status: serve(second_scope, task_status))

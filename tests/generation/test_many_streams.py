@@ -31,7 +31,7 @@ from scripted import (
 import runtime
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.trace import Event, Instant, Span
-from runtime.engine.runtime import BUFFERED_ROUNDS
+from runtime.engine.sessions import BUFFERED_ROUNDS
 
 # What takes the target's time, for which streams have to wait for each other.
 TURNS = ("prefill", "verify", "decode")

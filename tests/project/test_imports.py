@@ -299,7 +299,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/sampling/user_code.py",
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
-        "runtime/engine/runtime.py",
+        "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/sync/many_prompts.py",
