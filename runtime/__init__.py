@@ -13,7 +13,7 @@ from importlib import import_module
 
 from runtime.name_collisions import check_packages
 
-# Before anything is imported from them.
+# Before anything is imported from these packages.
 check_packages("protocol", "actors")
 
 from protocol.errors import (
@@ -38,7 +38,7 @@ from protocol.errors import (
     WrongEventLoopError,
 )
 
-TYPE_CHECKING = False  # typing's, which takes a while to import
+TYPE_CHECKING = False  # as `typing.TYPE_CHECKING`; importing `typing` takes a while
 if TYPE_CHECKING:
     from typing import Any
 
@@ -123,11 +123,10 @@ __all__ = [
     "sync",
 ]
 
-# Whatever takes time to import is imported when it is first asked for. The models' libraries take seconds, which
-# `outrider --help` and a command line with a mistake in it need not wait for; a BLAS can only be put in front of
-# MLX's own before mlx is imported; and the command line answers Ctrl-C from `runtime/__main__.py` on, which runs after
-# this. No module of this package may have the name of one of these: the import system would put it in the function's
-# place.
+# Public names are imported when they are first used, for three reasons. The models' libraries take seconds to import,
+# and `outrider --help` must not wait for them. A BLAS can only replace MLX's own before mlx is imported. The command
+# line handles Ctrl-C only from `runtime/__main__.py` on, which runs after this module. No module of this package may
+# have the name of a public function: importing it would replace the function.
 _MODULES = ("aio", "sync")
 _HOMES = {
     "Runtime": "runtime.engine.runtime",
@@ -151,7 +150,7 @@ _HOMES = {
     "Likelihood": "protocol.messages",
     "Statistics": "protocol.statistics",
 }
-# Of these, none imports mlx.
+# Homes that do not import mlx.
 _LIGHT_HOMES = {
     "Checkpointed": "protocol.logits_processors",
     "LogitsProcessor": "protocol.logits_processors",
@@ -198,7 +197,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """Of the installed package; looked up when it is asked for, since that goes through all that is installed."""
+    """The version of the installed package; looked up on use, since that searches all installed packages."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -27,6 +27,8 @@ class TokenStream(StreamHandle):
     the models are free after the forward pass that is running.
     """
 
+    _how_to_close = "aclose()"
+
     def __init__(
         self,
         relay: BridgeStream[Commits, Commit],
@@ -76,7 +78,7 @@ class TokenStream(StreamHandle):
         self._check_loop()
         if self._is_waiting:
             raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting = True
+        self._is_waiting, self._is_unread = True, False
         try:
             source = await self._opened()
             await self._wait_for_token(source)

@@ -65,6 +65,8 @@ class Commits:
 class StreamHandle:
     """Holds on to a generation from outside trio's thread; a subclass waits for its tokens."""
 
+    _how_to_close: str
+
     def __init__(self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics]) -> None:
         """Nothing was given so far.
 
@@ -77,6 +79,7 @@ class StreamHandle:
         self._source: Commits | None = None  # once the prompt was looked at
         self._commits: deque[Commit] = deque()
         self._is_closed = False
+        self._is_unread = True
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -121,6 +124,8 @@ class StreamHandle:
             if self._source is not None:
                 self._source.reading.end()
             self._relay.hang_up()
+            if self._is_unread and not self._relay.is_over:
+                token_stream.warn_unread(self, self._how_to_close)
 
     def _begun(self) -> Commits:
         """The source, once the relay has begun.

@@ -1,4 +1,4 @@
-"""Opening a runtime: what was asked for is checked, the models are loaded and timed, and the actors go to work."""
+"""Opening a runtime: checks the arguments, loads and times the models, and starts the actors."""
 
 from __future__ import annotations
 
@@ -69,42 +69,41 @@ async def open(
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
-        target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
-            a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
-            earlier in the prompt and the text; or None for plain decoding through the same machinery.
+        target: a path or hub id for `mlx_lm.load`, or a pair `(model, tokenizer)`. If the tokenizer is None,
+            prompts are token ids and texts stay empty.
+        draft: likewise; or "ngram" for prompt lookup, which drafts without a model: it proposes what followed the
+            same tokens earlier in the prompt and the text; or None for plain decoding by the same actors.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
-        rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
-            every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
-            from before the round, and feed what was accepted again in front of the next window) and *none*
-            (feed one committed token at a time); naming one insists on it.
-        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; the
-            oldest but the first four are forgotten. None for no bound.
+        rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
+            from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
+            committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
+            supports at that moment; naming one insists on it.
+        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; all but the
+            first four are forgotten, oldest first. None for no bound.
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
-        quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
         max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further ones wait in the order of their calls. None for no bound.
-        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
-            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
+            further streams wait in the order of their calls. None for no bound.
+        prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
+            with `reuse_prefix`; the least recently used one goes first. 0 keeps none.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
-        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
-            ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
+        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
+            page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
         **unknown: an error.
 
-    Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
+    Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
 
-    Raises: before the block is entered, with nothing left half open:
+    Raises: before the block is entered, with everything released again:
         SettingsError: the target is missing, or an option is unknown or out of its range.
-        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
-            way to rewind that was insisted on.
+        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not support the
+            `rewind` that was named.
         VocabularyMismatchError: target and draft do not share a vocabulary.
 
-    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at
-    most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
-    load.
+    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at most one a
+    model) and joins the threads, also while being cancelled. A cancellation while loading waits for the load.
     """
     if not trio.lowlevel.in_trio_task():
         raise WrongEventLoopError(
@@ -128,12 +127,12 @@ async def open(
 
     async with AsyncExitStack() as stack:
         if isinstance(listener, Recorder) and listener is not trace:
-            # First in, last out: a trace has the last of what the workers do.
+            # First in, last out: a trace includes the last spans of the workers.
             await stack.enter_async_context(listener)
         if listener is not None:
             events.listen(_harmless(listener))
         stack.enter_context(wired_memory())
-        drafting = await stack.enter_async_context(AsyncExitStack())  # what is left with the drafter
+        drafting = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
             role: await (drafting if role == "draft" else stack).enter_async_context(
                 ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
@@ -175,7 +174,7 @@ async def open(
             draft_resources=drafting,
             load_draft=partial(_load_draft, ours, workers["target"], options, events, prices),
         ) as runtime:
-            # Whoever detaches the drafter has its memory back, so nothing here may hold on to it.
+            # Detaching the drafter frees its memory, so nothing here may refer to it.
             del draft, theirs
             loaded.clear()
             for kept in (workers, sources):
@@ -200,7 +199,7 @@ async def _load_draft(
     draft: Source,
     draft_device: Device,
 ) -> LoadedDrafter:
-    """A drafter for a runtime that is open; see `runtime.engine.drafter_slot.Load`."""
+    """Load a drafter into an open runtime; see `runtime.engine.drafter_slot.Load`."""
     if draft == NGRAM:
         prices.forget_drafter()
         return "ngram"
@@ -216,12 +215,12 @@ async def _load_draft(
 
 
 async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """What both models cost, for the rules to begin with."""
+    """Time both models, so that the lookahead policy begins with measured prices."""
     try:
         with interrupts_unwrapped():
             await warm_up(target, draft, prices)
     except JobError as error:
-        # Streams will meet the same error, where it can be told whose it is.
+        # Streams will meet the same error, and report it as that of their model.
         logger.info("the models could not be timed: %s", error)
 
 
@@ -256,14 +255,14 @@ async def keep_open(
 
 
 def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
-    """A user's trace function that cannot take the runtime down; after its first error it is left out."""
+    """A user's trace function, whose errors do not reach the runtime; it is not called again after the first."""
     failed = False
 
     def call(event: Event) -> None:
         nonlocal failed
         if failed:
             return
-        # Somebody else's code, called in the middle of ours: whatever it raises, generation goes on.
+        # This is the user's code: whatever it raises, generation goes on.
         try:
             trace(event)
         except Exception:

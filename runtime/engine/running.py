@@ -49,22 +49,21 @@ async def running(
     draft_resources: AsyncExitStack | None = None,
     load_draft: Load | None = None,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over models and workers that are there already.
+    """A runtime over loaded models and running workers.
 
     Args:
-        target, draft: a model and the worker that it lives on; real ones, or scripted ones in simulated
-            time. Entering and leaving the workers is the caller's. "ngram" looks up instead of drafting, and
-            None leaves the target to itself.
+        target, draft: a model and its worker; real ones, or scripted ones in simulated time. The caller enters and
+            leaves the workers. "ngram" drafts by prompt lookup, and None does not draft.
         tokenizer: the target's, or None.
-        shared_tokenizer: what `Runtime.tokenizer` is, in the place of the same.
+        shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
         events: where the workers announce their spans.
-        prices: what is known of the models already; nothing if None.
-        make_policy: decides how far a session is drafted ahead.
+        prices: what the models are known to cost; nothing if None.
+        make_policy: makes the policy that decides how far a session is drafted ahead.
         max_streams: see `open`.
         prefix_cache_bytes: see `open`.
         defaults: see `open`.
-        draft_resources: left once the drafter is detached, or the runtime is left.
-        load_draft: loads a drafter that is to be attached; None where none can be.
+        draft_resources: closed once the drafter is detached, or the runtime is left.
+        load_draft: loads a drafter to attach; None if none can be attached.
 
     Cancellation: as `open`.
     """
@@ -119,7 +118,7 @@ async def running(
             defaults,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
-        # A cancellation from further out ends the actors, and the block in its own time.
+        # A cancellation from further out ends the actors first; the block ends when it gets to it.
         target_actor.when_over(end)
         before = _current.get()
         _current.set(runtime)

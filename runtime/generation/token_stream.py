@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import BinaryIO
@@ -58,6 +59,8 @@ class TokenStream:
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
+
+    Dropping a stream that was never read nor closed is a `ResourceWarning`, unless its runtime has been closed.
     """
 
     def __init__(self, reading: TokenReader, arrivals: Arrivals, write: Write) -> None:
@@ -74,6 +77,7 @@ class TokenStream:
         self._arrivals = arrivals
         self._is_waiting = False
         self._is_closed = False
+        self._is_unread = True
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._is_closed else "under way")
@@ -137,7 +141,7 @@ class TokenStream:
         """
         if self._is_waiting:
             raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting = True
+        self._is_waiting, self._is_unread = True, False
         try:
             await self._wait_for_token()
         except trio.Cancelled:
@@ -193,6 +197,8 @@ class TokenStream:
         if not self._is_closed:
             self._reading.end()
             self._arrivals.hang_up()
+            if self._is_unread and self._arrivals.is_open:
+                warn_unread(self, "aclose()")
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""
@@ -223,6 +229,16 @@ class TokenStream:
         if not self._is_closed:
             self._is_closed = True
             self._arrivals.close()
+
+
+def warn_unread(stream: object, how_to_close: str) -> None:
+    """Warn of a stream, of trio's or another handle's, that nobody has read; called last in its `__del__`."""
+    warnings.warn(
+        f"{stream!r} was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
+        ResourceWarning,
+        stacklevel=3,
+        source=stream,
+    )
 
 
 async def complete(stream: TokenStream) -> Completion:

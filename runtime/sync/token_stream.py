@@ -31,6 +31,8 @@ class TokenStream(StreamHandle):
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
 
+    _how_to_close = "close()"
+
     def __init__(
         self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics], runtime: Runtime
     ) -> None:
@@ -64,7 +66,7 @@ class TokenStream(StreamHandle):
 
         Interrupting: a Ctrl-C ends the generation.
         """
-        is_ours = False
+        is_ours = self._is_unread = False
         try:
             is_ours = self._in_use.acquire(blocking=False)
             if is_ours:
