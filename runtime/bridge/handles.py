@@ -124,6 +124,7 @@ class StreamHandle:
             if self._source is not None:
                 self._source.reading.end()
             self._relay.hang_up()
+            self._is_closed = True  # whoever shows the warning may keep the stream
             if self._is_unread and not self._relay.is_over:
                 token_stream.warn_unread(self, self._how_to_close)
 

@@ -15,12 +15,7 @@ from actors.target import TargetActor
 from protocol.errors import RuntimeClosedError
 from protocol.messages import Open
 from protocol.prices import Prices
-from protocol.settings import (
-    MISSING,
-    Settings,
-    SettingsLike,
-    with_overrides,
-)
+from protocol.settings import MISSING, Settings, SettingsLike, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterSlot
@@ -55,13 +50,13 @@ class Runtime:
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._tokenizer = tokenizer
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
         self._nursery = nursery
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
         )
+        # Streams are saved by `_files`, which needs the sessions first.
         self._sessions = Sessions(
             target, drafter, tokenizer, prices, max_streams, lambda *stream: self._files.save_stream(*stream)
         )

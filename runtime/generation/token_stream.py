@@ -197,6 +197,7 @@ class TokenStream:
         if not self._is_closed:
             self._reading.end()
             self._arrivals.hang_up()
+            self._is_closed = True  # whoever shows the warning may keep the stream
             if self._is_unread and self._arrivals.is_open:
                 warn_unread(self, "aclose()")
 
@@ -234,7 +235,7 @@ class TokenStream:
 def warn_unread(stream: object, how_to_close: str) -> None:
     """Warn of a stream, of trio's or another handle's, that nobody has read; called last in its `__del__`."""
     warnings.warn(
-        f"{stream!r} was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
+        f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
         ResourceWarning,
         stacklevel=3,
         source=stream,

@@ -1,4 +1,4 @@
-"""A draft model that is attached to an open runtime, and detached from it, at whatever moment."""
+"""Attaching a drafter to an open runtime and detaching it, at every moment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def drafter() -> nn.Module:
 
 
 class Held(Wrapped):
-    """A model whose forward passes wait while they are to."""
+    """A model whose forward passes wait until a test lets them go on."""
 
     def __init__(self, model: nn.Module, *, holds: bool = True) -> None:
         super().__init__(model)

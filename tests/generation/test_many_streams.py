@@ -182,7 +182,8 @@ async def test_without_a_bound_every_stream_is_at_work_at_once(autojump_clock: A
         rt = simulation.runtime
         streams = [rt.stream([n]) for n in range(20)]
         assert (rt.num_streams, rt.num_waiting) == (20, 0)
-        del streams
+        with pytest.warns(ResourceWarning, match="dropped unread"):
+            del streams
 
 
 async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock: Any) -> None:
