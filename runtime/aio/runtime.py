@@ -180,7 +180,7 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
 
     def _check(self, settings: dict[str, Any]) -> None:
         self._check_loop()
-        self._runtime._check_asked(settings)
+        self._runtime.check_settings(settings)
 
     def _check_loop(self) -> None:
         if asyncio_loop() is not self._thread.loop:

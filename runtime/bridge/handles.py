@@ -282,9 +282,9 @@ class RuntimeHandle(Generic[Thread]):
 
     def _errand(self, do: Callable[[], Awaitable[T]]) -> BridgeCall[T]:
         """Something that trio does, while the runtime is open."""
-        self._runtime._check_open()
+        self._runtime.check_open()
         try:
-            return BridgeCall(self._thread, self._runtime._check_open, do)
+            return BridgeCall(self._thread, self._runtime.check_open, do)
         except trio.RunFinishedError:
             raise RuntimeClosedError(engine.CLOSED) from None
 
@@ -299,7 +299,7 @@ class RuntimeHandle(Generic[Thread]):
             generation_seconds=0.0,
             time_to_first_token=None,
             peak_memory=peak_memory(),
-            estimates=self._runtime._prices.estimates(),
+            estimates=self._runtime.prices.estimates(),
         )
 
 

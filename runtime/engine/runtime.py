@@ -51,7 +51,7 @@ class Runtime:
         self._target = target
         self._drafter = drafter
         self._shared_tokenizer = shared_tokenizer
-        self._prices = prices
+        self.prices = prices
         self._nursery = nursery
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
@@ -95,7 +95,7 @@ class Runtime:
                 moment, it is asked later on a model's thread, and the error comes out of the stream.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
         """
-        checked = self._check_asked(with_overrides(settings, overrides))
+        checked = self.check_settings(with_overrides(settings, overrides))
         return self._sessions.begin(self._validation.opened(prompt, checked))
 
     async def generate(
@@ -300,7 +300,7 @@ class Runtime:
             generation_seconds=elapsed_s,
             time_to_first_token=None,
             peak_memory=peak_memory(),
-            estimates=self._prices.estimates(),
+            estimates=self.prices.estimates(),
             lookahead=0 if self._draft is None else None,
         )
 
@@ -361,27 +361,35 @@ class Runtime:
         else:
             await self._is_released.wait()
 
-    # --- not for users ----------------------------------------------------------------------------
+    # --- checks, for the handles of other event loops and threads, too ------------------------------
 
-    @property
-    def _draft(self) -> DraftActor | LookupActor | None:
-        return self._drafter.actor
+    def check_open(self) -> None:
+        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
 
-    def _check_open(self) -> None:
+        May be called in any thread.
+        """
         self._sessions.check_open()
 
-    def _check_asked(self, settings: Mapping[str, Any]) -> Settings:
-        self._check_open()
+    def check_settings(self, settings: Mapping[str, Any]) -> Settings:
+        """The settings of one stream, checked and completed by the defaults. May be called in any thread.
+
+        Raises: as `check_open`, and SettingsError: one is unknown or out of its range.
+        """
+        self.check_open()
         return self._validation.checked(settings)
 
     def _check_each(
         self, prompts: Iterable[ManyPrompt], settings: Mapping[str, Any], max_concurrent: int
     ) -> list[Open]:
         """What opens the session of each of many prompts; see `generate_many`."""
-        shared = self._check_asked(settings)
+        shared = self.check_settings(settings)
         check_max_concurrent(max_concurrent)
 
         def opened(prompt: Prompt, own: Mapping[str, Any]) -> Open:
             return self._validation.opened(prompt, self._validation.checked({**settings, **own}) if own else shared)
 
         return check_each(prompts, opened)
+
+    @property
+    def _draft(self) -> DraftActor | LookupActor | None:
+        return self._drafter.actor

@@ -274,7 +274,7 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
     def _check(self, settings: dict[str, Any]) -> None:
         _check_not_in_trio("this")
-        self._runtime._check_asked(settings)
+        self._runtime.check_settings(settings)
 
 
 def check_no_event_loop(what: str) -> None:
