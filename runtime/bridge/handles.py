@@ -145,6 +145,7 @@ class StreamHandle:
 
     def _writing(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
         """What saves the stream in trio, as far as its tokens were given by now."""
+        self._is_unread = False
         source = self._begun()
         # What has come into this thread by now; the rest is in trio's.
         here = source.reading.progress.then(self._commits)

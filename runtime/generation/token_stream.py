@@ -60,7 +60,7 @@ class TokenStream:
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
 
-    Dropping a stream that was never read nor closed is a `ResourceWarning`, unless its runtime has been closed.
+    Dropping a stream that was never read, saved or closed is a `ResourceWarning`, unless its runtime has been closed.
     """
 
     def __init__(self, reading: TokenReader, arrivals: Arrivals, write: Write) -> None:
@@ -175,6 +175,7 @@ class TokenStream:
 
         Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
         """
+        self._is_unread = False
         return await self._write(path, lambda: self._reading.progress)
 
     async def aclose(self) -> None:

@@ -554,7 +554,8 @@ async def test_two_runtimes_over_one_model_nested() -> None:
     right = greedy(model, PROMPT, 8)
     async with runtime.open((model, None), (drafter(), None)) as outer:
         async with runtime.open((drafter(), None), (model, None)) as inner:
-            assert runtime.stream([1])  # the inner one's
+            async with runtime.stream([1]):  # the inner one's
+                assert (outer.num_streams, inner.num_streams) == (0, 1)
             completion = await outer.generate(PROMPT, max_tokens=8)
             assert [token.id for token in completion.tokens] == right
             await inner.generate(PROMPT, max_tokens=8)
