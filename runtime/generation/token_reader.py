@@ -280,7 +280,7 @@ class Arrivals:
 
     @property
     def is_open(self) -> bool:
-        """Whether the session has not failed, and its runtime neither. May be asked in any thread."""
+        """Whether neither the session nor its runtime has ended with an error. May be read in any thread."""
         return self._session.error is None
 
     def resume(self, commits: Iterable[Commit]) -> None:

@@ -234,7 +234,7 @@ class TokenStream:
 
 
 def warn_unread(stream: object, how_to_close: str) -> None:
-    """Warn of a stream, of trio's or another handle's, that nobody has read; called last in its `__del__`."""
+    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`, here and in other handles."""
     warnings.warn(
         f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
         ResourceWarning,
