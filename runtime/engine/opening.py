@@ -130,11 +130,11 @@ async def open(
             # First in, last out: a trace includes the last spans of the workers.
             await stack.enter_async_context(listener)
         if listener is not None:
-            events.listen(_harmless(listener))
+            events.listen(_guarded(listener))
         stack.enter_context(wired_memory())
-        drafting = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
+        draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
-            role: await (drafting if role == "draft" else stack).enter_async_context(
+            role: await (draft_stack if role == "draft" else stack).enter_async_context(
                 ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
             )
             for role in sources
@@ -148,37 +148,37 @@ async def open(
             async with trio.open_nursery() as nursery:
                 for role in sources:
                     nursery.start_soon(load, role)
-        ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
+        target_loaded = loaded["target"].unwrap()
+        draft_loaded = loaded["draft"].unwrap() if "draft" in loaded else None
         if isinstance(listener, TimelineFile):
-            listener.tokenizer = ours.tokenizer
-        stack.enter_context(ours.model.evaluating_layers())
-        if theirs is not None:
-            drafting.enter_context(theirs.model.evaluating_layers())
-        if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
-            await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
-        tokenizer = await workers["target"].run(Job("load", partial(copy_of, ours.tokenizer)))
+            listener.tokenizer = target_loaded.tokenizer
+        stack.enter_context(target_loaded.model.evaluating_layers())
+        if draft_loaded is not None:
+            draft_stack.enter_context(draft_loaded.model.evaluating_layers())
+        if draft_loaded is not None and target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
+            await _check_same_vocabulary(workers["draft"], target_loaded.tokenizer, draft_loaded.tokenizer)
+        tokenizer = await workers["target"].run(Job("load", partial(copy_of, target_loaded.tokenizer)))
         prices = Prices()
-        if theirs is not None:
-            await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
+        if draft_loaded is not None:
+            await _time_models((target_loaded.model, workers["target"]), (draft_loaded.model, workers["draft"]), prices)
         async with running(
-            (ours.model, workers["target"]),
-            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
+            (target_loaded.model, workers["target"]),
+            (draft_loaded.model, workers["draft"]) if draft_loaded is not None else NGRAM if draft == NGRAM else None,
             tokenizer=tokenizer,
-            shared_tokenizer=ours.tokenizer,
+            shared_tokenizer=target_loaded.tokenizer,
             events=events,
             prices=prices,
             max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
             defaults=defaults,
-            draft_resources=drafting,
-            load_draft=partial(_load_draft, ours, workers["target"], options, events, prices),
+            draft_resources=draft_stack,
+            load_draft=partial(_load_draft, target_loaded, workers["target"], options, events, prices),
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
-            del draft, theirs
+            del draft, draft_loaded
             loaded.clear()
-            for kept in (workers, sources):
-                kept.pop("draft", None)
+            for by_role in (workers, sources):
+                by_role.pop("draft", None)
             yield runtime
 
 
@@ -190,7 +190,7 @@ OPTIONS = tuple(
 
 
 async def _load_draft(
-    ours: Loaded,
+    target_loaded: Loaded,
     target_worker: Worker,
     options: CacheOptions,
     events: Events,
@@ -205,16 +205,16 @@ async def _load_draft(
         return "ngram"
     source, device = check_source("draft", draft), check_device("draft", draft_device)
     worker = await stack.enter_async_context(ThreadWorker("draft", device, events, may_be_given_up=True))
-    theirs = await load_onto(worker, "draft", source, options)
-    stack.enter_context(theirs.model.evaluating_layers())
-    if ours.tokenizer is not None and theirs.tokenizer is not None:
-        await _compare(worker, ours.tokenizer, theirs.tokenizer)
+    draft_loaded = await load_onto(worker, "draft", source, options)
+    stack.enter_context(draft_loaded.model.evaluating_layers())
+    if target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
+        await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
     prices.forget_drafter()
-    await _measure((ours.model, target_worker), (theirs.model, worker), prices)
-    return theirs.model, worker
+    await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
+    return draft_loaded.model, worker
 
 
-async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
+async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
     """Time both models, so that the lookahead policy begins with measured prices."""
     try:
         with interrupts_unwrapped():
@@ -224,9 +224,11 @@ async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], pr
         logger.info("the models could not be timed: %s", error)
 
 
-async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:
+async def _check_same_vocabulary(
+    worker: Worker, target_tokenizer: TokenizerWrapper, draft_tokenizer: TokenizerWrapper
+) -> None:
     try:
-        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+        await worker.run(Job("load", partial(check_vocabularies, target_tokenizer, draft_tokenizer)))
     except JobError as error:
         raise (error.__cause__ or error) from None
 
@@ -254,7 +256,7 @@ async def keep_open(
         is_released.set()
 
 
-def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
+def _guarded(trace: Callable[[Event], None]) -> Callable[[Event], None]:
     """A user's trace function, whose errors do not reach the runtime; it is not called again after the first."""
     failed = False
 
