@@ -37,7 +37,7 @@ from actors.model import RewindMode
 from actors.workers.worker import Job, ThreadWorker
 from protocol.prices import WidthPrice
 from protocol.replay import ReplayDebt
-from runtime.engine.runtime import running
+from runtime.engine.running import running
 
 VOCAB_SIZE = 4096
 PROMPT = tuple(range(7, 39))

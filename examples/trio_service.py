@@ -168,7 +168,7 @@ async def main(port: int) -> None:
     # From here on a signal is heard, and waits for the models to be loaded.
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio.open_nursery() as nursery:
-            serve = partial(runtime.serve, runtime.DEMO_TARGET, runtime.DEMO_DRAFT, max_streams=MAX_STREAMS)
+            serve = partial(runtime.keep_open, runtime.DEMO_TARGET, runtime.DEMO_DRAFT, max_streams=MAX_STREAMS)
             rt = await nursery.start(serve)
             service = Service(rt)
             listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")

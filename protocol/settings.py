@@ -334,6 +334,14 @@ def keywords_of(settings: Any, what: str) -> dict[str, Any]:
     return keywords
 
 
+def with_overrides(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as keyword arguments, where those in `overrides` replace those of `settings`.
+
+    Raises: SettingsError: as `keywords_of` for `settings`; `overrides` are not checked.
+    """
+    return {**keywords_of(settings, "settings"), **overrides}
+
+
 def settings_from(keywords: dict[str, Any]) -> Settings:
     """Settings from keyword arguments.
 

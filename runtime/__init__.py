@@ -8,11 +8,12 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 
 from runtime.name_collisions import check_packages
 
-# Before anything is imported from them.
+# Before anything is imported from these packages.
 check_packages("protocol", "actors")
 
 from protocol.errors import (
@@ -37,42 +38,51 @@ from protocol.errors import (
     WrongEventLoopError,
 )
 
-TYPE_CHECKING = False  # typing's, which takes a while to import
+TYPE_CHECKING = False  # as `typing.TYPE_CHECKING`; importing `typing` takes a while
 if TYPE_CHECKING:
     from typing import Any
 
-    from protocol.logits_processors import Checkpointed, LogitsProcessor, stateless
+    from protocol.logits_processors import Checkpointed, LogitsProcessor, Stateless, stateless
+    from protocol.messages import Likelihood
+    from protocol.prices import Estimates
+    from protocol.session_state import Commit
     from protocol.settings import Settings
     from protocol.statistics import Statistics
     from protocol.trace import Event, Instant, Span
     from runtime import aio, sync
     from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
     from runtime.engine.health import Health
-    from runtime.engine.opening import open, serve
-    from runtime.engine.runtime import Runtime, stream
+    from runtime.engine.opening import keep_open, open
+    from runtime.engine.running import stream
+    from runtime.engine.runtime import Runtime
     from runtime.generation.conversation import Conversation
     from runtime.generation.grammar import Grammar
     from runtime.generation.many_prompts import Completions, TokenStreams
+    from runtime.generation.reasoning import ReasoningTracker
     from runtime.generation.token_reader import Token, TopLogprob
     from runtime.generation.token_stream import Completion, TokenStream
     from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
     from runtime.sync import generate_sync, open_sync
 
     __version__: str
+    serve = keep_open
 
 __all__ = [
     "DEMO_DRAFT",
     "DEMO_TARGET",
     "Checkpointed",
+    "Commit",
     "Completion",
     "Completions",
     "Conversation",
     "ConversationBusyError",
     "DrafterAttachedError",
+    "Estimates",
     "Event",
     "Grammar",
     "Health",
     "Instant",
+    "Likelihood",
     "LogitsProcessor",
     "ModelError",
     "NoRuntimeError",
@@ -82,6 +92,7 @@ __all__ = [
     "PromptError",
     "PromptTooLongError",
     "ProtocolError",
+    "ReasoningTracker",
     "RewindError",
     "Runtime",
     "RuntimeBrokenError",
@@ -90,6 +101,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Span",
+    "Stateless",
     "Statistics",
     "StreamBusyError",
     "StreamFailedError",
@@ -102,26 +114,25 @@ __all__ = [
     "WrongEventLoopError",
     "aio",
     "generate_sync",
+    "keep_open",
     "open",
     "open_sync",
-    "serve",
     "stateless",
     "stream",
     "suggest_draft",
     "sync",
 ]
 
-# Whatever takes time to import is imported when it is first asked for. The models' libraries take seconds, which
-# `outrider --help` and a command line with a mistake in it need not wait for; a BLAS can only be put in front of
-# MLX's own before mlx is imported; and the command line answers Ctrl-C from `runtime/__main__.py` on, which runs after
-# this. No module of this package may have the name of one of these: the import system would put it in the function's
-# place.
+# Public names are imported when they are first used, for three reasons. The models' libraries take seconds to import,
+# and `outrider --help` must not wait for them. A BLAS can only replace MLX's own before mlx is imported. The command
+# line handles Ctrl-C only from `runtime/__main__.py` on, which runs after this module. No module of this package may
+# have the name of a public function: importing it would replace the function.
 _MODULES = ("aio", "sync")
 _HOMES = {
     "Runtime": "runtime.engine.runtime",
     "open": "runtime.engine.opening",
-    "serve": "runtime.engine.opening",
-    "stream": "runtime.engine.runtime",
+    "keep_open": "runtime.engine.opening",
+    "stream": "runtime.engine.running",
     "Completions": "runtime.generation.many_prompts",
     "Grammar": "runtime.generation.grammar",
     "Health": "runtime.engine.health",
@@ -133,12 +144,17 @@ _HOMES = {
     "TopLogprob": "runtime.generation.token_reader",
     "generate_sync": "runtime.sync",
     "open_sync": "runtime.sync",
+    "ReasoningTracker": "runtime.generation.reasoning",
+    "Commit": "protocol.session_state",
+    "Estimates": "protocol.prices",
+    "Likelihood": "protocol.messages",
     "Statistics": "protocol.statistics",
 }
-# Of these, none imports mlx.
+# Homes that do not import mlx.
 _LIGHT_HOMES = {
     "Checkpointed": "protocol.logits_processors",
     "LogitsProcessor": "protocol.logits_processors",
+    "Stateless": "protocol.logits_processors",
     "stateless": "protocol.logits_processors",
     "Settings": "protocol.settings",
     "Event": "protocol.trace",
@@ -159,6 +175,14 @@ if os.environ.get("OUTRIDER_BLAS"):
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
+    if name == "serve":
+        warnings.warn(
+            "runtime.serve is deprecated and has become runtime.keep_open, with the same arguments; "
+            "for the HTTP server run `outrider serve`",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = "keep_open"
     if name in _LIGHT_HOMES:
         home = _LIGHT_HOMES[name]
     elif name in _HOMES or name in _MODULES:
@@ -173,7 +197,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """Of the installed package; looked up when it is asked for, since that goes through all that is installed."""
+    """The version of the installed package; looked up on use, since that searches all installed packages."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Whether a file of a user's has the name of one of Outrider's packages, and is imported in its place."""
+"""Name collisions: detects a user's module that is imported in place of one of Outrider's packages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 
 
 def check_packages(*names: str) -> None:
-    """Look whether packages are those that stand beside this one; imports none of them.
+    """Check that packages are the ones beside this package, without importing them.
 
-    A script's own directory comes first on Python's path, so that a `protocol.py` there is what `import protocol`
-    finds. (A `runtime.py` there keeps all of this package from running, and cannot be noticed here.)
+    A script's own directory comes first on Python's path, so `import protocol` finds a `protocol.py` there. (A
+    `runtime.py` there replaces this package, so it cannot be detected here.)
 
-    Raises: ImportError: another module or package has such a name; it says which, and what to rename.
+    Raises: ImportError: another module or package has one of the names; the message says which one to rename.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for name in names:
         expected = os.path.join(root, name)
-        found = _places(name)
-        if found and not any(_same(place, expected) for place in found):
+        found = _locations(name)
+        if found and not any(_same(path, expected) for path in found):
             raise ImportError(
                 f"Outrider's package {name!r} is hidden by {found[0]!r}, which Python finds first; rename that, or run "
                 "your program from another directory",
@@ -28,8 +28,8 @@ def check_packages(*names: str) -> None:
             )
 
 
-def _places(name: str) -> list[str]:
-    """Where a module is, or would be imported from: its file, or a package's directories; none if nowhere."""
+def _locations(name: str) -> list[str]:
+    """Where a module is, or would be imported from: its file, or a package's directories; empty if it is not found."""
     if name in sys.modules:
         module = sys.modules[name]
         if hasattr(module, "__path__"):
@@ -41,10 +41,10 @@ def _places(name: str) -> list[str]:
     return list(spec.submodule_search_locations or [spec.origin or f"a module {name!r} without a file"])
 
 
-def _same(place: str, expected: str) -> bool:
-    if place == expected:
+def _same(path: str, expected: str) -> bool:
+    if path == expected:
         return True
     try:
-        return os.path.samefile(place, expected)
-    except OSError:  # one is not there, or within an archive
+        return os.path.samefile(path, expected)
+    except OSError:  # one does not exist, or is inside an archive
         return False

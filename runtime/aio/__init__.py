@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from protocol.reprs import shown
 from protocol.settings import MISSING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.aio.runtime import Runtime
     from runtime.aio.token_stream import TokenStream
     from runtime.engine import runtime as engine
+    from runtime.engine.open_options import OpenOptions
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
@@ -39,7 +40,7 @@ _HOMES = {
 }
 
 
-def open(target: Source = MISSING, draft: Source | None = None, **options: Any) -> Opening:
+def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Opening:
     """`runtime.open` for asyncio: load the models, and keep them at work until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes it as the block is left; after `rt = await runtime.aio.open(…)`,
@@ -57,7 +58,7 @@ def open(target: Source = MISSING, draft: Source | None = None, **options: Any) 
         model), and joins the threads, also while being cancelled. While loading, it waits for the load. The loop is not
         blocked meanwhile. Where the loop is closed with this still open, the threads end by themselves.
     """
-    return Opening(target, draft, options)
+    return Opening(target, draft, dict(options))
 
 
 class Opening:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
+from protocol.settings import SettingsLike
+from protocol.settings_keywords import SettingsArguments
 from runtime.aio.token_stream import TokenStream
 from runtime.bridge.handles import ConversationHandle
 from runtime.generation import conversation
-from runtime.generation.token_stream import Completion, complete
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.conversation import turn_settings
+from runtime.generation.token_stream import Completion, SessionFile, complete
 
 if TYPE_CHECKING:
     from runtime.aio.runtime import Runtime
@@ -42,7 +44,9 @@ class Conversation(ConversationHandle[TokenStream]):
     def __repr__(self) -> str:
         return f"<outrider aio.Conversation: {len(self.messages)} messages>"
 
-    def stream(self, text: str, **overrides: Any) -> TokenStream:
+    def stream(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """Say something, and stream the answer.
 
         Args, Returns: as `runtime.Conversation.stream`, for asyncio.
@@ -50,20 +54,23 @@ class Conversation(ConversationHandle[TokenStream]):
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        self._runtime._check(overrides)
+        keywords = turn_settings(settings, overrides)
+        self._runtime._check(keywords)
         self._check_idle("say something")
-        stream = self._runtime._begin(partial(self._open, text, overrides))
+        stream = self._runtime._begin(partial(self._open, text, keywords))
         self._last = weakref.ref(stream)
         return stream
 
-    async def generate(self, text: str, **overrides: Any) -> Completion:
+    async def generate(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> Completion:
         """Say something, and have the whole answer.
 
         Args, Raises: as `stream`; what can happen to a running stream is raised here too.
 
         Cancellation: ends the answer; what was generated until then is lost, but not what was given of it.
         """
-        return await complete(cast(Any, self.stream(text, **overrides)))
+        return await complete(cast(Any, self.stream(text, settings, **overrides)))
 
     async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`, here or in trio; see `runtime.Conversation.save`.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, Unpack, cast
 
 from protocol.errors import WrongEventLoopError
-from protocol.settings import MISSING
+from protocol.settings import MISSING, SettingsLike, with_overrides
+from protocol.settings_keywords import SettingsArguments
 from runtime.aio.conversation import Conversation
 from runtime.aio.many_prompts import Completions, TokenStreams
 from runtime.aio.thread import AioThread, asyncio_loop, result_of
@@ -17,11 +18,11 @@ from runtime.bridge.handles import Commits, RuntimeHandle, own
 from runtime.bridge.many_prompts import MergedSource, begin_many
 from runtime.engine import runtime as engine
 from runtime.generation import token_stream
+from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, complete
+from runtime.generation.token_stream import Completion, SessionFile, complete
 from runtime.loading.model_sources import Device, Source
-from runtime.persistence.session_file import SessionFile
 
 T = TypeVar("T")
 
@@ -29,7 +30,9 @@ T = TypeVar("T")
 class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
     """Two models at work, for one asyncio loop; made by `runtime.aio.open`."""
 
-    def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
+    def stream(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """Begin a generation.
 
         Args, Returns: as `runtime.Runtime.stream`.
@@ -38,19 +41,29 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
             one takes time: a `PromptError` comes out of `async with`, `opened` or the first `__anext__`. And:
             WrongEventLoopError: this is not the loop that the runtime was opened in.
         """
-        self._check(settings)
-        return self._begin(partial(self._runtime.stream, own(prompt), **settings))
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        return self._begin(partial(self._runtime.stream, own(prompt), **keywords))
 
-    async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
+    async def generate(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> Completion:
         """Generate a whole text.
 
         Args, Raises: as `stream`; what can happen to a running stream is raised here too.
 
         Cancellation: ends the generation; what was generated until then is lost.
         """
-        return await complete(cast(Any, self.stream(prompt, **settings)))
+        return await complete(cast(Any, self.stream(prompt, settings, **overrides)))
 
-    def generate_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> Completions:
+    def generate_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[SettingsArguments],
+    ) -> Completions:
         """Generate a whole text for each of many prompts.
 
         Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
@@ -58,33 +71,52 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
         Raises: as `stream`; what is wrong with a prompt, or settings of its own, comes when the completions are
             waited for.
         """
-        self._check(settings)
-        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, settings)
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, keywords)
         return Completions(self._relay(lambda: MergedSource(begin())), self._check_loop)
 
-    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+    def stream_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[SettingsArguments],
+    ) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all of them as they come.
 
         Args, Returns: as `runtime.Runtime.stream_many`, for asyncio.
 
         Raises: as `generate_many`.
         """
-        self._check(settings)
-        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, keywords)
         return TokenStreams(self._relay(lambda: MergedSource(begin())), self._check_loop)
 
-    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+    def conversation(
+        self,
+        system: str | None = None,
+        settings: SettingsLike | None = None,
+        *,
+        thinking: bool | None = None,
+        **overrides: Unpack[SettingsArguments],
+    ) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
 
         Args, Returns: as `runtime.Runtime.conversation`, for asyncio.
 
         Raises: as `stream`; what the chat template does not take comes out of the first turn.
         """
-        self._check(settings)
-        make = partial(self._runtime.conversation, system, thinking=thinking, **settings)
+        keywords = turn_settings(settings, overrides)
+        self._check(keywords)
+        make = partial(self._runtime.conversation, system, thinking=thinking, **keywords)
         return Conversation(self, make)
 
-    async def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    async def load(
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+    ) -> Conversation:
         """A conversation from a file of `Conversation.save`, of either kind, to go on with where it was left.
 
         Args, Raises: as `runtime.Runtime.load`, and:
@@ -92,10 +124,12 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
 
         Cancellation: waits for the job that is running; there is no conversation then.
         """
-        made = await self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **settings))
+        made = await self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **overrides))
         return Conversation(self, self._anew(made), made)
 
-    async def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+    async def load_stream(
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """A stream from a file of `TokenStream.save`, of either kind, to go on behind the last token that was given.
 
         Args, Returns, Raises: as `runtime.Runtime.load_stream`, and:
@@ -103,12 +137,12 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
 
         Cancellation: waits for the job that is running; there is no stream then.
         """
-        made = await self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **settings))
+        made = await self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **overrides))
         stream = self._begin(lambda: made)
         await stream.opened()
         return stream
 
-    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Any) -> None:
+    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
@@ -146,7 +180,7 @@ class Runtime(RuntimeHandle[AioThread[engine.Runtime]]):
 
     def _check(self, settings: dict[str, Any]) -> None:
         self._check_loop()
-        self._runtime._check_asked(settings)
+        self._runtime.check_settings(settings)
 
     def _check_loop(self) -> None:
         if asyncio_loop() is not self._thread.loop:

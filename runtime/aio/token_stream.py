@@ -13,7 +13,7 @@ from runtime.aio.thread import settled
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 
 
 class TokenStream(StreamHandle):
@@ -26,6 +26,8 @@ class TokenStream(StreamHandle):
     reference (which is what `break` does to a stream that has no other) all end the generation. Each returns at once;
     the models are free after the forward pass that is running.
     """
+
+    _how_to_close = "aclose()"
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class TokenStream(StreamHandle):
         self._check_loop()
         if self._is_waiting:
             raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting = True
+        self._is_waiting, self._is_unread = True, False
         try:
             source = await self._opened()
             await self._wait_for_token(source)

@@ -28,7 +28,9 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.prices import Prices
 from protocol.settings import NGRAM
 from protocol.trace import Event, Span
-from runtime.engine.runtime import Events, Runtime, running
+from runtime.engine.events import Events
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 from runtime.loading import blas
 
 # A BLAS thread that has nothing more to do looks out for work before it sleeps, OpenBLAS's for a tenth of a second.

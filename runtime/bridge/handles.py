@@ -26,7 +26,7 @@ from runtime.engine.health import Health
 from runtime.generation import conversation, token_stream
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 
 T = TypeVar("T")
 Thread = TypeVar("Thread", bound=TrioThread[Any])
@@ -65,6 +65,8 @@ class Commits:
 class StreamHandle:
     """Holds on to a generation from outside trio's thread; a subclass waits for its tokens."""
 
+    _how_to_close: str
+
     def __init__(self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics]) -> None:
         """Nothing was given so far.
 
@@ -77,6 +79,7 @@ class StreamHandle:
         self._source: Commits | None = None  # once the prompt was looked at
         self._commits: deque[Commit] = deque()
         self._is_closed = False
+        self._is_unread = True
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -121,6 +124,9 @@ class StreamHandle:
             if self._source is not None:
                 self._source.reading.end()
             self._relay.hang_up()
+            self._is_closed = True  # whoever shows the warning may keep the stream
+            if self._is_unread and not self._relay.is_over:
+                token_stream.warn_unread(self, self._how_to_close)
 
     def _begun(self) -> Commits:
         """The source, once the relay has begun.
@@ -139,6 +145,7 @@ class StreamHandle:
 
     def _writing(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
         """What saves the stream in trio, as far as its tokens were given by now."""
+        self._is_unread = False
         source = self._begun()
         # What has come into this thread by now; the rest is in trio's.
         here = source.reading.progress.then(self._commits)
@@ -276,9 +283,9 @@ class RuntimeHandle(Generic[Thread]):
 
     def _errand(self, do: Callable[[], Awaitable[T]]) -> BridgeCall[T]:
         """Something that trio does, while the runtime is open."""
-        self._runtime._check_open()
+        self._runtime.check_open()
         try:
-            return BridgeCall(self._thread, self._runtime._check_open, do)
+            return BridgeCall(self._thread, self._runtime.check_open, do)
         except trio.RunFinishedError:
             raise RuntimeClosedError(engine.CLOSED) from None
 
@@ -293,7 +300,7 @@ class RuntimeHandle(Generic[Thread]):
             generation_seconds=0.0,
             time_to_first_token=None,
             peak_memory=peak_memory(),
-            estimates=self._runtime._prices.estimates(),
+            estimates=self._runtime.prices.estimates(),
         )
 
 

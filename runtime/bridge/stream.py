@@ -69,6 +69,11 @@ class BridgeStream(Generic[S, T]):
         self._is_over = False
         thread.run_soon(self._begin)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes, because the source is closed, could not be made, or trio's thread has ended."""
+        return self._is_over
+
     # --- for the consumer -------------------------------------------------------------------------
 
     def ask(self) -> Promise[Sequence[T]]:

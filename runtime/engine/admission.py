@@ -1,4 +1,4 @@
-"""Places at the models: so many sessions are at work, and the others wait for their turn."""
+"""Admission of streams: a bounded number of sessions is at work, and the others wait in order."""
 
 from __future__ import annotations
 
@@ -8,49 +8,51 @@ from actors.session import Session
 
 
 class StreamAdmission:
-    """Lets sessions begin, at once where there is a place, else in the order in which they came.
+    """A queue in front of the actors: admits a session at once if there is room, else in the order of arrival.
 
-    A session has its place until both actors have put away what they had of it: what is bounded is the work of the
-    models and the memory for caches. What a slow consumer has still to read of a text that is over takes no place.
+    A session counts as admitted until both actors have released it, caches included: the bound is on the models' work
+    and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
     """
 
-    def __init__(self, most: int | None, begin: Callable[[Session], None], can_begin: Callable[[], bool]) -> None:
-        """All free.
+    def __init__(
+        self, max_sessions: int | None, begin: Callable[[Session], None], can_begin: Callable[[], bool]
+    ) -> None:
+        """No session is admitted yet.
 
         Args:
-            most: places, >= 1; None for no bound.
+            max_sessions: most sessions at a time, >= 1; None for no bound.
             begin: hands a session to the actors; never waits.
             can_begin: whether the actors still take sessions.
         """
-        self._most = most
+        self._max_sessions = max_sessions
         self._can_begin = can_begin
         self._begin = begin
-        self._num_taken = 0
+        self._num_admitted = 0
         self._waiting: dict[int, Session] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Sessions that wait for a place."""
+        """Sessions that wait for admission."""
         return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def enter(self, session: Session) -> None:
-        """Have a session begin as soon as there is a place."""
-        if self._most is None or self._num_taken < self._most:
-            self._take(session)
+        """Begin a session as soon as there is room."""
+        if self._max_sessions is None or self._num_admitted < self._max_sessions:
+            self._admit(session)
         else:
             self._waiting[session.opened.session] = session
 
     def give_up(self, id: int) -> None:
-        """Forget a session that waits; harmless where it does not."""
+        """Forget a session that waits; does nothing for any other."""
         self._waiting.pop(id, None)
 
-    def _take(self, session: Session) -> None:
-        self._num_taken += 1
+    def _admit(self, session: Session) -> None:
+        self._num_admitted += 1
         session.on_left = self._leave
         self._begin(session)
 
     def _leave(self) -> None:
-        self._num_taken -= 1
-        # Where the actors are being cancelled, what waits is about to be told that the runtime is closed.
+        self._num_admitted -= 1
+        # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
         if self._waiting and self._can_begin():
-            self._take(self._waiting.pop(next(iter(self._waiting))))
+            self._admit(self._waiting.pop(next(iter(self._waiting))))

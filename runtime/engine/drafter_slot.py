@@ -1,4 +1,4 @@
-"""The place of the drafter in a runtime: one is attached while the runtime is open, and detached."""
+"""The drafter slot of a runtime: a drafter is attached and detached while the runtime is open."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from runtime.loading.model_sources import Device, Source
 
 LoadedDrafter = tuple[Model, Worker] | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor
-# Loads a drafter; what has to be let go of with it goes onto the stack.
+# Loads a drafter; resources that are released with it go onto the stack.
 Load = Callable[[AsyncExitStack, Source, Device], Awaitable[LoadedDrafter]]
 
 
-class DrafterPlace:
-    """Holds the drafter of a runtime, if it has one.
+class DrafterSlot:
+    """The drafter of a runtime, if it has one.
 
-    A drafter has a task of its own in the runtime's nursery. The task owns all that the drafter needs (actor, worker,
-    model), and lets go of it as it ends, however it ends: by `detach`, with the runtime, or in the middle of loading.
+    Each drafter has its own task in the runtime's nursery. The task owns what the drafter needs (actor, worker, model)
+    and releases it when it ends: by `detach`, with the runtime, or in the middle of loading.
 
     Attributes:
-        actor: the drafter's, or None. It is there still when the runtime was closed.
+        actor: the drafter's, or None. Closing the runtime leaves it in place.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class DrafterPlace:
         make_actor: Callable[[LoadedDrafter], DrafterActor],
         load: Load | None,
     ) -> None:
-        """Empty.
+        """An empty slot.
 
         Args:
             nursery: the runtime's.
-            target: whose drafter it is.
-            make_actor: makes an actor that is not serving yet.
-            load: see `Load`; None where nothing can be loaded.
+            target: the actor to draft for.
+            make_actor: makes the drafter's actor, which is not serving yet.
+            load: see `Load`; None if the runtime cannot load drafters.
         """
         self.actor: DrafterActor | None = None
         self._nursery = nursery
@@ -58,17 +58,17 @@ class DrafterPlace:
         self._has_ended = trio.Event()  # the actor's task
         self._is_attaching = False
         self._past_seconds = 0.0  # of drafters that were detached
-        # Held while a drafter's time moves to the past, since other threads ask for the sum.
-        self._moving = threading.Lock()
+        # Held while a drafter's time moves to `_past_seconds`: another thread may be adding both up.
+        self._seconds_lock = threading.Lock()
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that drafters have been at work so far; never becomes less. May be asked in any thread."""
-        with self._moving:
+        """Seconds that drafters have been at work so far; never decreases. May be read in any thread."""
+        with self._seconds_lock:
             return self._past_seconds + (0.0 if self.actor is None else self.actor.busy_seconds)
 
     async def put(self, drafter: LoadedDrafter, resources: AsyncExitStack) -> None:
-        """Attach a drafter that is there already, with what has to be let go of with it."""
+        """Attach a drafter that is loaded already, with the resources to release with it."""
 
         async def get(stack: AsyncExitStack) -> LoadedDrafter:
             await stack.enter_async_context(resources.pop_all())
@@ -78,7 +78,7 @@ class DrafterPlace:
 
     async def attach(self, source: Source, device: Device) -> None:
         """See `Runtime.attach_draft`."""
-        assert self._load is not None, "this runtime was made of models that were there"
+        assert self._load is not None, "this runtime was made of loaded models"
         if self.actor is not None or self._is_attaching:
             raise DrafterAttachedError(
                 "this runtime has a drafter already, or is loading one; call detach_draft() first"
@@ -94,13 +94,13 @@ class DrafterPlace:
         if (actor := self.actor) is None:
             await trio.lowlevel.checkpoint()
             return
-        with self._moving:
+        with self._seconds_lock:
             self._past_seconds += actor.busy_seconds
             self.actor = None
         self._target.drafter = None
         actor.withdraw_from_all()
         del actor
-        # Not on this stack: tracebacks of what is cancelled would keep the caller's streams for a while.
+        # Not on this stack: the tracebacks of cancelled tasks would keep the caller's streams alive for a while.
         trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
         await self._has_ended.wait()
 
@@ -119,10 +119,10 @@ class DrafterPlace:
         try:
             async with AsyncExitStack() as stack:
                 actor = self._make_actor(await get(stack))
-                del get  # and with it the model, once the actor lets go of it
+                del get  # and with it the model, once the actor releases it
                 async with trio.open_nursery() as nursery:
                     await nursery.start(actor.serve)
-                    # Where whoever attaches it is cancelled by now, this task ends here, and no drafter was there.
+                    # If the attaching task is cancelled by now, this task ends here without ever filling the slot.
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended

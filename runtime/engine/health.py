@@ -1,4 +1,4 @@
-"""Whether a runtime is still at work, for whoever has to know without asking it for a text."""
+"""The health of a runtime: whether its models are alive, without a generation to find out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Health:
     """Which of the actors are alive.
 
     Attributes:
-        target: False once it has failed, or the runtime was closed: no stream will ever begin again.
-        draft: False once its thread has died, while it hangs or is late with a proposal, once the runtime was closed:
-            texts come, but undrafted. None where the runtime was opened without a drafter. A drafter that fails in one
-            stream is there for the next, and alive.
+        target: False once it has failed or the runtime was closed: no stream will begin any more.
+        draft: False while the drafter hangs or is late with a proposal, and once its thread has died or the runtime was
+            closed: texts are then generated undrafted. None without a drafter. A drafter that fails in one stream
+            serves the next, and is alive.
     """
 
     target: bool
@@ -21,5 +21,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Whether all that there should be is alive."""
+        """Whether the target is alive, and the drafter if there is one."""
         return self.target and self.draft is not False

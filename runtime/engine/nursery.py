@@ -1,4 +1,4 @@
-"""A nursery for what works in the background of a block."""
+"""A nursery for background tasks of a block."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import trio
 
 
 class BackgroundNursery:
-    """A nursery for the actors: it is cancelled on leaving, and the body's exceptions pass it unwrapped.
+    """A nursery that is cancelled when its block is left, and that passes the block's exceptions on unwrapped.
 
-    A plain nursery would hand a user's own ValueError back to him in an exception group.
+    A plain nursery would wrap the user's own ValueError in an exception group.
     """
 
     async def __aenter__(self) -> trio.Nursery:
@@ -24,8 +24,8 @@ class BackgroundNursery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Shielded, so that it is this cancellation that ends the actors and none from further out: that one would
-        # come out here, in the place of an error of the body's own.
+        # Shielded, so that this cancellation ends the actors, and not one from further out: that one would come out
+        # here, in place of the block's own error.
         self._nursery.cancel_scope.shield = True
         self._nursery.cancel_scope.cancel()
         with interrupts_unwrapped():
@@ -34,7 +34,7 @@ class BackgroundNursery:
 
 @contextmanager
 def interrupts_unwrapped() -> Iterator[None]:
-    """Let a Ctrl-C out of a nursery as itself; a group would end the process with another status."""
+    """Let a KeyboardInterrupt out of a nursery unwrapped; a group would end the process with another status."""
     try:
         yield
     except BaseExceptionGroup as group:

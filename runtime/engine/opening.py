@@ -1,4 +1,4 @@
-"""Opening a runtime: what was asked for is checked, the models are loaded and timed, and the actors go to work."""
+"""Opening a runtime: checks the arguments, loads and times the models, and starts the actors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Never, Unpack
 
 import mlx.core as mx
 import outcome
@@ -25,8 +25,11 @@ from protocol.prices import Prices
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import LoadedDrafter
+from runtime.engine.events import Events
 from runtime.engine.nursery import interrupts_unwrapped
-from runtime.engine.runtime import Events, Runtime, running
+from runtime.engine.open_options import OpenOptions
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 from runtime.generation.text import check_vocabularies, copy_of
 from runtime.loading.model_sources import (
     Device,
@@ -61,47 +64,46 @@ async def open(
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
     trace: Trace = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
-        target: a path or hub id for `mlx_lm.load`, or `(model, tokenizer)` already built. With None for
-            a tokenizer, prompts are token ids and texts stay empty.
-        draft: likewise; or "ngram", which drafts without a model, by looking up what came after the same words
-            earlier in the prompt and the text; or None for plain decoding through the same machinery.
+        target: a path or hub id for `mlx_lm.load`, or a pair `(model, tokenizer)`. If the tokenizer is None,
+            prompts are token ids and texts stay empty.
+        draft: likewise; or "ngram" for prompt lookup, which drafts without a model: it proposes what followed the
+            same tokens earlier in the prompt and the text; or None for plain decoding by the same actors.
         target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
-        rewind: how caches are put right after a rejection: "auto" takes, before each round, the first that
-            every layer's cache has at that moment of *trim* (drop the tail), *checkpoint* (restore the state
-            from before the round, and feed what was accepted again in front of the next window) and *none*
-            (feed one committed token at a time); naming one insists on it.
-        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; the
-            oldest but the first four are forgotten. None for no bound.
+        rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
+            from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
+            committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
+            supports at that moment; naming one insists on it.
+        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; all but the
+            first four are forgotten, oldest first. None for no bound.
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
         kv_group_size: quantisation group, 32, 64 or 128.
-        quantized_kv_start: quantise once a cache holds so many tokens, >= 0.
+        quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
         max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further ones wait in the order of their calls. None for no bound.
-        prefix_cache_bytes: most memory that each of the two models may take for caches of texts that are over, for
-            streams with `reuse_prefix`, >= 0; what was used least recently goes first. 0 keeps nothing.
+            further streams wait in the order of their calls. None for no bound.
+        prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
+            with `reuse_prefix`; the least recently used one goes first. 0 keeps none.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
-        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or where the name
-            ends in .html the timeline as a page. It is whole once the block is left, for whatever reason. Or a
+        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
+            page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
-        **unknown: refused.
+        **unknown: an error.
 
-    Yields: a `Runtime`, which is also what `runtime.stream` uses in this task and its children.
+    Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
 
-    Raises: before the block is entered, with nothing left half open:
+    Raises: before the block is entered, with everything released again:
         SettingsError: the target is missing, or an option is unknown or out of its range.
-        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not have the
-            way to rewind that was insisted on.
+        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not support the
+            `rewind` that was named.
         VocabularyMismatchError: target and draft do not share a vocabulary.
 
-    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at
-    most one a model), and joins the threads, also while being cancelled. While loading, it waits for the
-    load.
+    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at most one a
+    model) and joins the threads, also while being cancelled. A cancellation while loading waits for the load.
     """
     if not trio.lowlevel.in_trio_task():
         raise WrongEventLoopError(
@@ -125,14 +127,14 @@ async def open(
 
     async with AsyncExitStack() as stack:
         if isinstance(listener, Recorder) and listener is not trace:
-            # First in, last out: a trace has the last of what the workers do.
+            # First in, last out: a trace includes the last spans of the workers.
             await stack.enter_async_context(listener)
         if listener is not None:
-            events.listen(_harmless(listener))
+            events.listen(_guarded(listener))
         stack.enter_context(wired_memory())
-        drafting = await stack.enter_async_context(AsyncExitStack())  # what is left with the drafter
+        draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
-            role: await (drafting if role == "draft" else stack).enter_async_context(
+            role: await (draft_stack if role == "draft" else stack).enter_async_context(
                 ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
             )
             for role in sources
@@ -146,37 +148,37 @@ async def open(
             async with trio.open_nursery() as nursery:
                 for role in sources:
                     nursery.start_soon(load, role)
-        ours = loaded["target"].unwrap()
-        theirs = loaded["draft"].unwrap() if "draft" in loaded else None
+        target_loaded = loaded["target"].unwrap()
+        draft_loaded = loaded["draft"].unwrap() if "draft" in loaded else None
         if isinstance(listener, TimelineFile):
-            listener.tokenizer = ours.tokenizer
-        stack.enter_context(ours.model.evaluating_layers())
-        if theirs is not None:
-            drafting.enter_context(theirs.model.evaluating_layers())
-        if theirs is not None and ours.tokenizer is not None and theirs.tokenizer is not None:
-            await _compare(workers["draft"], ours.tokenizer, theirs.tokenizer)
-        tokenizer = await workers["target"].run(Job("load", partial(copy_of, ours.tokenizer)))
+            listener.tokenizer = target_loaded.tokenizer
+        stack.enter_context(target_loaded.model.evaluating_layers())
+        if draft_loaded is not None:
+            draft_stack.enter_context(draft_loaded.model.evaluating_layers())
+        if draft_loaded is not None and target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
+            await _check_same_vocabulary(workers["draft"], target_loaded.tokenizer, draft_loaded.tokenizer)
+        tokenizer = await workers["target"].run(Job("load", partial(copy_of, target_loaded.tokenizer)))
         prices = Prices()
-        if theirs is not None:
-            await _measure((ours.model, workers["target"]), (theirs.model, workers["draft"]), prices)
+        if draft_loaded is not None:
+            await _time_models((target_loaded.model, workers["target"]), (draft_loaded.model, workers["draft"]), prices)
         async with running(
-            (ours.model, workers["target"]),
-            (theirs.model, workers["draft"]) if theirs is not None else NGRAM if draft == NGRAM else None,
+            (target_loaded.model, workers["target"]),
+            (draft_loaded.model, workers["draft"]) if draft_loaded is not None else NGRAM if draft == NGRAM else None,
             tokenizer=tokenizer,
-            shared_tokenizer=ours.tokenizer,
+            shared_tokenizer=target_loaded.tokenizer,
             events=events,
             prices=prices,
             max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
             defaults=defaults,
-            draft_resources=drafting,
-            load_draft=partial(_load_draft, ours, workers["target"], options, events, prices),
+            draft_resources=draft_stack,
+            load_draft=partial(_load_draft, target_loaded, workers["target"], options, events, prices),
         ) as runtime:
-            # Whoever detaches the drafter has its memory back, so nothing here may hold on to it.
-            del draft, theirs
+            # Detaching the drafter frees its memory, so nothing here may refer to it.
+            del draft, draft_loaded
             loaded.clear()
-            for kept in (workers, sources):
-                kept.pop("draft", None)
+            for by_role in (workers, sources):
+                by_role.pop("draft", None)
             yield runtime
 
 
@@ -188,7 +190,7 @@ OPTIONS = tuple(
 
 
 async def _load_draft(
-    ours: Loaded,
+    target_loaded: Loaded,
     target_worker: Worker,
     options: CacheOptions,
     events: Events,
@@ -197,46 +199,48 @@ async def _load_draft(
     draft: Source,
     draft_device: Device,
 ) -> LoadedDrafter:
-    """A drafter for a runtime that is open; see `runtime.engine.drafter_slot.Load`."""
+    """Load a drafter into an open runtime; see `runtime.engine.drafter_slot.Load`."""
     if draft == NGRAM:
         prices.forget_drafter()
         return "ngram"
     source, device = check_source("draft", draft), check_device("draft", draft_device)
     worker = await stack.enter_async_context(ThreadWorker("draft", device, events, may_be_given_up=True))
-    theirs = await load_onto(worker, "draft", source, options)
-    stack.enter_context(theirs.model.evaluating_layers())
-    if ours.tokenizer is not None and theirs.tokenizer is not None:
-        await _compare(worker, ours.tokenizer, theirs.tokenizer)
+    draft_loaded = await load_onto(worker, "draft", source, options)
+    stack.enter_context(draft_loaded.model.evaluating_layers())
+    if target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
+        await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
     prices.forget_drafter()
-    await _measure((ours.model, target_worker), (theirs.model, worker), prices)
-    return theirs.model, worker
+    await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
+    return draft_loaded.model, worker
 
 
-async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """What both models cost, for the rules to begin with."""
+async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
+    """Time both models, so that the lookahead policy begins with measured prices."""
     try:
         with interrupts_unwrapped():
             await warm_up(target, draft, prices)
     except JobError as error:
-        # Streams will meet the same error, where it can be told whose it is.
+        # Streams will meet the same error, and report it as that of their model.
         logger.info("the models could not be timed: %s", error)
 
 
-async def _compare(worker: Worker, ours: TokenizerWrapper, theirs: TokenizerWrapper) -> None:
+async def _check_same_vocabulary(
+    worker: Worker, target_tokenizer: TokenizerWrapper, draft_tokenizer: TokenizerWrapper
+) -> None:
     try:
-        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+        await worker.run(Job("load", partial(check_vocabularies, target_tokenizer, draft_tokenizer)))
     except JobError as error:
         raise (error.__cause__ or error) from None
 
 
-async def serve(
+async def keep_open(
     target: Source = MISSING,
     draft: Source | None = None,
     *,
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
-    **options: Any,
+    **options: Unpack[OpenOptions],
 ) -> None:
-    """`open` as a task: `rt = await nursery.start(runtime.serve, target, draft)`. `await rt.aclose()` ends it.
+    """`open` as a task: `rt = await nursery.start(runtime.keep_open, target, draft)`. `await rt.aclose()` ends it.
 
     Args, Raises: as `open`.
 
@@ -252,15 +256,15 @@ async def serve(
         is_released.set()
 
 
-def _harmless(trace: Callable[[Event], None]) -> Callable[[Event], None]:
-    """A user's trace function that cannot take the runtime down; after its first error it is left out."""
+def _guarded(trace: Callable[[Event], None]) -> Callable[[Event], None]:
+    """A user's trace function, whose errors do not reach the runtime; it is not called again after the first."""
     failed = False
 
     def call(event: Event) -> None:
         nonlocal failed
         if failed:
             return
-        # Somebody else's code, called in the middle of ours: whatever it raises, generation goes on.
+        # This is the user's code: whatever it raises, generation goes on.
         try:
             trace(event)
         except Exception:

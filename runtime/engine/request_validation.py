@@ -1,4 +1,4 @@
-"""What is asked for, checked: from a prompt and settings to a session that can be opened."""
+"""Request validation: from a prompt and settings to the message that opens a session."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
 
-_warned_of: set[str] = set()  # logits processors and samplers, once a process
+_warned_of: set[str] = set()  # names of logits processors and samplers: one warning each a process
 
 
 class RequestValidation:
-    """Takes in what is asked of a target; asks nothing of the models."""
+    """Checks prompts and settings against one target; runs nothing on the models."""
 
     def __init__(
         self,
@@ -44,32 +44,32 @@ class RequestValidation:
         has_drafter: Callable[[], bool],
         defaults: SettingsLike | None = None,
     ) -> None:
-        """Nothing was asked so far.
+        """Of one runtime.
 
         Args:
             model: the target's.
             tokenizer: the target's, or None.
-            has_drafter: says whether there is somebody to draft, for a session that begins now.
-            defaults: settings that hold where nothing else is said.
+            has_drafter: whether a session that begins now would have a drafter.
+            defaults: see `open`.
 
-        Raises: SettingsError: those settings are of no use with this target.
+        Raises: SettingsError: the defaults cannot be used with this target.
         """
         self._model = model
         self._tokenizer = tokenizer
         self._has_drafter = has_drafter
-        self._has_warned = False  # of a lookahead without a drafter
+        self._has_warned = False  # that a lookahead has no effect without a drafter
         self._ids = itertools.count()
         self._defaults = keywords_of(defaults, "defaults")
         self.checked({})
 
     def keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that somebody names, and those that hold by default."""
+        """Settings as keyword arguments, completed by the defaults."""
         return {**self._defaults, **settings}
 
     def checked(self, settings: Mapping[str, Any]) -> Settings:
-        """The settings that keywords name, and the defaults for the rest.
+        """The settings of keyword arguments, completed by the defaults.
 
-        Raises: SettingsError: one is unknown, out of its range, or of no use with this target.
+        Raises: SettingsError: one is unknown, out of its range, or cannot be used with this target.
         """
         checked = settings_from(self.keywords(settings))
         check_vocabulary_size(checked, self._model.vocab_size)
@@ -83,7 +83,7 @@ class RequestValidation:
         return checked
 
     def opened(self, prompt: Prompt, settings: Settings) -> Open:
-        """A session to be, with a number of its own.
+        """The message that opens a session, with a new session id.
 
         Raises: PromptError: the prompt is empty, longer than the context, or not encodable.
         """
@@ -105,12 +105,12 @@ class RequestValidation:
         )
 
     def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
-        """A session to be that goes on with a text, with a number of its own.
+        """The message that opens a session which resumes a saved stream, with a new session id.
 
         Args:
-            session: what is saved of it; its tokens are in the vocabulary.
-            stream: the same.
-            settings: with which to go on.
+            session: the saved session; its tokens are in the vocabulary.
+            stream: its stream.
+            settings: of the resumed stream.
             seed: of its randomness.
 
         Raises:
@@ -148,7 +148,7 @@ class RequestValidation:
         return frozenset(ends)
 
     def is_drafted(self, settings: Settings) -> bool:
-        """Whether a session with such settings has a drafter; warns, once, of what keeps it from having one."""
+        """Whether a session with these settings is drafted; logs once what prevents it."""
         if not self._has_drafter() and settings.lookahead not in (0, "auto") and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -158,7 +158,7 @@ class RequestValidation:
         return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids that a prompt stands for.
+        """The token ids of a prompt.
 
         Raises: PromptError: the prompt is empty, or not encodable.
         """
@@ -166,13 +166,13 @@ class RequestValidation:
 
 
 def _can_be_speculated(settings: Settings) -> bool:
-    """Whether all logits processors and the sampler may be called on drafted text; says so, once, where one may not."""
+    """Whether all logits processors and the sampler may be called on drafted text; logs once for each that may not."""
     careful: list[tuple[str, object, str]] = [
         ("logits processor", processor, "runtime.stateless if it keeps none, or give it save() and restore(state)")
         for processor in settings.logits_processors
         if not can_be_speculated_with(processor)
     ]
-    # It does not hear of the text, so there is no state that it could be taken back to.
+    # A sampler does not see the text, so it cannot be restored to an earlier position in it.
     if settings.sampler is not None and not isinstance(settings.sampler, Stateless):
         careful.append(("sampler", settings.sampler, "runtime.stateless if it keeps none"))
     for kind, code, remedy in careful:

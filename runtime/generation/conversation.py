@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
 from protocol.reprs import shown
-from protocol.settings import Settings, settings_from
+from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
+from protocol.settings_keywords import SettingsArguments
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
-from runtime.generation.token_stream import Completion, TokenStream, complete
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 
 Message = dict[str, str]
 
@@ -121,25 +121,28 @@ class Conversation:
         """
         return [dict(message) for message in (*self._system, *self._so_far())]
 
-    def stream(self, text: str, **overrides: Any) -> TokenStream:
+    def stream(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """Say something, and stream the answer.
 
         Args:
             text: what to say.
-            **overrides: settings for this turn, in the place of the conversation's.
+            settings: for this turn, as for `Runtime.stream`, in the place of the conversation's; `reuse_prefix` is set.
+            **overrides: settings for this turn by name; each replaces that of `settings`.
 
         Returns: the answer, which is generated from now on; see `TokenStream` for how to end it.
 
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        settings = _checked({**self._settings, **overrides})
+        keywords = _checked({**self._settings, **turn_settings(settings, overrides)})
         if not isinstance(text, str):
             raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
         self._check_idle("say something")
         settled = self._so_far()
         try:
-            stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **settings)
+            stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **keywords)
         except PromptTooLongError as error:
             if not settled:
                 raise
@@ -149,14 +152,16 @@ class Conversation:
         self._state = _State(settled, _Turn(text, stream.answer, weakref.ref(stream)))
         return stream
 
-    async def generate(self, text: str, **overrides: Any) -> Completion:
+    async def generate(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> Completion:
         """Say something, and have the whole answer.
 
         Args, Raises: as `stream`; what can happen to a running stream is raised here too.
 
         Cancellation: ends the answer; what was generated until then is part of the conversation.
         """
-        return await complete(self.stream(text, **overrides))
+        return await complete(self.stream(text, settings, **overrides))
 
     async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`.
@@ -252,6 +257,19 @@ class Conversation:
                 f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
                 "a choice; leave it None"
             )
+
+
+def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a conversation or a turn, as keyword arguments.
+
+    `Settings.reuse_prefix` is left out: every `Settings` has it, and a conversation always reuses its prefix.
+
+    Raises: SettingsError: as `with_overrides`.
+    """
+    keywords = with_overrides(settings, {})
+    if isinstance(settings, Settings):
+        del keywords["reuse_prefix"]
+    return {**keywords, **overrides}
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:

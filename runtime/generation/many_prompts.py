@@ -10,14 +10,15 @@ import trio
 from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.messages import Open
 from protocol.reprs import shown
+from protocol.settings import Settings, SettingsLike, keywords_of
 from runtime.generation.merged_streams import Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion, TokenStream, complete
 from runtime.loading.model_sources import check_integer
 
-# A prompt, alone or with settings of its own by name.
-ManyPrompt = Prompt | tuple[Prompt, Mapping[str, Any]]
+ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
+"""One of many prompts, alone or with its own settings."""
 
 
 def check_max_concurrent(value: Any) -> None:
@@ -38,6 +39,8 @@ def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
     # Two chat messages may stand in a tuple too: then the first is a mapping as well.
     if isinstance(prompt, tuple) and len(prompt) == 2:
         own, settings = prompt
+        if isinstance(settings, Settings):
+            return cast(Prompt, own), keywords_of(settings, "settings")
         if isinstance(settings, Mapping) and not isinstance(own, Mapping):
             return cast(Prompt, own), settings
     return cast(Prompt, prompt), {}

@@ -278,6 +278,11 @@ class Arrivals:
         """Why nothing more comes of a text that is not over."""
         return self._session.error or RuntimeClosedError(STREAM_CLOSED)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether neither the session nor its runtime has ended with an error. May be read in any thread."""
+        return self._session.error is None
+
     def resume(self, commits: Iterable[Commit]) -> None:
         """Have commits of an earlier session on the same text arrive first."""
         self._ahead.extend(commits)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
+from typing import BinaryIO
 
 import attrs
 import trio
@@ -14,7 +17,9 @@ from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
-from runtime.persistence.session_file import SessionFile
+
+SessionFile = str | os.PathLike[str] | BinaryIO
+"""The file of a saved session: a path, or an open binary file, which is used from its position on."""
 
 Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
 """Saves a stream to a file, as far as its reader says that it has come."""
@@ -54,6 +59,8 @@ class TokenStream:
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
     dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
+
+    Dropping a stream that was never read, saved or closed is a `ResourceWarning`, unless its runtime has been closed.
     """
 
     def __init__(self, reading: TokenReader, arrivals: Arrivals, write: Write) -> None:
@@ -70,6 +77,7 @@ class TokenStream:
         self._arrivals = arrivals
         self._is_waiting = False
         self._is_closed = False
+        self._is_unread = True
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._is_closed else "under way")
@@ -133,7 +141,7 @@ class TokenStream:
         """
         if self._is_waiting:
             raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting = True
+        self._is_waiting, self._is_unread = True, False
         try:
             await self._wait_for_token()
         except trio.Cancelled:
@@ -167,6 +175,7 @@ class TokenStream:
 
         Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
         """
+        self._is_unread = False
         return await self._write(path, lambda: self._reading.progress)
 
     async def aclose(self) -> None:
@@ -189,6 +198,9 @@ class TokenStream:
         if not self._is_closed:
             self._reading.end()
             self._arrivals.hang_up()
+            self._is_closed = True  # whoever shows the warning may keep the stream
+            if self._is_unread and self._arrivals.is_open:
+                warn_unread(self, "aclose()")
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""
@@ -219,6 +231,16 @@ class TokenStream:
         if not self._is_closed:
             self._is_closed = True
             self._arrivals.close()
+
+
+def warn_unread(stream: object, how_to_close: str) -> None:
+    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`, here and in other handles."""
+    warnings.warn(
+        f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
+        ResourceWarning,
+        stacklevel=3,
+        source=stream,
+    )
 
 
 async def complete(stream: TokenStream) -> Completion:

@@ -1,1 +1,6 @@
-"""From what a user names to models on their threads: sources, trained drafters, the demo pair, BLAS."""
+"""Models by what a user calls them: checking and loading sources, recognising trained drafters, the demo pair, BLAS.
+
+A source is a path, a hub id or a pair (model, tokenizer). `model_sources.py` checks it and loads it on its worker's
+thread. New kinds of drafters are recognised in `trained_drafters.py`. `blas.py` replaces MLX's BLAS on Linux; it must
+run before mlx is imported.
+"""

@@ -1,4 +1,4 @@
-"""The bundled demo pair, which `examples/train_demo_pair.py` made, and prompts to try it with."""
+"""The bundled demo pair, made by `examples/train_demo_pair.py`, and prompts for it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ DEMO_PROMPTS = (
     "def read_config(path):\n    with open(path, encoding='utf-8') as file:\n",
 )
 
-# One for each of many streams.
+# Prompts for benchmarks of many streams, one a stream.
 STREAM_PROMPTS = (
     *DEMO_PROMPTS,
     "def binary_search(values, wanted):\n    low, high = 0, len(values)\n",

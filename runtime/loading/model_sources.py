@@ -1,4 +1,4 @@
-"""From what a user names to models on their threads."""
+"""Model sources: checks what a user names as a model, its device and its options, and loads it on its thread."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.synonyms import NOTES, SYNONYMS, meant
-from runtime.loading.trained_drafters import refusal, trained_drafter_at
+from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 Device = mx.Device | str | None
 
 REWINDS = get_args(Rewind)
 
-# What mlx-lm's wrapper of a tokenizer, and the reading of prompts, take for granted.
-_OF_A_TOKENIZER = ("encode", "decode", "get_vocab", "eos_token_id")
+# Attributes that mlx-lm's tokenizer wrapper and the encoding of prompts rely on.
+_TOKENIZER_ATTRIBUTES = ("encode", "decode", "get_vocab", "eos_token_id")
 
 
 @attrs.frozen
@@ -43,18 +43,18 @@ class Loaded:
 
 
 def check_source(role: str, source: Any) -> Source:
-    """What names a model, checked as far as that goes without opening it.
+    """A model source, checked as far as possible without loading it.
 
     Raises:
-        SettingsError: missing, or neither a path, a hub id nor a pair (model, tokenizer).
-        ModelError: a path at which there is no model.
+        SettingsError: it is missing, or neither a path, a hub id nor a pair (model, tokenizer).
+        ModelError: there is no model at the path.
     """
     if source is MISSING:
         raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
     if isinstance(source, tuple):
         if len(source) != 2 or not isinstance(source[0], Module):
             raise SettingsError(f"{role} as a tuple must be (model, tokenizer or None), got {shown(source)}")
-        if source[1] is not None and any(not hasattr(source[1], name) for name in _OF_A_TOKENIZER):
+        if source[1] is not None and any(not hasattr(source[1], name) for name in _TOKENIZER_ATTRIBUTES):
             raise SettingsError(
                 f"the tokenizer in {role} must be one of transformers', mlx-lm's wrapper of one, or None, "
                 f"got {shown(source[1])}; mlx_lm.load gives (model, tokenizer)"
@@ -78,9 +78,9 @@ def check_source(role: str, source: Any) -> Source:
                 f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
             )
         if role == "draft" and (kind := trained_drafter_at(path)) is not None:
-            raise ModelError(refusal(str(source), kind))
+            raise ModelError(unsupported(str(source), kind))
         return path
-    is_word = isinstance(source, str) and "/" not in source  # anything else is a path, or a hub id
+    is_word = isinstance(source, str) and "/" not in source  # with a slash it is a path, or a hub id
     if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
         raise SettingsError(f'draft {str(source)!r} is no model; did you mean "{NGRAM}", which looks up without one?')
     # "owner/name" may be on the hub; anything else could only have been a path.
@@ -91,9 +91,9 @@ def check_source(role: str, source: Any) -> Source:
 
 
 def check_device(role: str, device: Device) -> mx.Device | None:
-    """An MLX device from what a user names.
+    """The MLX device that a user names; None for MLX's default.
 
-    Raises: SettingsError: it is none, or not there.
+    Raises: SettingsError: it is no device, or not available.
     """
     if device is None:
         return None
@@ -101,9 +101,7 @@ def check_device(role: str, device: Device) -> mx.Device | None:
         raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {shown(device)}')
     named = device if isinstance(device, mx.Device) else mx.Device(mx.cpu if device == "cpu" else mx.gpu)
     if not mx.is_available(named):
-        raise SettingsError(
-            f"{role}_device {shown(device)} is not there, by what this MLX says; use None for its default"
-        )
+        raise SettingsError(f"{role}_device {shown(device)} is not available in this MLX; use None for its default")
     return named
 
 
@@ -114,14 +112,14 @@ def check_cache_options(
     kv_group_size: Any = 64,
     quantized_kv_start: Any = 5000,
 ) -> CacheOptions:
-    """The options of `open` that are about caches.
+    """The cache options of `open`.
 
     Raises: SettingsError: one is out of its range.
     """
     if rewind not in REWINDS:
         raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {shown(rewind)}")
     if max_kv_size is not None:
-        # mlx-lm keeps the first four tokens for good, and at least one must be able to come and go.
+        # mlx-lm keeps the first four tokens for good; at least one more must fit.
         check_integer("max_kv_size", max_kv_size, 5)
     if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
         raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {shown(kv_bits)}")
@@ -140,15 +138,15 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Refuse options that do not exist, and say what they may have been meant for.
+    """Report options that do not exist, with a hint at what was meant.
 
     Args:
-        options: those that do not exist, by name.
-        known: the names of those that do.
-        positional: names of further arguments that the function has.
+        options: the unknown options, by name.
+        known: names of the function's keyword-only options.
+        positional: names of its other arguments.
         function: its name.
 
-    Raises: SettingsError: there is one.
+    Raises: SettingsError: there is at least one.
     """
     settings = {field.name for field in attrs.fields(Settings)}
     for name in options:
@@ -181,8 +179,8 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
     if isinstance(source, tuple):
         built, tokenizer = source
-        # On the caller's thread, since a lazy array can only be evaluated where it was made.
-        # The whole of it: what is no parameter (the frequencies of a scaled rotary embedding) may be lazy too.
+        # On the caller's thread: a lazy array can only be evaluated on the thread that made it. The whole model, since
+        # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
         mx.eval(built)
     try:
         if not isinstance(source, tuple):
@@ -192,15 +190,15 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
         if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
-            raise ModelError(refusal(source, kind)) from error.__cause__
+            raise ModelError(unsupported(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
 
 
 def _trained_drafter_on_the_hub(name: str) -> str | None:
-    """What kind of trained drafter was downloaded by this id; None for anything else."""
+    """The kind of trained drafter that was downloaded by this hub id; None for anything else."""
     try:
         config = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
-        return None  # no id
+        return None  # not a hub id
     return trained_drafter_at(Path(config).parent) if isinstance(config, str) else None

@@ -1,6 +1,7 @@
-"""Draft models that were trained for one target, and what they can be told by: the config.json beside their weights.
+"""Trained drafters (EAGLE, Medusa and the like), recognised by the config.json beside their weights.
 
-They read hidden states of their target and are no language models by themselves. The runtime cannot use them yet.
+A trained drafter reads hidden states of the one target that it was trained for, and is no language model by itself.
+The runtime cannot use one yet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys that only such a config has, and what it is then.
+# Keys that only the config of a trained drafter has, and its kind.
 _KEYS = {
     "medusa_num_heads": "Medusa",
     "medusa_num_layers": "Medusa",
@@ -18,15 +19,15 @@ _KEYS = {
     "eagle_config": "EAGLE",
     "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
 }
-# Words in the names of architectures and model types, in small letters; the longer ones first.
+# Lower-case words in the names of architectures and model types, and the kind; the longer words first.
 _WORDS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "dflash": "DFlash"}
 
 
 def trained_drafter(config: Mapping[str, Any]) -> str | None:
-    """What kind of trained drafter a config.json describes, such as "EAGLE-3"; None for a language model.
+    """The kind of trained drafter that a config.json describes, such as "EAGLE-3"; None for a language model.
 
     Args:
-        config: of which anything may be missing or of a wrong type.
+        config: the parsed file; any key may be missing, or its value of a wrong type.
     """
     speculator = config.get("speculators_model_type")
     architectures = config.get("architectures")
@@ -42,16 +43,16 @@ def trained_drafter(config: Mapping[str, Any]) -> str | None:
 
 
 def trained_drafter_at(directory: Path) -> str | None:
-    """What kind of trained drafter is in a directory; None for a language model, or where nothing can be read."""
+    """The kind of trained drafter in a directory; None for a language model, or if the config cannot be read."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # whoever loads the model says what is wrong
+        return None  # loading the model reports what is wrong
     return trained_drafter(config) if isinstance(config, dict) else None
 
 
-def refusal(name: str, kind: str) -> str:
-    """What to tell whoever names one as `draft`."""
+def unsupported(name: str, kind: str) -> str:
+    """The error message for a `draft` that is a trained drafter."""
     return (
         f"draft {name!r} is a drafter trained for its target ({kind}), which cannot be used yet; give a small language "
         'model of the same vocabulary, or "ngram"'

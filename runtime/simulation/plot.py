@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.reprs import shown_path
-from runtime.cli.simulate_command import Comparison, Decoding, in_words
+from runtime.simulation.comparison import Comparison, Decoding, in_words
 from runtime.terminal.display import OutputError
 
 if TYPE_CHECKING:

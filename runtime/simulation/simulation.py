@@ -33,7 +33,9 @@ from protocol.prices import Prices
 from protocol.reprs import shown
 from protocol.settings import MAX_SEED
 from protocol.statistics import Statistics
-from runtime.engine.runtime import Events, Runtime, running
+from runtime.engine.events import Events
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 
 VOCAB_SIZE = 64
 

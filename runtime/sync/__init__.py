@@ -15,23 +15,25 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, Unpack, cast
 
 import trio
 
 from protocol.errors import WrongEventLoopError
-from protocol.settings import MISSING, settings_from
+from protocol.settings import MISSING, SettingsLike, settings_from, with_overrides
+from protocol.settings_keywords import SettingsArguments
 from runtime.bridge.deferred_opening import deferred_opening, evaluate_here
 from runtime.bridge.handles import Commits, RuntimeHandle, own
 from runtime.bridge.many_prompts import MergedSource, begin_many
 from runtime.engine import runtime as engine
+from runtime.engine.open_options import OpenOptions, OpenOptionsAndSettings
 from runtime.engine.opening import OPTIONS
 from runtime.generation import token_stream
+from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, completion_of
+from runtime.generation.token_stream import Completion, SessionFile, completion_of
 from runtime.loading.model_sources import Device, Source
-from runtime.persistence.session_file import SessionFile
 from runtime.sync.conversation import Conversation
 from runtime.sync.many_prompts import TokenStreams
 from runtime.sync.thread import SyncThread, result_of
@@ -42,7 +44,7 @@ __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_s
 T = TypeVar("T")
 
 
-def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Any) -> Runtime:
+def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Runtime:
     """`runtime.open` without an event loop: load the models, and keep them at work until the runtime is closed.
 
     `with runtime.open_sync(…) as rt` closes it as the block is left; after `rt = runtime.open_sync(…)`, `rt.close()`
@@ -59,37 +61,45 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     Interrupting: a Ctrl-C while loading is raised once the models are let go of, after the load.
     """
     check_no_event_loop("open_sync")
-    make = deferred_opening(target, draft, options, handle=__name__)
+    make = deferred_opening(target, draft, dict(options), handle=__name__)
     thread: SyncThread[engine.Runtime] = SyncThread(make, "outrider-trio")
     return Runtime(thread, thread.start())
 
 
 def generate_sync(
-    prompt: Prompt, *, target: Source = MISSING, draft: Source | None = None, **keywords: Any
+    prompt: Prompt,
+    settings: SettingsLike | None = None,
+    *,
+    target: Source = MISSING,
+    draft: Source | None = None,
+    **keywords: Unpack[OpenOptionsAndSettings],
 ) -> Completion:
     """Load the models, generate one text, and let go of everything again.
 
     Args:
         prompt: text, token ids or chat messages.
+        settings: as for `Runtime.stream`.
         target, draft: as for `runtime.open`.
-        **keywords: options of `runtime.open` and settings of `Runtime.stream`.
+        **keywords: options of `runtime.open`, and settings, each of which replaces that of `settings`.
 
     Raises: as those two, and `WrongEventLoopError` as `open_sync`.
 
     Interrupting: Ctrl-C raises KeyboardInterrupt once the forward pass that is running has finished.
     """
     check_no_event_loop("generate_sync")
-    options = {name: value for name, value in keywords.items() if name in OPTIONS}
-    settings = {name: value for name, value in keywords.items() if name not in OPTIONS}
-    settings_from(settings)  # before the models are loaded
+    options: dict[str, Any] = {name: value for name, value in keywords.items() if name in OPTIONS}
+    overrides: dict[str, Any] = {name: value for name, value in keywords.items() if name not in OPTIONS}
+    settings_from(with_overrides(settings, overrides))  # before the models are loaded
     with open_sync(target, draft, **options) as runtime:
-        return runtime.generate(prompt, **settings)
+        return runtime.generate(prompt, settings, **overrides)
 
 
 class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
     """Two models at work, for plain threads; made by `open_sync`. A context manager."""
 
-    def stream(self, prompt: Prompt, **settings: Any) -> TokenStream:
+    def stream(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """Begin a generation.
 
         Args, Returns: as `runtime.Runtime.stream`, for plain threads.
@@ -99,20 +109,28 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
         Interrupting: a Ctrl-C ends the generation.
         """
-        self._check(settings)
-        return self._begin(partial(self._runtime.stream, own(prompt), **settings))
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        return self._begin(partial(self._runtime.stream, own(prompt), **keywords))
 
-    def generate(self, prompt: Prompt, **settings: Any) -> Completion:
+    def generate(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> Completion:
         """Generate a whole text.
 
         Args, Raises: as `stream`; what can happen to a running stream is raised here too.
 
         Interrupting: a Ctrl-C ends the generation; what was generated until then is lost.
         """
-        return self._complete(self.stream(prompt, **settings))
+        return self._complete(self.stream(prompt, settings, **overrides))
 
     def generate_many(
-        self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[SettingsArguments],
     ) -> list[Completion]:
         """Generate a whole text for each of many prompts.
 
@@ -124,15 +142,23 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
         Interrupting: a Ctrl-C ends all of them; what was generated until then is lost.
         """
-        self._check(settings)
-        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, settings)
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, keywords)
 
         async def complete_all() -> list[Completion]:
             return await begin()
 
         return self._done_in_trio(complete_all)
 
-    def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
+    def stream_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[SettingsArguments],
+    ) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all of them as they come.
 
         Args: as `runtime.Runtime.generate_many`.
@@ -144,45 +170,58 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
         Interrupting: a Ctrl-C ends all generations.
         """
-        self._check(settings)
-        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, settings)
+        keywords = with_overrides(settings, overrides)
+        self._check(keywords)
+        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, keywords)
         return TokenStreams(self._relay(lambda: MergedSource(begin())), self)
 
-    def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:
+    def conversation(
+        self,
+        system: str | None = None,
+        settings: SettingsLike | None = None,
+        *,
+        thinking: bool | None = None,
+        **overrides: Unpack[SettingsArguments],
+    ) -> Conversation:
         """Begin a conversation; nothing is generated until something is said.
 
         Args, Returns: as `runtime.Runtime.conversation`, for plain threads.
 
         Raises: as there.
         """
-        self._check(settings)
+        keywords = turn_settings(settings, overrides)
+        self._check(keywords)
 
         async def make() -> Any:
-            return self._runtime.conversation(system, thinking=thinking, **settings)
+            return self._runtime.conversation(system, thinking=thinking, **keywords)
 
         return Conversation(self, self._done_in_trio(make))
 
-    def load(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> Conversation:
+    def load(
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+    ) -> Conversation:
         """A conversation from a file of `Conversation.save`, of any kind, to go on with where it was left.
 
         Args, Raises: as `runtime.Runtime.load`.
 
         Interrupting: a Ctrl-C waits for the job that is running; there is no conversation then.
         """
-        made = self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **settings))
+        made = self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **overrides))
         return Conversation(self, made)
 
-    def load_stream(self, path: SessionFile, *, any_draft: bool = False, **settings: Any) -> TokenStream:
+    def load_stream(
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """A stream from a file of `TokenStream.save`, of any kind, to go on behind the last token that was given.
 
         Args, Returns, Raises: as `runtime.Runtime.load_stream`.
 
         Interrupting: a Ctrl-C waits for the job that is running; there is no stream then.
         """
-        made = self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **settings))
+        made = self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **overrides))
         return self._begin(lambda: made)
 
-    def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Any) -> None:
+    def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         Args, Raises: as `runtime.Runtime.attach_draft`.
@@ -235,7 +274,7 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
     def _check(self, settings: dict[str, Any]) -> None:
         _check_not_in_trio("this")
-        self._runtime._check_asked(settings)
+        self._runtime.check_settings(settings)
 
 
 def check_no_event_loop(what: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
+from protocol.settings import SettingsLike
+from protocol.settings_keywords import SettingsArguments
 from runtime.bridge.handles import ConversationHandle
 from runtime.generation import conversation
-from runtime.generation.token_stream import Completion
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.conversation import turn_settings
+from runtime.generation.token_stream import Completion, SessionFile
 from runtime.sync.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ class Conversation(ConversationHandle[TokenStream]):
     def __repr__(self) -> str:
         return f"<outrider sync.Conversation: {len(self.messages)} messages>"
 
-    def stream(self, text: str, **overrides: Any) -> TokenStream:
+    def stream(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> TokenStream:
         """Say something, and stream the answer.
 
         Args, Returns: as `runtime.Conversation.stream`, for plain threads.
@@ -45,20 +49,23 @@ class Conversation(ConversationHandle[TokenStream]):
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        self._runtime._check(overrides)
+        keywords = turn_settings(settings, overrides)
+        self._runtime._check(keywords)
         self._check_idle("say something")
-        stream = self._runtime._begin(partial(self._open, text, overrides))
+        stream = self._runtime._begin(partial(self._open, text, keywords))
         self._last = weakref.ref(stream)
         return stream
 
-    def generate(self, text: str, **overrides: Any) -> Completion:
+    def generate(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> Completion:
         """Say something, and have the whole answer.
 
         Args, Raises: as `stream`; what can happen to a running stream is raised here too.
 
         Interrupting: a Ctrl-C ends the answer; what was given of it by then is part of the conversation.
         """
-        return self._runtime._complete(self.stream(text, **overrides))
+        return self._runtime._complete(self.stream(text, settings, **overrides))
 
     def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for a `load`, here or elsewhere; see `runtime.Conversation.save`.

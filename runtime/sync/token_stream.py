@@ -13,7 +13,7 @@ from protocol.statistics import Statistics
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 from runtime.sync.thread import settled
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class TokenStream(StreamHandle):
     waiting, and dropping the last reference (which is what `break` does to a stream that has no other) all end the
     generation. Each returns at once; the models are free after the forward pass that is running.
     """
+
+    _how_to_close = "close()"
 
     def __init__(
         self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics], runtime: Runtime
@@ -64,7 +66,7 @@ class TokenStream(StreamHandle):
 
         Interrupting: a Ctrl-C ends the generation.
         """
-        is_ours = False
+        is_ours = self._is_unread = False
         try:
             is_ours = self._in_use.acquire(blocking=False)
             if is_ours:

@@ -37,7 +37,8 @@ from actors.probe import probe
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, ThreadWorker
 from protocol.errors import ModelError
-from runtime.engine.runtime import Runtime, running
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 
 LOOKAHEADS = (1, 3, 6)
 # Positions at which whoever drafts is right.

@@ -281,7 +281,7 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
             other = simulation.runtime.stream([1, 2, 3], max_tokens=30, lookahead=2)
             if what == "find_stop":
-                simulation.runtime._sessions[0].find_stop = fail
+                simulation.runtime._sessions.by_id[0].find_stop = fail
             else:
                 simulation.target_worker.parts[0].receive = fail  # type: ignore[method-assign]
             with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):

@@ -121,7 +121,7 @@ async def test_several_streams_at_once_and_one_that_is_left() -> None:
 
 
 async def test_serve_looks_up_as_well(nursery: trio.Nursery) -> None:
-    rt = await nursery.start(runtime.serve, (family("llama"), None), "ngram")
+    rt = await nursery.start(runtime.keep_open, (family("llama"), None), "ngram")
     prompt = PROMPTS["a phrase, again and again"]
     completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3)
     assert ids(completion) == family_text("llama", tuple(prompt))

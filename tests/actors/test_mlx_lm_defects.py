@@ -22,7 +22,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.workers.worker import Job, ThreadWorker
-from runtime.engine.runtime import running
+from runtime.engine.running import running
 
 PROMPT = prompt_of(9, vocab_size=architectures.VOCAB_SIZE)
 NUM_TOKENS = 24

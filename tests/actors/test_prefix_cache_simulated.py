@@ -31,7 +31,7 @@ from scripted import (
 
 from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
 from protocol.errors import RewindError
-from runtime.engine.runtime import BUFFERED_ROUNDS
+from runtime.engine.sessions import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 LOOKAHEADS = [0, 1, 3, "auto"]

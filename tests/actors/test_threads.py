@@ -32,7 +32,7 @@ async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.M
     async with runtime.open((target(), None)) as rt:
 
         def add_while_somebody_looks(self: Counts, other: Counts) -> None:
-            if self is rt._past and not seen:
+            if self is rt._sessions.past and not seen:
                 looking.start()
                 # At this moment the session is with those at work no more, and not with the past ones yet. Whoever
                 # looks has to wait until it is; so this waits for nothing where all is well.

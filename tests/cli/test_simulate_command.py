@@ -24,8 +24,8 @@ from protocol.prices import Prices
 from protocol.settings import Settings
 from runtime.cli import main as cli
 from runtime.cli import simulate_command
-from runtime.cli.simulate_command import LOOKAHEADS, NUM_TOKENS, compare, in_words
 from runtime.simulation import plot as simulation_plot
+from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, compare, in_words
 from runtime.simulation.simulation import Scenario, played
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Settings that hold for every stream of a runtime unless others are given."""
+"""The `defaults` of `open`: settings of every stream that is not given others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model that is attached to an open runtime, and detached from it, at whatever moment."""
+"""Attaching a drafter to an open runtime and detaching it, at every moment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def drafter() -> nn.Module:
 
 
 class Held(Wrapped):
-    """A model whose forward passes wait while they are to."""
+    """A model whose forward passes wait until a test lets them go on."""
 
     def __init__(self, model: nn.Module, *, holds: bool = True) -> None:
         super().__init__(model)
@@ -174,7 +174,7 @@ async def test_attaching_can_be_cancelled_in_the_middle_and_tried_again() -> Non
 async def test_closing_in_the_middle_of_attaching_says_so() -> None:
     cached_tokens = Held(drafter())
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.serve, (target(), None))
+        rt = await nursery.start(runtime.keep_open, (target(), None))
 
         @nursery.start_soon
         async def attach() -> None:
@@ -191,7 +191,7 @@ async def test_closing_in_the_middle_of_attaching_says_so() -> None:
 async def test_closing_in_the_middle_of_detaching_ends_both() -> None:
     cached_tokens = Held(drafter(), holds=False)
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.serve, (target(), None), (cached_tokens, None))
+        rt = await nursery.start(runtime.keep_open, (target(), None), (cached_tokens, None))
         cached_tokens.may_go_on.clear()
         stream = rt.stream(PROMPT, **SETTINGS)
         await cached_tokens.is_in()

@@ -1,4 +1,4 @@
-"""The version; and what a user is told whose own files hide Outrider's packages."""
+"""The version, and the error where a user's own file hides one of Outrider's packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(where: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, whose own directory is the first that Python looks into."""
+    """Run a script; its own directory comes first on Python's path."""
     (where / "main.py").write_text(source)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(where / "main.py")]
@@ -34,7 +34,7 @@ def test_a_users_file_in_the_place_of_a_package_is_named(name, kind, tmp_path):
         hiding.write_text("print('mine')" if kind == "imported before" else "raise AssertionError('not to be run')")
     done = script(tmp_path, f"import {name}\nimport runtime" if kind == "imported before" else "import runtime")
     if kind == "directory":
-        # A directory without __init__.py comes behind every package, wherever that is.
+        # A directory without __init__.py comes after every package on the path.
         assert (done.returncode, done.stderr) == (0, "")
         (hiding / "__init__.py").touch()
         done = script(tmp_path, "import runtime")

@@ -1,4 +1,4 @@
-"""Drafters that were trained for a target are told from language models, and refused in words."""
+"""Trained drafters are told from language models, and the error says what to use instead."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_a_device_that_is_not_there_is_refused(role: str, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "is_available", lambda device: device.type == mx.DeviceType.cpu)
-    with pytest.raises(runtime.SettingsError, match=rf"^{role}_device .* is not there"):
+    with pytest.raises(runtime.SettingsError, match=rf"^{role}_device .* is not available"):
         async with runtime.open((target(), None), (target(), None), **{f"{role}_device": device}):
             raise AssertionError("should not be reached")
 

@@ -181,7 +181,8 @@ async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]],
     arm(struck.set)
     stream = rt.stream(PROMPT, max_tokens=400, **SETTINGS)
     await struck.wait()
-    del stream
+    with pytest.warns(ResourceWarning, match="dropped unread"):
+        del stream
     gc.collect()
 
 
@@ -553,7 +554,8 @@ async def test_two_runtimes_over_one_model_nested() -> None:
     right = greedy(model, PROMPT, 8)
     async with runtime.open((model, None), (drafter(), None)) as outer:
         async with runtime.open((drafter(), None), (model, None)) as inner:
-            assert runtime.stream([1])  # the inner one's
+            async with runtime.stream([1]):  # the inner one's
+                assert (outer.num_streams, inner.num_streams) == (0, 1)
             completion = await outer.generate(PROMPT, max_tokens=8)
             assert [token.id for token in completion.tokens] == right
             await inner.generate(PROMPT, max_tokens=8)
@@ -572,7 +574,7 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
 
         async def serve(scope: trio.CancelScope, task_status: trio.TaskStatus[runtime.Runtime]) -> None:
             with scope:
-                await runtime.serve((model, None), (model, None), task_status=task_status)
+                await runtime.keep_open((model, None), (model, None), task_status=task_status)
 
         await nursery.start(lambda task_status: serve(first_scope, task_status))
         second = await nursery.start(lambda task_status: serve(second_scope, task_status))

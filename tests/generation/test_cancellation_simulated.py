@@ -115,7 +115,8 @@ async def by_an_error_inside_async_with(open_stream: OpenStream, _: trio.CancelS
 async def by_dropping_the_last_reference(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
     stream = open_stream()
     await due.wait()
-    del stream
+    with pytest.warns(ResourceWarning, match="dropped unread"):
+        del stream
 
 
 WAYS = [
@@ -370,7 +371,8 @@ async def test_a_text_that_was_read_to_its_end_was_not_cancelled(autojump_clock:
 async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autojump_clock: Any) -> None:
     async with simulated(*models(2)) as simulation:
         for _ in range(20):
-            simulation.runtime.stream(PROMPT, **settings_of(2))
+            with pytest.warns(ResourceWarning, match="dropped unread"):
+                simulation.runtime.stream(PROMPT, **settings_of(2))
         assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
         await trio.testing.wait_all_tasks_blocked()
         assert simulation.runtime.num_streams == 0

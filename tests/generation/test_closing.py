@@ -50,7 +50,7 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
     held = Held(target())
     closed: list[int] = []
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.serve, (held, None))
+        rt = await nursery.start(runtime.keep_open, (held, None))
         held.may_go_on.clear()
 
         @nursery.start_soon
@@ -96,7 +96,7 @@ async def test_closing_within_the_block_ends_the_streams_and_leaving_does_the_re
 
 async def test_cancelling_the_nursery_releases_whoever_closes() -> None:
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.serve, (target(), None))
+        rt = await nursery.start(runtime.keep_open, (target(), None))
         nursery.cancel_scope.cancel()
     await rt.aclose()
     assert outrider_threads() == []

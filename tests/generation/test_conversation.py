@@ -215,7 +215,8 @@ async def test_a_turn_that_ends_before_its_first_token_leaves_the_conversation_a
         assert conversation.messages == before
         await conversation.stream("nor this").aclose()
         assert conversation.messages == before
-        conversation.stream("nor this one, which nobody holds")
+        with pytest.warns(ResourceWarning, match="dropped unread"):
+            conversation.stream("nor this one, which nobody holds")
         assert conversation.messages == before
         await conversation.generate("os")
         assert [message["content"] for message in conversation.messages[::2]] == ["import", "os"]

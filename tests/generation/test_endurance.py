@@ -35,7 +35,8 @@ async def use(rt: runtime.Runtime, number: int) -> None:
             async with rt.stream(PROMPT, max_tokens=50) as stream:
                 await anext(stream)
         case 4:
-            rt.stream(PROMPT, max_tokens=50)  # nobody ever listens
+            with pytest.warns(ResourceWarning, match="dropped unread"):
+                rt.stream(PROMPT, max_tokens=50)  # nobody ever listens
 
 
 def resident_bytes() -> int:

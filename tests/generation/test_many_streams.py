@@ -31,7 +31,7 @@ from scripted import (
 import runtime
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.trace import Event, Instant, Span
-from runtime.engine.runtime import BUFFERED_ROUNDS
+from runtime.engine.sessions import BUFFERED_ROUNDS
 
 # What takes the target's time, for which streams have to wait for each other.
 TURNS = ("prefill", "verify", "decode")
@@ -182,7 +182,8 @@ async def test_without_a_bound_every_stream_is_at_work_at_once(autojump_clock: A
         rt = simulation.runtime
         streams = [rt.stream([n]) for n in range(20)]
         assert (rt.num_streams, rt.num_waiting) == (20, 0)
-        del streams
+        with pytest.warns(ResourceWarning, match="dropped unread"):
+            del streams
 
 
 async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock: Any) -> None:
@@ -238,7 +239,8 @@ async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autoj
                 with pytest.raises(RuntimeClosedError):
                     await anext(waiting)
             case "drop":
-                del waiting
+                with pytest.warns(ResourceWarning, match="dropped unread"):
+                    del waiting
                 gc.collect()
             case "scope":
                 with trio.CancelScope() as scope:

@@ -33,7 +33,7 @@ from actors.tensor import Tensor
 from actors.workers.worker import Job
 from protocol.replay import ReplayDebt
 from protocol.settings import Settings
-from runtime.engine import runtime as engine
+from runtime.engine import sessions
 from runtime.persistence import saved_session, session_file
 from runtime.persistence.session_file import Contents
 
@@ -72,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the models are through with a short text before its first token is read."""
-    monkeypatch.setattr(engine, "BUFFERED_ROUNDS", 1)
+    monkeypatch.setattr(sessions, "BUFFERED_ROUNDS", 1)
 
 
 async def read(stream: runtime.TokenStream, most: int = 10**9) -> list[runtime.Token]:
@@ -363,7 +363,7 @@ async def test_a_stream_that_nobody_reads_is_saved_with_all_that_is_decided(tmp_
     def note(event: runtime.Event) -> None:
         nonlocal num_verdicts
         num_verdicts += isinstance(event, runtime.Instant) and event.kind == "verdict"
-        if num_verdicts > 2 + engine.BUFFERED_ROUNDS:
+        if num_verdicts > 2 + sessions.BUFFERED_ROUNDS:
             is_full.set()
 
     async with PAIRS[name].open(drafted=False, trace=note) as rt:
@@ -373,7 +373,7 @@ async def test_a_stream_that_nobody_reads_is_saved_with_all_that_is_decided(tmp_
         for _ in range(9):
             await stream.save(path)
         num_decided = len((await saved_session.read(path)).tokens) - len(PROMPT)
-        assert 2 + engine.BUFFERED_ROUNDS < num_decided <= 2 + 4 * (1 + engine.BUFFERED_ROUNDS)
+        assert 2 + sessions.BUFFERED_ROUNDS < num_decided <= 2 + 4 * (1 + sessions.BUFFERED_ROUNDS)
         resumed = await rt.load_stream(path)
         rest = ids_of(await read(resumed))
         assert rest == ids_of(await read(stream))

@@ -1,16 +1,41 @@
-"""Who may import what, read from the source: runtime → actors → protocol, and each trade in one module."""
+"""Which module may import which, and how large folders and modules may become; all read from the source."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "actors", "runtime")
+
+# The packages of runtime/: each imports only from those before it, and none from one on its own level.
+ORDER = (
+    {"terminal"},
+    {"loading"},
+    {"generation"},
+    {"tracing"},
+    {"persistence"},
+    {"engine"},
+    {"bridge"},
+    {"aio", "sync"},
+    {"simulation"},
+    {"bench"},
+    {"doctor"},
+    {"server"},
+    {"cli"},
+)
+# Beside the packages: the public face, which looks names up when they are asked for, and what it needs to begin with.
+FACE = {"__init__", "__main__", "name_collisions"}
+
+MAX_MODULES_A_FOLDER = 12
+MAX_LINES_A_MODULE = 400
+# A flat list of decisions that know nothing of each other's callers: a reader finds each by its name.
+FLAT = {"protocol"}
 
 # What protocol/ may not touch: schedules, clocks, global randomness, files.
 IMPURE = {
@@ -48,6 +73,73 @@ def imports(tree: ast.AST, package: str) -> set[str]:
 
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a module; a package's is that of its `__init__`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in EVERY_MODULE}
+
+
+class _WithoutTyping(ast.NodeTransformer):
+    """Leaves out what only type checkers read."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            return [self.visit(each) for each in node.orelse]
+        return self.generic_visit(node)
+
+
+class _WithoutFunctions(_WithoutTyping):
+    """Leaves out what is imported when a function is called."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        return None
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """A module without what only type checkers read."""
+    return _WithoutTyping().visit(tree)
+
+
+def at_its_top(tree: ast.Module) -> ast.Module:
+    """A module without what only type checkers read, and without its functions."""
+    return _WithoutFunctions().visit(tree)
+
+
+def modules_imported(tree: ast.Module, path: Path) -> set[str]:
+    """The project's own modules that a module imports, by their dotted names."""
+    found = imports(tree, ".".join(path.relative_to(ROOT).parent.parts))
+    # `from a import b` names the module a.b if there is one; else a has b.
+    return {name for name in found if name in MODULES}
+
+
+def a_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Names that lead from one to the next and back to the first; none if there is no cycle."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name not in done:
+            for following in sorted(graph[name]):
+                if found := visit(following, [*trail, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
+
+
+def misplaced(package: str, imported: str) -> bool:
+    """Whether a package of runtime/ imports one that does not stand before it."""
+    levels = {name: level for level, names in enumerate(ORDER) for name in names}
+    return package != imported and levels[imported] >= levels[package]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -108,6 +200,77 @@ def test_imports_run_one_way(package, forbidden):
         assert not forbidden & {name.split(".")[0] for name in imports_of(path)}, path
 
 
+def test_the_order_names_every_package_of_the_runtime():
+    folders = {path.name for path in (ROOT / "runtime").iterdir() if (path / "__init__.py").exists()}
+    assert folders == {name for names in ORDER for name in names}
+    assert {path.stem for path in (ROOT / "runtime").glob("*.py")} == FACE
+
+
+@pytest.mark.parametrize(
+    ("package", "imported", "expected"),
+    [("engine", "loading", False), ("loading", "engine", True), ("aio", "sync", True), ("sync", "aio", True)],
+)
+def test_an_import_against_the_order_is_seen(package, imported, expected):
+    assert misplaced(package, imported) == expected
+
+
+def test_packages_of_the_runtime_import_only_from_those_before_them():
+    found = []
+    for path in modules("runtime"):
+        package = path.relative_to(ROOT).parts[1]
+        if path.stem in FACE and path.parent == ROOT / "runtime":
+            continue
+        for name in modules_imported(at_run_time(parsed(path)), path):
+            top, *rest = name.split(".")
+            if top == "runtime" and rest and rest[0] not in FACE and misplaced(package, rest[0]):
+                found.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import trio", {"trio"}),
+        ("if TYPE_CHECKING:\n    import trio\nelse:\n    import attrs", {"attrs"}),
+        ("def f():\n    import trio", set()),
+        ("class A:\n    import attrs\n    async def f(self):\n        import trio", {"attrs"}),
+        ("try:\n    import trio\nfinally:\n    import attrs", {"trio", "attrs"}),
+    ],
+)
+def test_imports_at_the_top_are_told_from_later_ones(source, expected):
+    assert imports(at_its_top(ast.parse(source)), "protocol") == expected
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": {"b"}, "b": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+        ({"a": {"a"}}, ["a", "a"]),
+    ],
+)
+def test_a_cycle_is_found(graph, expected):
+    assert a_cycle(graph) == expected
+
+
+def test_no_modules_import_each_other():
+    graph = {name: modules_imported(at_its_top(parsed(path)), path) for name, path in MODULES.items()}
+    assert a_cycle(graph) == []
+
+
+def test_no_folder_has_more_than_a_dozen_modules():
+    sizes: dict[str, int] = {}
+    for path in EVERY_MODULE:
+        folder = path.parent.relative_to(ROOT).as_posix()
+        sizes[folder] = sizes.get(folder, 0) + (path.name != "__init__.py")
+    assert {folder: size for folder, size in sizes.items() if size > MAX_MODULES_A_FOLDER and folder not in FLAT} == {}
+
+
+def test_no_module_is_longer_than_can_be_read_in_one_go():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES_A_MODULE} == {}
+
+
 @every_protocol_module
 def test_protocol_knows_no_schedules_clocks_files_or_layers(path):
     found = imports_of(path)
@@ -136,7 +299,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/sampling/user_code.py",
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
-        "runtime/engine/runtime.py",
+        "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/sync/many_prompts.py",

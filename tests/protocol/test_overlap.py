@@ -24,7 +24,7 @@ from scripted import (
 )
 
 from protocol.settings import MAX_LOOKAHEAD
-from runtime.engine.runtime import BUFFERED_ROUNDS
+from runtime.engine.sessions import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 VERIFY = 32.0

@@ -76,7 +76,7 @@ async def test_every_way_to_open_says_what_is_missing(options: dict[str, Any], s
             pass
 
     with pytest.raises(runtime.SettingsError, match=re.escape(said)):
-        await runtime.serve(**options)
+        await runtime.keep_open(**options)
     for ask in (partial(runtime.open_sync, **options), partial(asyncio.run, under_asyncio())):
         with pytest.raises(runtime.SettingsError, match=re.escape(said)):
             await trio.to_thread.run_sync(ask)

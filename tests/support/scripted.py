@@ -32,7 +32,9 @@ from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.trace import Event, Instant, Span
 from runtime import Token
-from runtime.engine.runtime import Events, Runtime, running
+from runtime.engine.events import Events
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Agreement that changes in mid-stream is followed: fifty rounds later the text goes on as if it had always been so."""
+"""The automatic lookahead follows an acceptance rate that changes in mid-stream, within some fifty rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.simulation.simulation import Scenario, played
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700
-# No round commits less than a token, and one of a drafter that is seldom right hardly more.
+# In tokens: a round commits at least one, and hardly more while the drafter is seldom right.
 FOLLOWED_WITHIN = 65
 LONG = 300
 
@@ -22,13 +22,13 @@ def seconds(num_tokens: int, cost: float, slope: float, kappa: float, *changes: 
 
 
 def pace(begin: int, machine: tuple[float, float, float], *changes: tuple[int, float]) -> float:
-    """Seconds a token, from one on."""
+    """Seconds a token, from the token at index `begin` on."""
     return (seconds(begin + LONG, *machine, *changes) - seconds(begin, *machine, *changes)) / LONG
 
 
 # Cost of drafting, price of width, contention.
 MACHINES = [(0.1, 0.06, 0.0), (0.2, 0.06, 0.3), (0.1, 0.5, 0.0)]
-# Here reading along would cost the target 4 % of its time at least, more than finding out may.
+# Here keeping the drafter up to date would cost the target at least 4 % of its time, more than a trial may.
 TOO_DEAR = (0.35, 0.06, 1.0)
 
 
@@ -42,7 +42,7 @@ def test_a_drafter_that_becomes_bad_costs_no_more_than_plain_decoding_soon(machi
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_drafter_that_becomes_good_again_is_used_again_soon(machine: tuple[float, float, float]) -> None:
     changes = ((BAD_FROM, BAD), (GOOD_AGAIN, GOOD))
-    # At worst three quarters of the way from plain decoding, which takes a second a token.
+    # At least three quarters of the gain over plain decoding, which takes a second a token.
     always_good = pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine)
     assert always_good < 0.8
     assert pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine, *changes) < always_good + 0.25 * (1.0 - always_good)

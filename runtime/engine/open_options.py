@@ -1,0 +1,32 @@
+"""The options of `open` as keyword arguments, for type checkers and completion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from protocol.settings_keywords import SettingsArguments
+
+if TYPE_CHECKING:
+    from protocol.settings import SettingsLike
+    from runtime.loading.model_sources import Device
+    from runtime.tracing.trace_files import Trace
+
+
+class OpenOptions(TypedDict, total=False):
+    """The options of `open`, which says what they mean, beside `target` and `draft`."""
+
+    target_device: Device
+    draft_device: Device
+    rewind: str
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    max_streams: int | None
+    prefix_cache_bytes: int
+    defaults: SettingsLike | None
+    trace: Trace
+
+
+class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):
+    """Options of `open` and settings side by side, as `generate_sync` takes them."""

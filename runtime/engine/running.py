@@ -1,0 +1,140 @@
+"""The actors at work: a runtime over models and workers that are there, and `stream` on the runtime in use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Literal, Unpack
+
+import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.actor import PREFIX_CACHE_BYTES
+from actors.drafters.draft_actor import DraftActor, MakePolicy, policy_by_settings
+from actors.drafters.lookup_actor import LookupActor
+from actors.model import Model
+from actors.target import TargetActor
+from actors.workers.worker import Worker
+from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
+from protocol.prices import Prices
+from protocol.settings import NGRAM, SettingsLike
+from protocol.settings_keywords import SettingsArguments
+from protocol.target_queue import TargetQueue
+from runtime.engine.drafter_slot import DrafterSlot, Load, LoadedDrafter
+from runtime.engine.events import Events
+from runtime.engine.nursery import BackgroundNursery
+from runtime.engine.runtime import CLOSED, Runtime
+from runtime.generation.text import Prompt
+from runtime.generation.token_stream import TokenStream
+
+_current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
+
+
+@asynccontextmanager
+@trio.lowlevel.enable_ki_protection
+async def running(
+    target: tuple[Model, Worker],
+    draft: tuple[Model, Worker] | Literal["ngram"] | None,
+    *,
+    tokenizer: TokenizerWrapper | None = None,
+    shared_tokenizer: TokenizerWrapper | None = None,
+    events: Events | None = None,
+    prices: Prices | None = None,
+    make_policy: MakePolicy = policy_by_settings,
+    max_streams: int | None = None,
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    defaults: SettingsLike | None = None,
+    draft_resources: AsyncExitStack | None = None,
+    load_draft: Load | None = None,
+) -> AsyncIterator[Runtime]:
+    """A runtime over loaded models and running workers.
+
+    Args:
+        target, draft: a model and its worker; real ones, or scripted ones in simulated time. The caller enters and
+            leaves the workers. "ngram" drafts by prompt lookup, and None does not draft.
+        tokenizer: the target's, or None.
+        shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
+        events: where the workers announce their spans.
+        prices: what the models are known to cost; nothing if None.
+        make_policy: makes the policy that decides how far a session is drafted ahead.
+        max_streams: see `open`.
+        prefix_cache_bytes: see `open`.
+        defaults: see `open`.
+        draft_resources: closed once the drafter is detached, or the runtime is left.
+        load_draft: loads a drafter to attach; None if none can be attached.
+
+    Cancellation: as `open`.
+    """
+    events, prices = events or Events(), prices or Prices()
+    async with BackgroundNursery() as nursery:
+        runtime: Runtime | None = None
+
+        def on_failure(error: OutriderError) -> None:
+            assert runtime is not None
+            runtime._sessions.fail(error)
+
+        target_queue = TargetQueue()
+        target_actor = TargetActor(
+            *target,
+            events,
+            prices,
+            on_failure=on_failure,
+            prefix_cache_bytes=prefix_cache_bytes,
+            target_queue=target_queue,
+        )
+
+        def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
+            if draft == NGRAM:
+                return LookupActor(
+                    events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
+                )
+            return DraftActor(
+                *draft,
+                events,
+                prices,
+                target=target_actor.mailbox,
+                target_vocab_size=target[0].vocab_size,
+                make_policy=make_policy,
+                prefix_cache_bytes=prefix_cache_bytes,
+                target_queue=target_queue,
+            )
+
+        drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
+        if draft is not None:
+            await drafter.put(draft, draft_resources or AsyncExitStack())
+        del draft  # the slot holds it, until it is detached
+        await nursery.start(target_actor.serve)
+        runtime = Runtime(
+            target_actor,
+            drafter,
+            tokenizer,
+            events,
+            prices,
+            nursery,
+            max_streams,
+            tokenizer if shared_tokenizer is None else shared_tokenizer,
+            defaults,
+        )
+        end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
+        # A cancellation from further out ends the actors first; the block ends when it gets to it.
+        target_actor.when_over(end)
+        before = _current.get()
+        _current.set(runtime)
+        try:
+            yield runtime
+        finally:
+            _current.set(before)
+            end()
+
+
+def stream(prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]) -> TokenStream:
+    """`Runtime.stream`, on the runtime that the current task is running under.
+
+    Raises: NoRuntimeError: there is none; and what `Runtime.stream` raises.
+    """
+    runtime = _current.get()
+    if runtime is None:
+        raise NoRuntimeError("no runtime is open here; use this inside `async with runtime.open(...)`")
+    return runtime.stream(prompt, settings, **overrides)

@@ -1,0 +1,136 @@
+"""The types of the public face: what type checkers and completion see, and what a user can import by name."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, ForwardRef
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import runtime
+import runtime.aio
+import runtime.sync
+from protocol.settings import Settings
+from protocol.settings_keywords import SettingsArguments
+from runtime.engine.open_options import OpenOptions, OpenOptionsAndSettings
+from runtime.engine.opening import open as open_runtime
+from runtime.loading.model_sources import Source
+
+FACES = (runtime, runtime.aio, runtime.sync)
+# What `Settings` converts may be given more widely.
+WIDER = {"logit_bias": "Mapping[int, float] | None", "stop": "str | Iterable[str] | None"}
+# Methods that Python calls by itself.
+CALLED = {"__aenter__", "__aiter__", "__anext__", "__await__", "__call__", "__enter__", "__iter__", "__next__"}
+
+
+def spelled(annotation: Any) -> str:
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else str(annotation)
+
+
+def as_given(name: str, type_: str) -> str:
+    """The type of a setting's argument, by that of its field."""
+    if name in WIDER:
+        return WIDER[name]
+    if type_.startswith("tuple["):
+        return f"Iterable[{type_.removeprefix('tuple[').removesuffix(', ...]')}] | None"
+    return type_
+
+
+def test_a_setting_has_the_same_type_as_an_argument_and_as_a_field() -> None:
+    fields = {field.name: as_given(field.name, str(field.type)) for field in attrs.fields(Settings)}
+    assert {name: spelled(each) for name, each in SettingsArguments.__annotations__.items()} == fields
+    assert SettingsArguments.__required_keys__ == frozenset()
+
+
+def test_an_option_of_open_has_the_same_type_wherever_it_is_passed_on() -> None:
+    parameters = inspect.signature(open_runtime).parameters.values()
+    options = {each.name: each.annotation for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert {name: spelled(each) for name, each in OpenOptions.__annotations__.items()} == options
+    assert OpenOptions.__required_keys__ == frozenset()
+    assert OpenOptionsAndSettings.__optional_keys__ == set(options) | set(SettingsArguments.__annotations__)
+
+
+SETTINGS = "Unpack[SettingsArguments]"
+OPTIONS = "Unpack[OpenOptions]"
+TYPED: list[tuple[Callable[..., Any], str]] = [
+    (runtime.stream, SETTINGS),
+    (runtime.keep_open, OPTIONS),
+    (runtime.open, "Never"),
+    (runtime.open_sync, OPTIONS),
+    (runtime.aio.open, OPTIONS),
+    (runtime.generate_sync, "Unpack[OpenOptionsAndSettings]"),
+    *((getattr(runtime.Conversation, name), SETTINGS) for name in ("stream", "generate")),
+    *((getattr(runtime.aio.Conversation, name), SETTINGS) for name in ("stream", "generate")),
+    *((getattr(runtime.sync.Conversation, name), SETTINGS) for name in ("stream", "generate")),
+    *(
+        (getattr(home.Runtime, name), SETTINGS)
+        for home in FACES
+        for name in ("stream", "generate", "stream_many", "generate_many", "conversation", "load", "load_stream")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), TYPED, ids=lambda each: getattr(each, "__module__", "") + "." + str(each)
+)
+def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None:
+    (keywords,) = (
+        each for each in inspect.signature(function).parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD
+    )
+    assert keywords.annotation == expected
+
+
+NAMES = {
+    **{name: getattr(runtime, name) for name in runtime.__all__},
+    # Imported for type checkers alone.
+    **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenOptions": OpenOptions},
+}
+
+
+def classes(annotation: Any) -> Iterator[type]:
+    """The classes that an annotation is made of."""
+    for part in (annotation, typing.get_origin(annotation)):
+        if isinstance(part, type):
+            yield part
+    for argument in typing.get_args(annotation):
+        yield from classes(argument)
+
+
+def returned(face: Any) -> Iterator[tuple[str, type]]:
+    """What the functions, methods, properties and fields of a public module's names give, by where."""
+    for name in face.__all__:
+        item = getattr(face, name)
+        functions = [(name, item)] if inspect.isfunction(item) else []
+        if isinstance(item, type):
+            members = [(each, member) for each, member in inspect.getmembers(item) if each[0] != "_" or each in CALLED]
+            functions = [
+                (f"{name}.{each}", member.fget if isinstance(member, property) else member)
+                for each, member in members
+                if isinstance(member, property) or inspect.isfunction(member)
+            ]
+            if attrs.has(item):
+                for field, annotation in typing.get_type_hints(item, localns=NAMES).items():
+                    yield from ((f"{name}.{field}", found) for found in classes(annotation))
+        for where, function in functions:
+            # What a module imports itself goes before what it imports for type checkers alone.
+            names = {**NAMES, **{each: getattr(face, each) for each in face.__all__}, **function.__globals__}
+            hints = typing.get_type_hints(function, localns=names)
+            yield from ((where, found) for found in classes(hints.get("return")))
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_every_type_that_the_public_face_gives_can_be_imported_from_it(face: Any) -> None:
+    # The handles' types are `runtime.aio.Runtime` and the like.
+    public = {getattr(home, name) for home in FACES for name in home.__all__}
+    missing = {
+        f"{where}: {found.__name__}"
+        for where, found in returned(face)
+        if found.__module__.split(".")[0] in ("runtime", "actors", "protocol") and found not in public
+    }
+    # A processor's state is nobody's but its own.
+    assert missing - {"Grammar.save: _State"} == set()

@@ -1,0 +1,103 @@
+"""A token stream that is dropped unread: it warns, since nobody can have meant that."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import warnings
+from collections.abc import Iterator
+
+import mlx.nn as nn
+import pytest
+from models import llama
+
+import runtime
+import runtime.aio
+
+PROMPT = [1, 2, 3]
+
+
+@functools.cache
+def target() -> nn.Module:
+    return llama()
+
+
+@pytest.fixture
+def caught() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+        # What is shown may keep the streams.
+        caught.clear()
+
+
+def texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    assert {each.category for each in caught} <= {ResourceWarning}
+    return [str(each.message) for each in caught]
+
+
+EXPECTED = "a token stream was dropped unread, which ended its generation; read it, or close it with {}"
+
+
+async def test_a_stream_that_nobody_reads_warns_and_ends(caught: list[warnings.WarningMessage]) -> None:
+    async with runtime.open((target(), None)) as rt:
+        rt.stream(PROMPT)
+        gc.collect()
+        assert texts(caught) == [EXPECTED.format("aclose()")]
+        assert rt.num_streams == 0
+
+
+async def test_a_stream_that_was_read_or_closed_does_not_warn(caught: list[warnings.WarningMessage]) -> None:
+    async with runtime.open((target(), None)) as rt:
+        async for _ in rt.stream(PROMPT):
+            break
+        await rt.stream(PROMPT).aclose()
+        async with rt.stream(PROMPT):
+            pass
+        await rt.generate_many([PROMPT] * 2, max_tokens=3)
+        gc.collect()
+        assert texts(caught) == []
+
+
+async def test_a_stream_of_a_runtime_that_was_closed_meanwhile_does_not_warn(
+    caught: list[warnings.WarningMessage],
+) -> None:
+    async with runtime.open((target(), None)) as rt:
+        stream = rt.stream(PROMPT, max_tokens=3)
+    del stream, rt
+    gc.collect()
+    assert texts(caught) == []
+
+
+def test_plain_threads_hear_of_it_too(caught: list[warnings.WarningMessage]) -> None:
+    with runtime.open_sync((target(), None)) as rt:
+        rt.stream(PROMPT)
+        gc.collect()
+        assert texts(caught) == [EXPECTED.format("close()")]
+        next(rt.stream(PROMPT))
+        rt.stream(PROMPT).close()
+        rt.generate(PROMPT, max_tokens=3)
+        stream = rt.stream(PROMPT)
+    del stream
+    gc.collect()
+    assert len(caught) == 1
+
+
+def test_asyncio_hears_of_it_too(caught: list[warnings.WarningMessage]) -> None:
+    async def main() -> runtime.aio.TokenStream:
+        async with runtime.aio.open((target(), None)) as rt:
+            stream = rt.stream(PROMPT)
+            await stream.opened()
+            del stream
+            gc.collect()
+            assert texts(caught) == [EXPECTED.format("aclose()")]
+            await anext(rt.stream(PROMPT))
+            await rt.stream(PROMPT).aclose()
+            await rt.generate(PROMPT, max_tokens=3)
+            return rt.stream(PROMPT)
+
+    stream = asyncio.run(main())
+    del stream
+    gc.collect()
+    assert len(caught) == 1
