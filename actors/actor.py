@@ -1,4 +1,4 @@
-"""What the two actors have in common: a mailbox, and a task for each session."""
+"""The base classes of the actors: a mailbox, and one task for each session."""
 
 from __future__ import annotations
 
@@ -28,23 +28,33 @@ logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
 
-# Bytes of caches that a model keeps of texts that are over, unless it is told otherwise.
+# Default bound of one model's prefix cache, in bytes.
 PREFIX_CACHE_BYTES = 2 * 1024**3
 
 
 class ActorSession(ABC):
-    """One actor's part in one session."""
+    """The state of one session at one actor.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.id = session.opened.session
-        self.state = SessionState(session.opened)
+    Attributes:
+        shared: what the runtime and both actors share about the session.
+        id: of the session.
+        state: this actor's copy of the session state.
+        cached_tokens: the tokens in this actor's cache of the session.
+        sequence: the cache itself, while the actor works on the session.
+        scope: ends the actor's task for the session when cancelled.
+        is_over: set when the task has ended and its cached sequence is closed or kept for other sessions.
+        is_broken: whether the content of the cache is unknown, so that no other session may use it.
+    """
+
+    def __init__(self, shared: Session) -> None:
+        self.shared = shared
+        self.id = shared.opened.session
+        self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
-        self.sequence: CachedSequence | None = None  # where what is held is, while it takes part
+        self.sequence: CachedSequence | None = None
         self.scope = trio.CancelScope()
-        self.is_over = trio.Event()  # and whatever it had is let go of, or kept
-        # What its cache holds is not known any more, so that no other session may use it.
-        self.is_in_disorder = False
+        self.is_over = trio.Event()
+        self.is_broken = False
         self._changed = trio.Event()
 
     @abstractmethod
@@ -52,27 +62,27 @@ class ActorSession(ABC):
         """Take a message from the other actor. Never waits."""
 
     def wake(self) -> None:
-        """Have the task look again at the state of things."""
+        """Wake the session's task, so that it looks at the state again."""
         self._changed.set()
 
     async def change(self) -> None:
-        """Wait until something has changed since the last time."""
+        """Wait for a `wake` since the last call."""
         await self._changed.wait()
         self._changed = trio.Event()
 
 
 class Actor(ABC, Generic[S]):
-    """A mailbox, and one task a session."""
+    """A mailbox, and one task for each session."""
 
     name: ActorName
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
-        """An actor that does nothing until `serve` runs.
+        """Make an actor that does nothing until `serve` runs.
 
         Args:
             on_event: called with each decision; see `protocol.trace`.
-            prices: of the runtime, kept by both actors.
-            clock: seconds, by which decisions are timed.
+            prices: measured costs of the runtime; both actors update them.
+            clock: returns seconds; decisions are timed with it.
         """
         self._on_event = on_event
         self.prices = prices
@@ -80,17 +90,16 @@ class Actor(ABC, Generic[S]):
         # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
         # So sending never waits, and the two actors cannot wait for each other's mailboxes.
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
-        self._parts: dict[int, S] = {}
+        self._sessions: dict[int, S] = {}
         self._nursery: trio.Nursery | None = None
         self._when_over: list[Callable[[], None]] = []
 
-    # A Ctrl-C belongs to the user's task, never into the middle of the books.
+    # A Ctrl-C belongs to the user's task. It must never strike while session state is being changed.
     @trio.lowlevel.enable_ki_protection
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take sessions and messages until cancelled.
 
-        Cancellation: the jobs that are running finish, and the sessions' caches are dropped, before
-        this returns.
+        Cancellation: running jobs finish, and the sessions' caches are closed, before this returns.
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -108,18 +117,18 @@ class Actor(ABC, Generic[S]):
             call()
 
     def _hand_over(self, message: Message) -> None:
-        # A session that is over here may still be spoken to by the other side.
-        if (part := self._parts.get(message.session)) is None:
+        # The other actor may still send messages for a session that is over here.
+        if (session := self._sessions.get(message.session)) is None:
             return
         if isinstance(message, Close):
             self.close_session(message)
             return
         try:
-            part.receive(message)
-        except Exception as error:  # whatever it is: the other sessions know nothing of it
-            part.is_in_disorder = True
-            self._fail(part, error)
-            part.scope.cancel()
+            session.receive(message)
+        except Exception as error:  # of any kind: it must not reach the other sessions
+            session.is_broken = True
+            self._fail(session, error)
+            session.scope.cancel()
 
     @property
     def is_serving(self) -> bool:
@@ -128,11 +137,11 @@ class Actor(ABC, Generic[S]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can do its work; may be asked in any thread."""
+        """Whether the actor can do its work. May be read in any thread."""
         return self.is_serving
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Have a function called as soon as no session can begin any more; at once where that is so.
+        """Register a function to call as soon as no session can begin any more; called at once if that is so already.
 
         Args:
             call: must neither wait nor raise.
@@ -141,57 +150,57 @@ class Actor(ABC, Generic[S]):
         if not self.is_serving:
             call()
 
-    def open_session(self, session: Session) -> None:
+    def open_session(self, shared: Session) -> None:
         """Begin a session. Never waits."""
         assert self._nursery is not None, "serve() is not running"
-        part = self._join(session)
-        self._parts[part.id] = part
-        session.join()
-        self._note(part, "open", num_tokens=len(session.opened.prompt), tokens=session.opened.prompt)
-        self._nursery.start_soon(self._run, part, name=f"{self.name} session {part.id}")
+        session = self._new_session(shared)
+        self._sessions[session.id] = session
+        shared.join()
+        self._note(session, "open", num_tokens=len(shared.opened.prompt), tokens=shared.opened.prompt)
+        self._nursery.start_soon(self._run, session, name=f"{self.name} session {session.id}")
 
     def close_session(self, message: Close) -> None:
-        """End a session, soon: after the job that is running, if one is. Never waits."""
-        if (part := self._parts.get(message.session)) is not None:
-            if part.state.phase is not SessionPhase.CLOSED:
-                part.state.close(message)
-                self._note(part, "cancel")
-            part.scope.cancel()
+        """End a session, after its running job if there is one. Never waits."""
+        if (session := self._sessions.get(message.session)) is not None:
+            if session.state.phase is not SessionPhase.CLOSED:
+                session.state.close(message)
+                self._note(session, "cancel")
+            session.scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    async def _run(self, part: S) -> None:
+    async def _run(self, session: S) -> None:
         try:
-            with part.scope:
-                await self._take_part(part)
+            with session.scope:
+                await self._run_session(session)
         finally:
-            # Outside of the session's own scope, so the actor is being cancelled. `serve` may have a message to take
-            # before it hears of that, and nobody shall see a session end in a runtime that is still open.
+            # A cancellation outside of the session's own scope cancels the actor. `serve` may take another message
+            # before it notices, and nobody must see a session end in a runtime that is still open.
             if trio.current_effective_deadline() == -math.inf:
                 self._take_no_more_sessions()
-            del self._parts[part.id]
-            part.is_over.set()
-            part.session.leave()
+            del self._sessions[session.id]
+            session.is_over.set()
+            session.shared.leave()
 
     @property
     @abstractmethod
     def busy_seconds(self) -> float:
-        """Time spent on jobs so far."""
+        """Seconds spent on jobs so far."""
 
     @abstractmethod
-    def _fail(self, part: S, error: Exception) -> None:
-        """Have a session do without this actor, or end, because of an error."""
+    def _fail(self, session: S, error: Exception) -> None:
+        """End a session, or have it go on without this actor, because of an error."""
 
     @abstractmethod
-    def _join(self, session: Session) -> S:
-        """Make this actor's part in a session."""
+    def _new_session(self, shared: Session) -> S:
+        """Make this actor's state of a session."""
 
     @abstractmethod
-    async def _take_part(self, part: S) -> None:
-        """Play the part to its end."""
+    async def _run_session(self, session: S) -> None:
+        """Work on a session until it is over."""
 
     def _note(
         self,
-        part: S,
+        session: S,
         kind: InstantKind,
         *,
         round: int | None = None,
@@ -199,12 +208,13 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        round = part.state.round if round is None else round
-        self._on_event(Instant(self.name, kind, part.id, self._clock(), round, num_tokens, tokens, commit))
+        """Report a decision to the trace."""
+        round = session.state.round if round is None else round
+        self._on_event(Instant(self.name, kind, session.id, self._clock(), round, num_tokens, tokens, commit))
 
 
 class ModelActor(Actor[S]):
-    """An actor with a model, and a worker for it."""
+    """An actor with a model and a worker."""
 
     def __init__(
         self,
@@ -219,92 +229,93 @@ class ModelActor(Actor[S]):
 
         Args:
             model: lives on the worker's thread.
-            worker: does the forward passes, for all sessions in turn.
-            prefix_cache_bytes: most memory for caches of texts that are over.
+            worker: does the forward passes of all sessions.
+            prefix_cache_bytes: bound of the prefix cache.
         """
         super().__init__(on_event, prices, worker.clock)
         self.model = model
         self.worker = worker
         self.chunk_size = PrefillChunkSize()
-        # Of the thread, as the lines are: only jobs touch it.
+        # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`; its worker must do jobs, too."""
+        """See `Actor.is_alive`. The worker must be alive, too."""
         return self.is_serving and self.worker.is_alive
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """See `Actor.serve`. In the end, what was kept for other sessions is dropped, too."""
+        """See `Actor.serve`. Closes the prefix cache in the end."""
         try:
             await super().serve(task_status)
         finally:
             if len(self._prefix_cache) > 0:
                 with trio.CancelScope(shield=True):
-                    await self._clear_prefix_cache()
+                    await self._close_prefix_cache()
 
-    async def _clear_prefix_cache(self) -> None:
+    async def _close_prefix_cache(self) -> None:
         try:
             await self.worker.run(Job("close", self._prefix_cache.close))
         except JobError as error:
-            logger.warning("what was kept of texts that are over cannot be closed: %s", error)
+            logger.warning("the prefix cache cannot be closed: %s", error)
 
     @asynccontextmanager
-    async def _line(self, part: S, *, beside_another: bool) -> AsyncIterator[CachedSequence]:
-        """A cached sequence for a session. `part.cached_tokens` says what it holds of an earlier text.
+    async def _open_sequence(self, session: S, *, beside_another: bool) -> AsyncIterator[CachedSequence]:
+        """A cached sequence for a session. `session.cached_tokens` says what it holds of an earlier text.
 
-        In the end it is kept for others where the session asks for that and did not fail, and else closed.
+        On leaving, the prefix cache takes the sequence if the session asks for that and did not fail. Otherwise the
+        sequence is closed.
         """
-        opened = part.session.opened
+        opened = session.shared.opened
         if opened.settings.reuse_prefix:
-            await self.unwanted_to_be_over(part)
-            call = partial(self._prefix_cache.begin, opened.prompt, beside_another=beside_another)
+            await self.wait_for_unwanted(session)
+            call = partial(self._prefix_cache.take_longest_match, opened.prompt, beside_another=beside_another)
         else:
-            call = partial(_begin, self.model, beside_another)
-        begun = await self.worker.run(Job("open", call, part.id))
-        part.cached_tokens.follow(FeedPlan(0, opened.prompt[: begun.num_cached]))
-        part.sequence = begun.sequence
-        is_in_order = False
+            call = partial(_open_empty, self.model, beside_another)
+        hit = await self.worker.run(Job("open", call, session.id))
+        session.cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
+        session.sequence = hit.sequence
+        is_intact = False
         try:
-            yield begun.sequence
-            is_in_order = True
+            yield hit.sequence
+            is_intact = True
         except (trio.Cancelled, trio.BrokenResourceError, trio.ClosedResourceError):
-            is_in_order = True  # nobody wants the rest, or the runtime ends
+            is_intact = True  # nobody wants the rest, or the runtime ends
             raise
         finally:
-            part.sequence = None
-            put: Callable[[], None] = begun.sequence.close
-            if opened.settings.reuse_prefix and is_in_order and not part.is_in_disorder and part.session.error is None:
-                put = partial(
+            session.sequence = None
+            put_away: Callable[[], None] = hit.sequence.close
+            if opened.settings.reuse_prefix and is_intact and not session.is_broken and session.shared.error is None:
+                put_away = partial(
                     self._prefix_cache.put,
-                    begun.sequence,
-                    part.cached_tokens.tokens,
-                    tuple(part.state.committed),
+                    hit.sequence,
+                    session.cached_tokens.tokens,
+                    tuple(session.state.committed),
                     beside_another=beside_another,
                     num_prompt=len(opened.prompt),
                 )
             with trio.CancelScope(shield=True):
-                await self.worker.run(Job("close", put, part.id))
+                await self.worker.run(Job("close", put_away, session.id))
 
-    def session_of(self, session: int) -> S | None:
-        """Its part in a session that is under way."""
-        return self._parts.get(session)
+    def session_of(self, session_id: int) -> S | None:
+        """The actor's state of a session that is under way; None if there is none."""
+        return self._sessions.get(session_id)
 
-    async def settled(self) -> PrefixCache:
-        """What is kept for others, once sessions that nobody wants any more have put away theirs."""
-        await self.unwanted_to_be_over()
+    async def settled_prefix_cache(self) -> PrefixCache:
+        """The prefix cache, once the sessions that nobody wants any more have put their sequences into it."""
+        await self.wait_for_unwanted()
         return self._prefix_cache
 
-    async def unwanted_to_be_over(self, before: S | None = None) -> None:
-        """Wait until what sessions had that nobody wants any more is kept, if they asked for that.
+    async def wait_for_unwanted(self, before: S | None = None) -> None:
+        """Wait until sessions that nobody wants any more have put their sequences into the prefix cache, if they do.
 
-        It takes as long as their jobs that are running; nobody else keeps them from being over.
+        This takes as long as their running jobs; other sessions do not delay it.
 
         Args:
-            before: a session that begins and may want it; None for all.
+            before: a session that begins and may reuse those sequences; None for all sessions.
         """
-        for other in list(self._parts.values()):
-            if other is not before and other.session.is_unwanted and other.session.opened.settings.reuse_prefix:
+        for other in list(self._sessions.values()):
+            if other is not before and other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix:
                 await other.is_over.wait()
 
     @property
@@ -313,5 +324,5 @@ class ModelActor(Actor[S]):
         return self.worker.busy_seconds
 
 
-def _begin(model: Model, beside_another: bool) -> CacheHit:
+def _open_empty(model: Model, beside_another: bool) -> CacheHit:
     return CacheHit(model.open_sequence(beside_another=beside_another), 0)

@@ -1,7 +1,7 @@
-"""What the actors need of a model, so that real models and scripted ones look alike.
+"""The interface of a model that the actors use, so that real models and scripted ones look alike.
 
-A `CachedSequence` is a model at work on one text: it holds what it has processed, goes forward, and, where it
-can, back. All its methods run on the model's own thread.
+A `CachedSequence` is one text in the cache of one model. It holds processed tokens, is fed more, and can be rewound as
+far as its cache allows. All its methods run on the model's own thread.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import mlx.core as mx
 
 
 class RewindMode(enum.Enum):
-    """How a feed can be undone: the rungs of a ladder, best first."""
+    """The ways to undo a feed, best first."""
 
-    TRIM = "trim"  # drop the tail, to any length
-    CHECKPOINT = "checkpoint"  # restore the state from before it, and feed again what stands
-    SINGLE = "none"  # not at all: feed only what is committed, the N=1 fallback
+    TRIM = "trim"  # drop the last tokens, to any length
+    CHECKPOINT = "checkpoint"  # restore the state from before the feed, and feed the accepted tokens again
+    SINGLE = "none"  # no way: feed only committed tokens, one predicted token a round
 
 
 class CachedSequence(Protocol):
     """One text in the cache of one model."""
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """Process tokens after those that are held.
+        """Process tokens after the cached ones.
 
         Args:
             tokens: at least one id.
-            num_logits: rows of logits wanted, for the last so many tokens; in [0, len(tokens)].
+            num_logits: rows of logits wanted, for the last `num_logits` tokens; in [0, len(tokens)].
 
-        Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is
-            evaluated.
+        Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is evaluated.
         """
         ...
 
@@ -46,71 +45,71 @@ class CachedSequence(Protocol):
         ...
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """Make sure that the next feed can be undone, if that can be.
+        """Prepare to undo the next feed, if possible.
 
         Args:
-            num_tokens: how many will be fed.
-            settled: a length below which nobody will want to go back, such as that of the committed text;
-                checkpoints that only served that are dropped.
+            num_tokens: how many tokens will be fed.
+            settled: no rewind goes below this length, such as the length of the committed text. Checkpoints that only
+                lead below it are dropped.
 
-        Returns: how it can be undone. After `RewindMode.SINGLE`, nothing may be fed that is not committed.
+        Returns: how the feed can be undone. After `RewindMode.SINGLE`, only committed tokens may be fed.
         """
         ...
 
     def rewind(self, length: int) -> int:
-        """Go back until no more than the first `length` tokens are held.
+        """Drop tokens until at most the first `length` are cached.
 
-        Returns: how many are held now: `length`, or fewer where only a checkpoint below could be restored,
-            and then the tokens between are to be fed again.
-        Raises: RewindError: it cannot go back so far, or did not.
+        Returns: how many tokens are cached now: `length`, or fewer if only a checkpoint below could be restored. The
+            tokens between must be fed again then.
+        Raises: RewindError: the cache cannot be rewound so far, or was not.
         """
         ...
 
     def check(self, length: int) -> None:
-        """Compare with the session's books.
+        """Compare the caches with the session's count of cached tokens.
 
         Raises: RewindError: some layer's cache holds another number of tokens than `length`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Release the cache."""
         ...
 
-    # --- for a text that begins as another one did ---
+    # --- reuse by another text with the same beginning ---
 
     @property
     def num_bytes(self) -> int:
-        """What it holds in memory, checkpoints included."""
+        """Memory of the cache, checkpoints included."""
         ...
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        """Whether, once the text has gone on, only a pin can lead back to where it is now, and pins can be set."""
+        """Whether only a prefix checkpoint can lead back to the present length later, and can be made."""
         ...
 
     @property
     def depends_on_passes(self) -> bool:
-        """Whether what it holds of a text depends on how that was cut into passes, by more than rounding."""
+        """Whether the cache's content depends on how the text was divided into passes, by more than rounding."""
         ...
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the way back to the present length, whatever is settled, until the line goes back beyond it."""
+        """Keep the state at the present length for other texts, until the sequence is rewound below it."""
         ...
 
-    def reach(self, length: int, num_tokens: int) -> int:
-        """How much of another text's beginning it could hold, such that nobody could tell that it was not fed anew.
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        """How many tokens another text can reuse, with the same result as if they were fed anew.
 
         Args:
-            length: of the beginning that both texts have in common.
-            num_tokens: tokens of the other text that are to be fed without looking at logits, at least `length`.
+            num_common: tokens at the beginning that both texts have in common.
+            num_read: tokens of the other text that will be fed without looking at logits, >= `num_common`.
 
-        Returns: the most tokens, of the first `length`, that `resume` can bring it to; 0 for none.
+        Returns: the largest length, in [0, num_common], that `reuse` can rewind to.
         """
         ...
 
-    def resume(self, length: int) -> None:
-        """Go back to the first `length` tokens, as `reach` has said, for another text; checkpoints are dropped.
+    def reuse(self, length: int) -> None:
+        """Rewind to a length that `reusable_length` returned, for another text. Drops checkpoints of rounds.
 
         Raises: RewindError: some layer's cache holds another number of tokens afterwards.
         """
@@ -127,14 +126,14 @@ class Model(Protocol):
 
     @property
     def context_length(self) -> int | None:
-        """Most positions that it can take, or None where it names no bound."""
+        """Largest number of positions, or None if the model names no bound."""
         ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
-        """Begin a text.
+        """Make an empty sequence.
 
         Args:
-            beside_another: whether another model works in this process at the same time, so that
-                forward passes should leave room for it.
+            beside_another: whether another model works in this process at the same time, so that forward passes should
+                leave processor time for it.
         """
         ...

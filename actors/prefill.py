@@ -1,4 +1,4 @@
-"""Prefill: the prompt goes into a cache, in passes of so many tokens."""
+"""Prefill: feeds the prompt into a cached sequence, in passes of bounded size."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_SIZE, PrefillChunkSize
 
-# Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
-# begins a thought, is left out where a template repeats the answer.
-BEFORE_THE_END = 16
+# Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template that repeats the
+# answer in the next prompt leaves out the tokens that ask for it, such as a tag that begins reasoning.
+CHECKPOINT_DISTANCE = 16
 
 
 async def prefill(
     worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
 ) -> None:
-    """Feed the prompt but for its last token, whose logits the first round wants, and what is held already.
+    """Feed the prompt tokens that are not cached, except the last one, whose logits the first round needs.
 
     Args:
-        chunk_size: of the model; used where the setting is "auto", and kept informed in any case.
+        chunk_size: of the model; used if the setting is "auto", and updated in any case.
 
-    Cancellation: strikes between two passes. A pass is a job, so that is also where other sessions
-    have their turn.
+    Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
     """
-    most = len(opened.prompt) - 1
+    num_read = len(opened.prompt) - 1
     prefix_checkpoints = (
-        {most - BEFORE_THE_END, most} if opened.settings.reuse_prefix and sequence.needs_prefix_checkpoints else set()
+        {num_read - CHECKPOINT_DISTANCE, num_read}
+        if opened.settings.reuse_prefix and sequence.needs_prefix_checkpoints
+        else set()
     )
-    step = step_size(opened.settings.prefill_step_size, sequence)
-    while len(cached_tokens) < most:
+    pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+    while len(cached_tokens) < num_read:
         end = _end_of_pass(
             len(cached_tokens),
-            most,
-            chunk_size() if step == "auto" else step,
+            num_read,
+            chunk_size() if pass_tokens == "auto" else pass_tokens,
             prefix_checkpoints,
-            is_aligned=step != "auto",
+            is_aligned=pass_tokens != "auto",
         )
         plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
         job = Job(
-            "prefill", partial(_read, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed)
+            "prefill", partial(_feed, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed)
         )
         await worker.run(job)
         chunk_size.observe(job.num_tokens, job.seconds)
         cached_tokens.follow(plan)
 
 
-async def read_on(
+async def prefill_committed(
     worker: Worker,
     sequence: CachedSequence,
     cached_tokens: CachedTokens,
@@ -58,7 +59,7 @@ async def read_on(
     committed: Sequence[int],
     chunk_size: PrefillChunkSize,
 ) -> None:
-    """Feed some of the committed tokens that a cache is behind, in one pass.
+    """Feed committed tokens that are missing in a cache, in one pass of bounded size.
 
     Args:
         committed: the session's text so far.
@@ -66,43 +67,45 @@ async def read_on(
 
     Cancellation: strikes after the pass.
     """
-    step = opened.settings.prefill_step_size
+    setting = opened.settings.prefill_step_size
     plan = cached_tokens.plan(committed, num_logits=0)
-    plan = FeedPlan(plan.keep, plan.feed[: chunk_size() if step == "auto" else step])
-    job = Job("prefill", partial(_go_back_and_read, sequence, plan), opened.session, len(plan.feed))
+    plan = FeedPlan(plan.keep, plan.feed[: chunk_size() if setting == "auto" else setting])
+    job = Job("prefill", partial(_rewind_and_feed, sequence, plan), opened.session, len(plan.feed))
     length = await worker.run(job)
-    if length < plan.keep:  # it could only go back to a checkpoint, and read nothing
+    if length < plan.keep:  # only a checkpoint below could be restored, and nothing was fed
         cached_tokens.rewind(length)
     else:
         chunk_size.observe(job.num_tokens, job.seconds)
         cached_tokens.follow(plan)
 
 
-def step_size(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
-    """Tokens in a pass; "auto" where prices decide, and may decide otherwise in each pass."""
+def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
+    """Tokens in a pass; "auto" if measured prices decide anew for each pass."""
     return FIXED_SIZE if setting == "auto" and sequence.depends_on_passes else setting
 
 
-def _end_of_pass(begin: int, most: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:
-    """Where a pass ends: after `size` tokens, or at the next multiple of that, at a pin, or at the end of the prompt.
+def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:
+    """The length at which a pass ends: `size` tokens on (or at the next multiple), but not beyond a checkpoint or the
+    end of the prompt.
 
-    With a quantised cache it matters where: it is quantised at the end of a pass.
+    Alignment matters for a quantised cache, which is quantised at the end of a pass.
     """
     end = (begin // size + 1) * size if is_aligned else begin + size
     return min(
         end,
-        most,
-        *(pin for pin in prefix_checkpoints if pin > begin),
+        num_read,
+        *(length for length in prefix_checkpoints if length > begin),
     )
 
 
-def _read(sequence: CachedSequence, tokens: tuple[int, ...], pin: bool) -> None:
+def _feed(sequence: CachedSequence, tokens: tuple[int, ...], adds_checkpoint: bool) -> None:
     sequence.feed(tokens, 0)
-    if pin:
+    if adds_checkpoint:
         sequence.add_prefix_checkpoint()
 
 
-def _go_back_and_read(sequence: CachedSequence, plan: FeedPlan) -> int:
+def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan) -> int:
+    """Returns: the length after the rewind; nothing is fed if that is less than `plan.keep`."""
     length = sequence.rewind(plan.keep)
     if length == plan.keep:
         sequence.feed(plan.feed, 0)

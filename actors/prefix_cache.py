@@ -1,12 +1,16 @@
-"""What is still cached of texts that are over, for texts that begin alike.
+"""The prefix cache: cached sequences of texts that are over, for texts with the same beginning.
 
-A session takes a line out of here and puts it back in the end, so a line is at work or kept, never both. mlx-lm's
-own `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_rewind`), knows no checkpoints,
-copies a cache each time that it gives it out, and overlooks a common prefix of one token.
+A session takes a sequence out and puts it back in the end, so a sequence is either in use or in the cache, never both.
+
+mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_rewind`), knows no checkpoints,
+copies a cache each time that it hands one out, and overlooks a common prefix of one token. Its `PromptTrie` is not used
+either: it finds one neighbour of a prompt, while the entry that can reuse most may be any of them, and it keeps and
+walks a dict for each token.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import attrs
@@ -14,37 +18,37 @@ import attrs
 from actors.model import CachedSequence, Model
 from protocol.errors import RewindError
 
-# A search looks at each line; and past some number, what is oldest is not asked for again.
+# A search compares a prompt with every entry. Beyond some number, the oldest entries are not asked for again.
 MAX_SEQUENCES = 64
 
-# Tokens at the end of a prompt which ask for an answer, such as tags around an empty thought, and which a text that
-# goes on from it may be without.
-ASKING = 4
+# Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
+# continues the prompt may lack them.
+NUM_ANSWER_CUE_TOKENS = 4
 
 
 @attrs.frozen
 class CacheHit:
-    """A line for a session, which holds the first `num_cached` tokens of its prompt already."""
+    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence."""
 
     sequence: CachedSequence
     num_cached: int
 
 
 @attrs.frozen(eq=False)
-class Nearest:
-    """A line, what it has processed, and how much of that a text begins with to which it could go back."""
+class PrefixMatch:
+    """A sequence that stays in the cache, its tokens, and how many of them a text can reuse."""
 
     sequence: CachedSequence
     tokens: tuple[int, ...]
-    reach: int
+    num_reusable: int
 
 
 @attrs.frozen(eq=False)
 class _Entry:
-    """A line, what it has processed, and whether it leaves room for another model.
+    """A cached sequence, its tokens, and whether it leaves processor time for another model.
 
-    The first `num_prompt` tokens are what somebody asked to be read; what came of them may be left out of a text that
-    goes on from there, as thoughts are.
+    The first `num_prompt` tokens were the prompt of the text. A text that continues the prompt may lack the answer
+    that follows in the sequence, such as its reasoning.
     """
 
     sequence: CachedSequence
@@ -52,74 +56,80 @@ class _Entry:
     num_prompt: int
     beside_another: bool
     num_bytes: int
+    packed: bytes
 
-    def may_serve(self, common: int, reach: int) -> bool:
-        """Whether a text may have it that has so much in common with it, of which it can hold so much.
+    def may_serve(self, num_common: int, num_reusable: int) -> bool:
+        """Whether a prompt that shares `num_common` tokens with this sequence, and can reuse some, may take it.
 
-        A text that goes on from this one may. Another may where it gains more than whoever goes on from this one loses:
-        two conversations that have no more in common than their beginning would take it from each other in each turn.
+        Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards.
+        Otherwise two conversations that share only their beginning would take the sequence from each other each turn.
         """
-        return common >= self.num_prompt - ASKING or reach >= len(self.tokens) - reach
+        return num_common >= self.num_prompt - NUM_ANSWER_CUE_TOKENS or num_reusable >= len(self.tokens) - num_reusable
 
 
 class PrefixCache:
-    """The lines of one model that nobody is at work on. All its methods run on the model's own thread."""
+    """The cached sequences of one model that no session uses. All methods run on the model's thread."""
 
     def __init__(self, model: Model, max_bytes: int) -> None:
-        """Nothing yet.
+        """Make an empty cache.
 
         Args:
-            model: whose lines.
-            max_bytes: of all caches that are kept, >= 0. Where they are more, those go first that were put away first.
+            model: opens the sequences.
+            max_bytes: bound of the sequences' memory, >= 0. The oldest entries are closed first.
         """
         self._model = model
         self._max_bytes = max_bytes
-        self._sequences: list[_Entry] = []  # put away first is first
+        self._entries: list[_Entry] = []  # oldest first
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._entries)
 
     @property
     def num_bytes(self) -> int:
-        """What the kept lines hold in memory."""
-        return sum(kept.num_bytes for kept in self._sequences)
+        """Memory of all sequences in the cache."""
+        return sum(entry.num_bytes for entry in self._entries)
 
-    def begin(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
-        """A line for a prompt: of those that may serve, the one that can hold most of its beginning; or a new one.
+    def take_longest_match(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
+        """Take the sequence with most reusable tokens of a prompt out of the cache; open a new one if there is none.
+
+        Of two that can reuse as many, the newest is taken.
 
         Args:
-            prompt: its last token is not among what the line holds, since its logits are wanted.
-            beside_another: see `Model.open_sequence`.
+            prompt: its last token is never reused, since its logits are wanted.
+            beside_another: see `Model.open_sequence`. Only sequences that were opened with the same value match.
+
+        Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
         num_read = len(prompt) - 1
+        packed = pack(prompt[:num_read])
         best, num_cached = None, 0
-        for kept in self._sequences:
-            if kept.beside_another == beside_another:
-                common = common_length(kept.tokens, prompt[:num_read])
-                reach = kept.sequence.reach(common, num_read)
-                # Of two that reach as far, the one that was put away last.
-                if reach > 0 and reach >= num_cached and kept.may_serve(common, reach):
-                    best, num_cached = kept, reach
+        for entry in self._entries:
+            if entry.beside_another == beside_another:
+                num_common = common_length(entry.packed, packed)
+                num_reusable = entry.sequence.reusable_length(num_common, num_read)
+                if num_reusable > 0 and num_reusable >= num_cached and entry.may_serve(num_common, num_reusable):
+                    best, num_cached = entry, num_reusable
         if best is None:
             return CacheHit(self._model.open_sequence(beside_another=beside_another), 0)
-        self._sequences.remove(best)
+        self._entries.remove(best)
         try:
-            best.sequence.resume(num_cached)
+            best.sequence.reuse(num_cached)
         except RewindError:
             best.sequence.close()
             raise
         return CacheHit(best.sequence, num_cached)
 
-    def nearest(self, text: tuple[int, ...]) -> Nearest | None:
-        """The line that has most of a text's beginning; it stays where it is.
+    def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
+        """The sequence with most reusable tokens of a text, which stays in the cache; None if no token is reusable.
 
-        Where several have the same, the one that was put away last. None where all are for other texts.
+        Of two that can reuse as many, the newest is returned.
         """
-        best: Nearest | None = None
-        for kept in self._sequences:
-            reach = kept.sequence.reach(common_length(kept.tokens, text), len(text))
-            if reach > 0 and (best is None or reach >= best.reach):
-                best = Nearest(kept.sequence, kept.tokens, reach)
+        packed = pack(text)
+        best: PrefixMatch | None = None
+        for entry in self._entries:
+            num_reusable = entry.sequence.reusable_length(common_length(entry.packed, packed), len(text))
+            if num_reusable > 0 and (best is None or num_reusable >= best.num_reusable):
+                best = PrefixMatch(entry.sequence, entry.tokens, num_reusable)
         return best
 
     def put(
@@ -131,59 +141,84 @@ class PrefixCache:
         beside_another: bool,
         num_prompt: int | None = None,
     ) -> None:
-        """Keep a line that nobody is at work on any more, or let go of it where it is of no use.
+        """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
         Args:
-            line: of a session that is over.
-            held: what it has processed.
-            committed: the session's text. What the line holds beyond it is dropped, if it can be.
-            beside_another: as it was opened.
-            num_prompt: tokens of the text that were the session's prompt; None for all.
+            sequence: of a session that is over.
+            cached_tokens: the tokens that the sequence holds.
+            committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
+            beside_another: as the sequence was opened.
+            num_prompt: how many tokens of the text were the session's prompt; None for all.
 
-        Raises: RewindError: the line does not hold what it should; it is closed then.
+        Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
         try:
             sequence.check(len(cached_tokens))
-            common = common_length(cached_tokens, committed)
-            if common < len(cached_tokens) and sequence.reach(common, common) == common:
-                sequence.resume(common)
-                cached_tokens = cached_tokens[:common]
+            num_common = common_length(pack(cached_tokens), pack(committed))
+            if num_common < len(cached_tokens) and sequence.reusable_length(num_common, num_common) == num_common:
+                sequence.reuse(num_common)
+                cached_tokens = cached_tokens[:num_common]
         except RewindError:
             sequence.close()
             raise
-        kept = _Entry(
+        entry = _Entry(
             sequence,
             cached_tokens,
             len(cached_tokens) if num_prompt is None else num_prompt,
             beside_another,
             sequence.num_bytes,
+            pack(cached_tokens),
         )
-        if kept.num_bytes > self._max_bytes or sequence.reach(len(cached_tokens), len(cached_tokens)) == 0:
+        if entry.num_bytes > self._max_bytes or sequence.reusable_length(len(cached_tokens), len(cached_tokens)) == 0:
             sequence.close()
             return
-        self._evict_entries_no_more_useful_than(kept)
-        self._sequences.append(kept)
-        while self.num_bytes > self._max_bytes or len(self._sequences) > MAX_SEQUENCES:
-            self._sequences.pop(0).sequence.close()
+        self._evict_prefixes_of(entry)
+        self._entries.append(entry)
+        while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
+            self._entries.pop(0).sequence.close()
 
     def close(self) -> None:
-        """Let go of all lines."""
-        while self._sequences:
-            self._sequences.pop().sequence.close()
+        """Close all sequences."""
+        while self._entries:
+            self._entries.pop().sequence.close()
 
-    def _evict_entries_no_more_useful_than(self, newer: _Entry) -> None:
-        """Drop lines that hold the beginning of another, where that one could go back there."""
-        for kept in list(self._sequences):
-            common = common_length(kept.tokens, newer.tokens)
+    def _evict_prefixes_of(self, newer: _Entry) -> None:
+        """Close sequences that are a prefix of a newer one, if the newer one can rewind to that prefix."""
+        for entry in list(self._entries):
+            num_common = common_length(entry.packed, newer.packed)
             if (
-                kept.beside_another == newer.beside_another
-                and common == len(kept.tokens)
-                and newer.sequence.reach(common, common) == common
+                entry.beside_another == newer.beside_another
+                and num_common == len(entry.tokens)
+                and newer.sequence.reusable_length(num_common, num_common) == num_common
             ):
-                self._sequences.remove(kept)
-                kept.sequence.close()
+                self._entries.remove(entry)
+                entry.sequence.close()
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of what two texts begin with in common."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+# --- comparing texts ------------------------------------------------------------------------------
+
+_ID_TYPE = "q"
+_ID_BYTES = array(_ID_TYPE).itemsize
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes of a fixed width, for `common_length`."""
+    return array(_ID_TYPE, tokens).tobytes()
+
+
+def common_length(one: bytes, other: bytes) -> int:
+    """How many tokens two packed texts have in common at their beginnings.
+
+    A binary search, since comparing two slices of bytes takes microseconds for thousands of tokens, and a loop over
+    the tokens holds the GIL for milliseconds.
+    """
+    low, high = 0, min(len(one), len(other)) // _ID_BYTES
+    middle = high  # most texts that share anything share all of the shorter one
+    while low < high:
+        compared = slice(low * _ID_BYTES, middle * _ID_BYTES)
+        if one[compared] == other[compared]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low

@@ -1,4 +1,4 @@
-"""What the runtime and both actors share about one session."""
+"""The state of one session that the runtime and both actors share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from protocol.stop_strings import Stop
 class Session:
     """One generation, as the runtime hands it to the actors.
 
-    Only touched in trio's thread.
+    Touched in trio's thread only.
 
     Attributes:
-        opened: the message that begins it.
-        commits: where the target puts what is committed. Bounded, so that a slow consumer slows the
-            models and not the memory; closed when nothing more comes.
-        counts: what the actors count; the consumer's side counts tokens.
-        shaping: of both models' logits.
-        unsent: what was committed and waits for room among the commits.
-        error: why nothing more comes, where that is not the end of the text.
-        on_left: called when the last of the actors has nothing more to do with it, and whatever they had of it is put
-            away; must not raise.
-        find_stop: reads what a round is about to commit, each round once and in order, and says where a stop string
-            ends the text, if one does; must not raise. None where there are no stop strings, and nothing is read.
-        is_unwanted: whether nobody will read any more, and the session ends as soon as that is heard of. May be set in
-            any thread.
+        opened: the message that begins the session.
+        commits: where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead
+            of filling the memory; closed when nothing more comes.
+        counts: statistics that the actors count; the consumer's side counts tokens.
+        unsent: the last commit, while the channel has no space for it.
+        error: the reason why nothing more comes, if that is not the end of the text.
+        on_left: called when no actor works on the session any more and their cached sequences are put away; must not
+            raise.
+        is_unwanted: whether nobody will read the rest, so that the session ends as soon as the actors notice. May be
+            set in any thread.
+        logits_pipeline: shapes the logits of both models.
+        find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
+            string ends the text, if one does; must not raise. None if there are no stop strings.
     """
 
     opened: Open
@@ -43,7 +43,7 @@ class Session:
     unsent: Commit | None = None
     error: OutriderError | None = None
     on_left: Callable[[], None] | None = None
-    _num_parts: int = attrs.field(default=0, init=False)
+    _num_actors: int = attrs.field(default=0, init=False)
     is_unwanted: bool = False
     logits_pipeline: LogitsPipeline = attrs.field(
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
@@ -51,17 +51,17 @@ class Session:
     find_stop: Callable[[Commit], Stop | None] | None = None
 
     def end(self, error: OutriderError | None = None) -> None:
-        """Say that nothing more comes, and why. The first reason stands."""
+        """Close the commits, and record the reason. The first reason stands."""
         if self.error is None:
             self.error = error
         self.commits.close()
 
     def join(self) -> None:
-        """Say that an actor takes part from now on."""
-        self._num_parts += 1
+        """Count an actor that begins to work on the session."""
+        self._num_actors += 1
 
     def leave(self) -> None:
-        """Say that one does no longer."""
-        self._num_parts -= 1
-        if self._num_parts == 0 and self.on_left is not None:
+        """Count an actor that has ended its work; the last one calls `on_left`."""
+        self._num_actors -= 1
+        if self._num_actors == 0 and self.on_left is not None:
             self.on_left()

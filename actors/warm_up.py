@@ -13,8 +13,8 @@ import mlx.core as mx
 import trio
 
 from actors.model import CachedSequence, Model
-from actors.sampling.logits_pipeline import NOTHING, LogitsPipeline
-from actors.target import PlainDecoder
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
+from actors.target_jobs import PlainDecoder
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
@@ -42,7 +42,7 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
     if any(model.context_length is not None and model.context_length < LEAST_CONTEXT for model, _ in (target, draft)):
         return
     (_, target_worker), (_, draft_worker) = target, draft
-    async with _line(*target) as ours, _line(*draft) as theirs:
+    async with _open_sequence(*target) as ours, _open_sequence(*draft) as theirs:
         # The first pass of each width builds kernels and buffers.
         for width in sorted(set(WIDTHS)):
             await target_worker.run(_pass(ours, width))
@@ -57,7 +57,7 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
             prices.verified(width, job.began, job.ended)
         await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
     if not prices.plain.is_known:
-        async with _line(*target) as ours:
+        async with _open_sequence(*target) as ours:
             await _decode_plainly(ours, target_worker, prices)
 
 
@@ -99,16 +99,16 @@ async def _side_by_side(
 async def _decode_plainly(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
     """Tokens without a drafter, one pass ahead, as in a stream."""
     decoder, plan = PlainDecoder(sequence, _OPENED, LogitsPipeline(_OPENED)), FeedPlan(TEXT, (0,))
-    for step in range(PLAIN_STEPS):
+    for i in range(PLAIN_STEPS):
         length, began = plan.keep + len(plan.feed), worker.clock()
-        await worker.run(Job("warm-up", partial(decoder.step, plan, NOTHING, length, True), None, 1))
-        if step > 0:
+        await worker.run(Job("warm-up", partial(decoder.step, plan, NO_HISTORY, length, True), None, 1))
+        if i > 0:
             prices.plain.observe(worker.clock() - began)
         plan = FeedPlan(length + 1, ())
 
 
 @asynccontextmanager
-async def _line(model: Model, worker: Worker) -> AsyncIterator[CachedSequence]:
+async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSequence]:
     sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
         await worker.run(Job("warm-up", partial(sequence.feed, (0,) * TEXT, 0), None, TEXT))

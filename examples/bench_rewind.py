@@ -34,7 +34,8 @@ import actors.target
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import RewindMode
-from actors.workers.worker import Job, ThreadWorker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
 from protocol.prices import WidthPrice
 from protocol.replay import ReplayDebt
 from runtime.engine.running import running

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from actors.model import CachedSequence, RewindMode
 from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import Tail, pad
+from actors.sampling.logits_pipeline import TokenHistory, pad
 from actors.session import Session
 from actors.workers.worker import Step
 from protocol.acceptance import distribution, draw, likeliest, scores
@@ -40,7 +40,7 @@ class Drafted:
 
 
 @attrs.frozen
-class FellBack:
+class RewoundToCheckpoint:
     """The cache could only go back to a checkpoint, and holds `length` tokens, not those `wanted`; nothing was fed."""
 
     length: int
@@ -48,13 +48,13 @@ class FellBack:
 
 
 @attrs.frozen
-class Refused:
+class CannotLookAhead:
     """The cache could not lose the text again if it came to that; it holds `length` tokens, and nothing was fed."""
 
     length: int
 
 
-Outcome = Drafted | FellBack | Refused
+StepOutcome = Drafted | RewoundToCheckpoint | CannotLookAhead
 
 
 @attrs.frozen
@@ -64,7 +64,7 @@ class DraftSteps:
     Attributes:
         line: the draft model's cache of this session.
         settled: length of the committed text; the text to draft after may go beyond it.
-        session: for which.
+        shared: of the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
             that pad the draft's embedding.
         num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
@@ -74,36 +74,36 @@ class DraftSteps:
 
     sequence: CachedSequence
     settled: int
-    session: Session
+    shared: Session
     vocab_size: int
     num_guesses: int
     clock: Callable[[], float]
     chains: bool | None
 
-    def begin(self, plan: FeedPlan, trail: int, tail: Tail, draft_budget: DraftBudget) -> Step[Outcome]:
+    def begin(self, plan: FeedPlan, trail: int, history: TokenHistory, draft_budget: DraftBudget) -> Step[StepOutcome]:
         """Draft one token.
 
         Args:
             plan: how to bring the cache in line with the text that the token comes after.
             trail: of that text.
-            tail: of that text.
+            history: of that text.
             leash: how far to go on.
 
         Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
             distribution that it was drawn from; or what stood against it.
         """
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
-            return Step(FellBack(length, plan.keep))
+            return Step(RewoundToCheckpoint(length, plan.keep))
         position = plan.keep + len(plan.feed)
         if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
-            return Step(Refused(plan.keep))
+            return Step(CannotLookAhead(plan.keep))
         rows = self.sequence.feed(plan.feed, 1)
         assert rows is not None
-        return self._read(plan, self._guess(rows, position, trail, tail), trail, tail, draft_budget)
+        return self._read(plan, self._guess(rows, position, trail, history), trail, history, draft_budget)
 
     def _read(
-        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, tail: Tail, draft_budget: DraftBudget
-    ) -> Step[Outcome]:
+        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
+    ) -> Step[StepOutcome]:
         """Read guesses back, and say what follows; where that pays, it is launched first."""
         position = fed.keep + len(fed.feed)
         can_look_ahead = True
@@ -112,7 +112,7 @@ class DraftSteps:
             can_look_ahead = self._can_look_ahead()
             if can_look_ahead:
                 mx.async_eval(*lazy.arrays())
-                launched = self._guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, tail)
+                launched = self._guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
                 mx.async_eval(*launched.arrays())
         found = lazy.read()
         lazy.logit_check.check(0, position, "draft")
@@ -126,25 +126,26 @@ class DraftSteps:
             can_look_ahead = can_look_ahead and self._can_look_ahead()
         drafted = Drafted(found, can_look_ahead, fed)
         # Nothing comes after the end of the text.
-        if not can_look_ahead or token in self.session.opened.stop_tokens:
+        if not can_look_ahead or token in self.shared.opened.stop_tokens:
             return Step(drafted)
-        left, trail, tail = draft_budget.after(found, self.clock()), further(trail, token), tail.then(token)
+        left, trail, history = draft_budget.after(found, self.clock()), further(trail, token), history.appended(token)
         if launched is not None:
             # The device is at work on it, wanted or not.
             return Step(
-                drafted, partial(self._read, FeedPlan(position + 1, ()), launched, trail, tail, left or NO_DRAFT_BUDGET)
+                drafted,
+                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, left or NO_DRAFT_BUDGET),
             )
         if left is not None:
-            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, tail, left))
+            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, history, left))
         return Step(drafted)
 
-    def _guess(self, rows: mx.array, position: int, trail: int, tail: Tail) -> LazyGuesses:
-        logits = self.session.logits_pipeline.shape(pad(rows, self.vocab_size), tail, position)
+    def _guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
+        logits = self.shared.logits_pipeline.shape(pad(rows, self.vocab_size), history, position)
         # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
         logit_check = LogitCheck.of(rows, rows)
-        chosen = self.session.logits_pipeline.sample(logits)
+        chosen = self.shared.logits_pipeline.sample(logits)
         return guesses(
-            logits, logit_check, self.session.opened, position, trail, self.vocab_size, self.num_guesses, chosen
+            logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
         )
 
     def _can_look_ahead(self) -> bool:
@@ -154,8 +155,8 @@ class DraftSteps:
         """Whether a step may be launched before the choice that it starts from is known."""
         # Under the rejection rule what is drawn hangs on the text before; so does what some processors make of logits.
         # A user's sampler is called with what is computed.
-        logits_pipeline = self.session.logits_pipeline
-        if self.session.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
+        logits_pipeline = self.shared.logits_pipeline
+        if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
         return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
 
@@ -249,8 +250,8 @@ def _share(share: float) -> float:
 
 
 def catch_up(
-    sequence: CachedSequence, plan: FeedPlan, session: Session, vocab_size: int, num_rows: int, tail: Tail
-) -> list[tuple[int, float]] | FellBack:
+    sequence: CachedSequence, plan: FeedPlan, shared: Session, vocab_size: int, num_rows: int, history: TokenHistory
+) -> list[tuple[int, float]] | RewoundToCheckpoint:
     """Read committed tokens, and guess what comes after each of the last `num_rows`.
 
     Args: as `DraftSteps`.
@@ -258,13 +259,13 @@ def catch_up(
     Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
     """
     if (length := sequence.rewind(plan.keep)) < plan.keep:
-        return FellBack(length, plan.keep)
+        return RewoundToCheckpoint(length, plan.keep)
     end = plan.keep + len(plan.feed)
     rows = sequence.feed(plan.feed, num_rows)
     assert rows is not None
-    start, settings, seed = end - num_rows + 1, session.opened.settings, session.opened.seed
-    logits = session.logits_pipeline.shape(pad(rows, vocab_size), tail, start)
-    if (chosen := session.logits_pipeline.sample(logits)) is not None:
+    start, settings, seed = end - num_rows + 1, shared.opened.settings, shared.opened.seed
+    logits = shared.logits_pipeline.shape(pad(rows, vocab_size), history, start)
+    if (chosen := shared.logits_pipeline.sample(logits)) is not None:
         probs = mx.softmax(logits.astype(mx.float32), axis=-1)
         tokens, shares = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
     elif settings.rule == "match":

@@ -1,40 +1,148 @@
-"""What the drafters have in common, with a model or without: how one leaves a session to the target."""
+"""The base classes of the drafters: proposals, rests, and leaving a session to the target."""
 
 from __future__ import annotations
 
 import logging
-from typing import TypeVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 import trio
 
 from actors.actor import Actor, ActorSession
-from protocol.messages import Message, Withdraw
+from actors.session import Session
+from protocol.errors import ProtocolError
+from protocol.lookahead_policy import Policy, policy_for
+from protocol.lookahead_tree import LookaheadTree, Node
+from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
+from protocol.prices import Prices
+from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import SessionPhase
+from protocol.settings import MAX_LOOKAHEAD, Settings
 
 logger = logging.getLogger("outrider")
 
-S = TypeVar("S", bound=ActorSession)
+# Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens.
+TOKENS_PER_INDEXING = 256
+
+MakePolicy = Callable[[Settings, Prices], Policy]
+
+
+def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
+    """The policy that a session's settings ask for."""
+    return policy_for(settings.lookahead, prices, settings.manner)
+
+
+class DrafterSession(ActorSession):
+    """The state of one session at a drafter.
+
+    Attributes:
+        policy: decides how far to draft and what to propose.
+        index: finds earlier occurrences of the text's end.
+        tree: the guesses that continue the committed text.
+        is_ready: whether the drafter has read the text, and the target waits for its proposals.
+    """
+
+    def __init__(
+        self,
+        shared: Session,
+        policy: Policy,
+        index: PromptLookup,
+        tree: LookaheadTree,
+        on_message: Callable[[Verdict | Due | Overdue], None],
+    ) -> None:
+        """Make the state of a session that begins.
+
+        Args:
+            on_message: handles the target's messages; must not wait.
+        """
+        super().__init__(shared)
+        self.policy = policy
+        self.index = index
+        self.tree = tree
+        self.is_ready = False
+        self._on_message = on_message
+
+    def receive(self, message: Message) -> None:
+        """Take a verdict and answer it, or learn that an answer is late."""
+        if not isinstance(message, Verdict | Due | Overdue):
+            raise ProtocolError(f"the drafter cannot handle {message!r}")
+        # At once, whatever the task is waiting for: if the tree continues the text, the next proposal is ready.
+        self._on_message(message)
+        self.wake()
+
+    async def index_committed(self) -> None:
+        """Add the committed text, the prompt above all, to the index.
+
+        Cancellation: strikes every few hundred tokens.
+        """
+        committed = self.state.committed  # the target may lengthen it meanwhile
+        while len(self.index) < len(committed):
+            self.index.append(committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
+            await trio.lowlevel.checkpoint()
+
+    @property
+    def max_proposed_tokens(self) -> int:
+        """Largest useful proposal. The verdict brings a token of its own, so the last one need not be proposed."""
+        return MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
+
+    def proposal(self, nodes: list[Node]) -> Proposal:
+        """A proposal of a chain of nodes."""
+        state = self.state
+        guesses = [node.guess for node in nodes if node.guess is not None]
+        probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
+        return Proposal(self.id, state.round, state.next_position, tuple(guess.token for guess in guesses), probs)
+
+
+S = TypeVar("S", bound=DrafterSession)
 
 
 class Drafter(Actor[S]):
-    """An actor without which a session goes on, only slower."""
+    """An actor that proposes tokens. Without it, a session goes on, only slower.
 
+    Attributes:
+        rest_rounds: rounds that the drafter leaves to the target alone at a time.
+    """
+
+    rest_rounds: ClassVar[int]
     _target: trio.MemorySendChannel[Message]
 
-    def _fail(self, part: S, error: Exception) -> None:
-        """Leave a session to the target because of an error; it costs speed, never text."""
-        logger.warning("drafting failed, session %d goes on without: %s", part.id, error, exc_info=error)
-        part.session.counts.draft_failures += 1
-        self._withdraw(part)
+    def _fail(self, session: S, error: Exception) -> None:
+        """Leave a session to the target because of an error. It costs speed, never text."""
+        logger.warning("drafting failed, session %d goes on without: %s", session.id, error, exc_info=error)
+        session.shared.counts.draft_failures += 1
+        self._withdraw(session)
 
-    def _withdraw(self, part: S) -> None:
+    def _withdraw(self, session: S) -> None:
         """Leave a session to the target, which is faster alone than with empty proposals."""
-        self._note(part, "withdraw")
-        part.state.withdraw(Withdraw(part.id))
-        self._target.send_nowait(Withdraw(part.id))
+        self._note(session, "withdraw")
+        session.state.withdraw(Withdraw(session.id))
+        self._target.send_nowait(Withdraw(session.id))
 
     def withdraw_from_all(self) -> None:
         """Leave every session to the target. Never waits."""
-        for part in list(self._parts.values()):
-            if part.state.phase is not SessionPhase.CLOSED:
-                self._withdraw(part)
+        for session in list(self._sessions.values()):
+            if session.state.phase is not SessionPhase.CLOSED:
+                self._withdraw(session)
+
+    def _rest(self, session: S) -> None:
+        """Leave the next `rest_rounds` rounds to the target; in a rest, prolong it."""
+        was_resting = session.state.phase is SessionPhase.RESTING
+        rest = Rest(session.id, session.state.round + self.rest_rounds)
+        if session.state.rest(rest):
+            self._target.send_nowait(rest)
+            if not was_resting:
+                self._note(session, "rest", num_tokens=self.rest_rounds)
+
+    def _send_proposal(self, session: S, proposal: Proposal) -> None:
+        session.state.propose(proposal)
+        self._target.send_nowait(proposal)
+        self._note(session, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
+
+    def _count_hit(self, session: S, verdict: Verdict, was_hit: bool) -> None:
+        """Count whether the last token of a verdict's commit was in the tree."""
+        if was_hit:
+            session.shared.counts.lookahead_hits += 1
+            self._note(session, "hit", round=verdict.round, num_tokens=len(session.tree.chain()))
+        else:
+            session.shared.counts.lookahead_misses += 1
+            self._note(session, "miss", round=verdict.round)

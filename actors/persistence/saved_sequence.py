@@ -1,4 +1,4 @@
-"""A model's part in a saved session: its fingerprint, and what it has cached of the text."""
+"""A model's session in a saved session: its fingerprint, and what it has cached of the text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import attrs
 import trio
 
 from actors.actor import ActorSession, ModelActor
-from actors.drafters.draft_actor import DraftSession
+from actors.drafters.draft_session import DraftSession
 from actors.mlx.cache_state import MisfitError
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import SequenceRecord, SequenceState, recall, record
 from actors.persistence.fingerprint import Fingerprint, fingerprint
-from actors.prefix_cache import PrefixCache, common_length
+from actors.prefix_cache import PrefixCache, common_length, pack
 from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.errors import OutriderError, RewindError, SessionFileError
 from protocol.trace import Actor as ActorName
@@ -53,7 +53,7 @@ class FilledSequence:
 
 
 @attrs.frozen
-class _Look:
+class _Snapshot:
     """What a line held between two jobs.
 
     Attributes:
@@ -69,33 +69,37 @@ class _Look:
 
 def _look(
     actor: ModelActor[Any],
-    part: ActorSession,
-    hear: Callable[[_Look], None],
+    session: ActorSession,
+    hear: Callable[[_Snapshot], None],
     _job: Job[Any],
     state: SequenceState | None,
     _goes_on: bool,
 ) -> None:
     # Of draft steps the session has heard by now, as each was done.
-    tokens = part.cached_tokens.tokens if isinstance(part, DraftSession) and part.drafting is not None else None
-    hear(_Look(state, tokens, actor.worker.busy_seconds))
+    tokens = (
+        session.cached_tokens.tokens
+        if isinstance(session, DraftSession) and session.running_steps is not None
+        else None
+    )
+    hear(_Snapshot(state, tokens, actor.worker.busy_seconds))
 
 
-async def take(actor: ModelActor[Any], session: int) -> SequenceState | None:
+async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
     """What a session that is under way has in an actor's model, between two of its jobs; the session goes on.
 
-    Returns: None where it takes no part, or has nothing that another text could begin with.
+    Returns: None where it takes no session, or has nothing that another text could begin with.
 
     Cancellation: waits for the job that is running.
 
     Raises: RewindError: a cache does not hold what it should.
     """
     for _ in range(_MOST_TRIES):
-        part = actor.session_of(session)
-        if part is None or part.is_in_disorder or not isinstance(part.sequence, MLXSequence):
+        session = actor.session_of(session_id)
+        if session is None or session.is_broken or not isinstance(session.sequence, MLXSequence):
             return None
-        heard: list[_Look] = []
-        look = partial(_look, actor, part, heard.append)
-        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, part.sequence), look)))
+        heard: list[_Snapshot] = []
+        look = partial(_look, actor, session, heard.append)
+        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, session.sequence), look)))
         (seen,) = heard
         if seen.state is None:
             return None
@@ -103,7 +107,7 @@ async def take(actor: ModelActor[Any], session: int) -> SequenceState | None:
         if tokens is None:
             # The session's task may not have heard yet of its own job before this one. No other may have ended since.
             await trio.lowlevel.checkpoint()
-            tokens = part.cached_tokens.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
+            tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
         if len(tokens) == len(seen.state.tokens):
             return attrs.evolve(seen.state, tokens=tokens)
     return None
@@ -132,7 +136,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
     """
     if taken is not None:
         return await _run(actor, Job("save", partial(_save_taken, _real(actor), actor.name, taken, text)))
-    kept = await actor.settled()
+    kept = await actor.settled_prefix_cache()
     return await _run(actor, Job("save", partial(_save, _real(actor), actor.name, kept, text)))
 
 
@@ -157,7 +161,7 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
 
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Keep a line for the session that will ask for its text."""
-    kept = await actor.settled()
+    kept = await actor.settled_prefix_cache()
     call = partial(kept.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another)
     await _run(actor, Job("load", call))
 
@@ -173,12 +177,12 @@ def _real(actor: ModelActor[Any]) -> MLXModel:
 
 def _save(model: MLXModel, name: ActorName, kept: PrefixCache, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
-    if (found := kept.nearest(text)) is None:
+    if (found := kept.find_longest_match(text)) is None:
         return SavedModelState(identity, None)
     assert isinstance(found.sequence, MLXSequence)
     state = found.sequence.take_state(found.tokens)
-    if state is not None and found.reach < len(found.tokens):
-        state = _cut(model, state, found.reach)
+    if state is not None and found.num_reusable < len(found.tokens):
+        state = _cut(model, state, found.num_reusable)
     if state is None:
         logger.warning("the %s has caches of a class that nothing is known of: they are not saved", name)
         return SavedModelState(identity, None)
@@ -187,7 +191,7 @@ def _save(model: MLXModel, name: ActorName, kept: PrefixCache, text: tuple[int, 
 
 def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
     """What a line holds, if it is of use to another text; of its tokens, only the number."""
-    if sequence.reach(sequence.length, sequence.length) == 0:
+    if sequence.reusable_length(sequence.length, sequence.length) == 0:
         return Step(None)
     return Step(sequence.take_state((0,) * sequence.length))
 
@@ -195,7 +199,7 @@ def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
 def _save_taken(model: MLXModel, name: ActorName, taken: SequenceState, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
     # The last token is to be read in any case, since its logits are wanted.
-    common = common_length(taken.tokens, text[:-1])
+    common = common_length(pack(taken.tokens), pack(text[:-1]))
     state = taken if common == len(taken.tokens) else _cut(model, taken, common)
     return SavedModelState(identity, None if state is None else record(state, name))
 
@@ -207,9 +211,9 @@ def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | 
     """
     copy = model.open_sequence(beside_another=False)
     copy.put_state(state)
-    if (reach := copy.reach(length, length)) == 0:
+    if (reach := copy.reusable_length(length, length)) == 0:
         return None
-    copy.resume(reach)
+    copy.reuse(reach)
     return copy.take_state(state.tokens[:reach])
 
 

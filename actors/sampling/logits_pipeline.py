@@ -22,7 +22,7 @@ from protocol.settings import Settings
 
 
 @attrs.frozen
-class Tail:
+class TokenHistory:
     """The end of a text.
 
     Attributes:
@@ -38,12 +38,12 @@ class Tail:
         history = self.tokens[: position - self.begin]
         return history if look_back is None else history[max(0, len(history) - look_back) :]
 
-    def then(self, token: int) -> Tail:
+    def appended(self, token: int) -> TokenHistory:
         """With one token more; nothing stays nothing."""
-        return self if self is NOTHING else Tail(self.begin, (*self.tokens, token))
+        return self if self is NO_HISTORY else TokenHistory(self.begin, (*self.tokens, token))
 
 
-NOTHING = Tail(0, ())
+NO_HISTORY = TokenHistory(0, ())
 _NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
@@ -80,7 +80,7 @@ class LogitsPipeline:
         """Whether logits are shaped by the tokens before them at all."""
         return self._look_back != 0
 
-    def tail(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> Tail:
+    def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
         """So much of a text as is needed to shape logits after it.
 
         Args:
@@ -89,17 +89,17 @@ class LogitsPipeline:
             num_rows: for how many of the text's last tokens the logits after them are to be shaped.
         """
         if not self.needs_text:
-            return NOTHING
+            return NO_HISTORY
         total = len(committed) + len(beyond)
         begin = 0 if self._look_back is None else max(0, total - num_rows - self._look_back)
-        return Tail(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
+        return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
-    def process(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
+    def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
         """Put logits through the processors.
 
         Args:
             logits: (n, V) for positions start … start + n - 1.
-            tail: of the text up to position start + n - 1, excluded; see `tail`.
+            history: of the text up to position start + n - 1, excluded; see `history`.
             start: absolute position of the first row.
 
         Returns: (n, V), lazy; evaluated, with `logits`, where `runs_user_code`.
@@ -108,27 +108,27 @@ class LogitsPipeline:
         logits = self._biased(logits)
         if not self.needs_text:
             return logits
-        histories = [tail.before(start + i, self._look_back) for i in range(logits.shape[0])]
+        histories = [history.before(start + i, self._look_back) for i in range(logits.shape[0])]
         rows = [self._penalised(logits[i : i + 1], mx.array(history)) for i, history in enumerate(histories)]
         if len(self._own) > 0:
             rows = self._own(rows, histories)
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
-    def process_lazily(self, logits: mx.array, tail: Tail, position: int, token: mx.array) -> mx.array:
+    def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
         """The same for one row, after a token that may not be computed yet. Not where `runs_user_code`.
 
         Args:
             logits: (1, V) for the position after `position`.
-            tail: of the text up to `position`, excluded.
+            history: of the text up to `position`, excluded.
             position: absolute, of the token.
             token: (1,), lazy.
         """
         logits = self._biased(logits)
         if not self.needs_text:
             return logits
-        history = mx.array(tail.before(position, self._look_back))
+        before = mx.array(history.before(position, self._look_back))
         # A slice, since penalties write into what they are given, and the model's own row is looked at as well.
-        return self._penalised(logits[:1], mx.concatenate([history, token.astype(history.dtype)]))
+        return self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
         """Leave out what the filters leave out.
@@ -155,9 +155,9 @@ class LogitsPipeline:
         """
         return None if self._sampler is None else self._sampler(logits)
 
-    def shape(self, logits: mx.array, tail: Tail, start: int) -> mx.array:
+    def shape(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
         """`process`, then `filter`."""
-        return self.filter(self.process(logits, tail, start), start)
+        return self.filter(self.process(logits, history, start), start)
 
     def _biased(self, logits: mx.array) -> mx.array:
         for processor in self._bias:  # knows no text, and takes all rows at once

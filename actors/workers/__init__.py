@@ -1,1 +1,6 @@
-"""Workers: owned threads that run the jobs of one model, and their stand-in in simulated time."""
+"""Workers: what runs the jobs of one model, one at a time.
+
+`worker` has the interface (`Worker`) and its vocabulary (`Job`, `Step`, `Steps`, `JobError`); `thread_worker` the
+implementation on an operating-system thread, `thread_pool` the threads; `simulated_worker` the implementation in
+simulated time. Nothing here knows models, sessions or caches. A worker for another kind of device or process goes here.
+"""

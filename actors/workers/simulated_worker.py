@@ -1,6 +1,6 @@
-"""A worker in simulated time: no thread, and a job takes what it would cost.
+"""A worker in simulated time: it has no thread, and a job takes as long as its price says.
 
-Under trio's autojumping `MockClock` the real actors, tree and rules then run thousands of rounds a
+Under trio's autojumping `MockClock`, the real actors, lookahead tree and acceptance rules run thousands of rounds a
 second, deterministically, for any cost of verifying and drafting.
 """
 
@@ -21,33 +21,33 @@ from protocol.trace import Actor, Event, Span, SpanKind
 
 T = TypeVar("T")
 
-# Jobs that go through a model, and so want the device.
+# Jobs that go through a model, and so need the device.
 _COMPUTES: frozenset[SpanKind] = frozenset({"warm-up", "prefill", "draft", "verify", "decode"})
 
 
 @attrs.define(eq=False)
 class _Running:
-    """A job that has begun: the seconds that it would still take alone, as of the last change of pace."""
+    """A job that has begun, and the seconds that it would still take alone, as of the last change of pace."""
 
-    remaining: float
+    remaining_s: float
     scope: trio.CancelScope
 
 
 class Contention:
     """A device that simulated workers share.
 
-    While one job computes it has the device for itself. While two do, each progresses at 1 / (1 + kappa) of its
-    pace: kappa is the part of a draft step's time that it costs the target, 0 for separate hardware and 1 for
-    a device that one of them saturates.
+    One job alone computes at full pace. Two at once progress at 1 / (1 + kappa) of their pace each: kappa is the
+    share of a draft step's time by which it delays the target, 0 for separate hardware and 1 for a device that one of
+    them saturates.
     """
 
     def __init__(self, kappa: float) -> None:
-        """A device that nobody uses yet.
+        """Make an idle device.
 
         Args:
             kappa: in [0, 1].
 
-        Raises: SettingsError: it is not.
+        Raises: SettingsError: `kappa` is outside this range.
         """
         if not 0 <= kappa <= 1:
             raise SettingsError(f"contention must be in [0, 1], got {shown(kappa)}; use 0 for separate hardware")
@@ -56,12 +56,11 @@ class Contention:
         self._changed_at = 0.0
 
     async def compute(self, seconds: float) -> None:
-        """Use the device for as long as a job takes that would take so many seconds alone.
+        """Run a job that would take `seconds` alone, and return when it is done.
 
-        Cancellation: none; what has begun is not abandoned.
+        Cancellation: none; a job that has begun is not abandoned.
         """
-        # A deadline that is moved with each change of pace is all the machinery it takes: no task wakes up but
-        # the one whose job is done.
+        # Each change of pace moves the deadlines of all running jobs, so a task wakes up only when its job is done.
         running = _Running(seconds, trio.CancelScope(shield=True))
         with running.scope:
             self._change_pace(joins=running)
@@ -73,23 +72,23 @@ class Contention:
         elapsed, slowdown = now - self._changed_at, self._slowdown()
         self._changed_at = now
         for running in self._running:
-            running.remaining -= elapsed / slowdown
+            running.remaining_s -= elapsed / slowdown
         if leaves is not None:
             self._running.remove(leaves)
         if joins is not None:
             self._running.append(joins)
         slowdown = self._slowdown()
         for running in self._running:
-            running.scope.deadline = now + running.remaining * slowdown
+            running.scope.deadline = now + running.remaining_s * slowdown
 
     def _slowdown(self) -> float:
         return 1.0 + self.kappa * max(0, len(self._running) - 1)
 
 
-async def _pass(seconds: float) -> None:
-    """Let time pass. As with a thread, what has begun is not abandoned: it cannot be cancelled."""
+async def _sleep_uncancelled(seconds: float) -> None:
+    """Sleep. As on a thread, a job that has begun is not abandoned, so this cannot be cancelled."""
     if seconds > 0:
-        # The scope that ends it is the one that shields it; two would cost twice as much.
+        # One scope both shields and ends the sleep; two would cost twice as much.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
             await trio.sleep_forever()
     else:
@@ -97,7 +96,7 @@ async def _pass(seconds: float) -> None:
 
 
 class SimulatedWorker:
-    """A worker that sleeps on trio's clock for a job's price, then does it in the caller's task."""
+    """A worker that sleeps on trio's clock for a job's price, then runs the job in the caller's task."""
 
     def __init__(
         self,
@@ -106,20 +105,20 @@ class SimulatedWorker:
         on_event: Callable[[Event], None] | None = None,
         contention: Contention | None = None,
     ) -> None:
-        """A worker.
+        """Make a worker.
 
         Args:
-            actor: whose it is.
+            actor: the owner, which names the spans.
             price: seconds that a job takes, >= 0.
             on_event: called with the span of each finished job.
-            contention: the device, where it is shared with other workers; None for one of its own.
+            contention: the device, if it is shared with other workers; None for a device of its own.
         """
         self._actor = actor
         self._price = price
         self._on_event = on_event
-        self._shared = contention if contention is not None and contention.kappa > 0 else None
-        # trio's lock is fair: jobs are done in the order in which they were handed in.
-        self._turn = trio.Lock()
+        self._contention = contention if contention is not None and contention.kappa > 0 else None
+        # trio's lock is fair: jobs run in the order in which they were handed in.
+        self._lock = trio.Lock()
         self._busy_seconds = 0.0
 
     async def __aenter__(self) -> SimulatedWorker:
@@ -127,7 +126,7 @@ class SimulatedWorker:
 
     async def __aexit__(self, *_: object) -> None:
         with trio.CancelScope(shield=True):
-            async with self._turn:
+            async with self._lock:
                 pass
 
     @property
@@ -153,17 +152,17 @@ class SimulatedWorker:
         """See `Worker.run`."""
         if meanwhile is not None:
             meanwhile()
-        async with self._turn:
-            result = await self._do(job)
+        async with self._lock:
+            result = await self._run_one(job)
         self._announce(job, job.round)
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        """See `Worker.run_steps`. What a step brought is heard of at once, before the next begins."""
-        async with self._turn:
+        """See `Worker.run_steps`. `Steps.on_step` is called at once, before the next step begins."""
+        async with self._lock:
             following: Job[Any] | None = steps.first()
             while following is not None:
-                job, result = following, await self._do(following)
+                job, result = following, await self._run_one(following)
                 self._announce(job, steps.round)
                 step = as_job_error(job, result).unwrap()
                 following = None if self._is_wanted_elsewhere() else steps.following(step)
@@ -172,16 +171,16 @@ class SimulatedWorker:
                     return
 
     def _is_wanted_elsewhere(self) -> bool:
-        """Whether another job waits, or nobody for this one any more."""
-        return self._turn.statistics().tasks_waiting > 0 or trio.current_effective_deadline() == -math.inf
+        """Whether another job waits for the worker, or the call that waits for this one was cancelled."""
+        return self._lock.statistics().tasks_waiting > 0 or trio.current_effective_deadline() == -math.inf
 
-    async def _do(self, job: Job[T]) -> outcome.Outcome[T]:
+    async def _run_one(self, job: Job[T]) -> outcome.Outcome[T]:
         began = self.clock()
         seconds = self._price(job)
-        if self._shared is not None and job.kind in _COMPUTES:
-            await self._shared.compute(seconds)
+        if self._contention is not None and job.kind in _COMPUTES:
+            await self._contention.compute(seconds)
         else:
-            await _pass(seconds)
+            await _sleep_uncancelled(seconds)
         result = job.run()
         job.began, job.ended = began, self.clock()
         return result

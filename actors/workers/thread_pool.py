@@ -1,7 +1,7 @@
-"""The operating-system threads that workers run on, kept for the next worker.
+"""A pool of operating-system threads that workers run on.
 
-A thread that has evaluated on CPU leaves a native thread of MLX's behind when it ends, and nothing ends that one. So a
-process that opens many runtimes, one after another, runs all of them on the same few threads.
+A thread that has evaluated on CPU leaves a native thread of MLX's behind when it ends, and nothing ends that native
+thread. So a process that opens many runtimes, one after another, runs all of them on the same few threads.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import outcome
 
-# What an idle thread is called.
+# Name of an idle thread.
 IDLE = "idle thread of outrider's pool"
-# Seconds that the end of the process waits for one thread. An idle one takes a millisecond.
+# Seconds that the end of the process waits for one thread. An idle thread takes a millisecond.
 JOIN_TIMEOUT_S = 5.0
 
 Work = Callable[[], None]
@@ -25,64 +25,64 @@ OnEnd = Callable[[outcome.Outcome[None]], None]
 
 
 class PooledThread:
-    """A thread that does one piece of work after another, each of which may take as long as a runtime lives."""
+    """A thread that does one piece of work after another. A piece may take as long as a runtime lives."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Work, OnEnd] | None] = queue.SimpleQueue()
-        self._is_left = False
-        # A daemon, since a thread that hangs in a model must not keep the process from ending. The others are ended in
-        # order by `_join_threads`: one that is in MLX when the interpreter exits may abort the process.
+        self._is_abandoned = False
+        # A daemon, since a thread that hangs in a model must not keep the process from ending. `_join_threads` ends
+        # the others in order: a thread that is in MLX when the interpreter exits may abort the process.
         self._thread = threading.Thread(target=self._run, name=IDLE, daemon=True)
         self._thread.start()
 
     def start(self, name: str, work: Work, on_end: OnEnd) -> None:
-        """Have the thread do a piece of work; only while it is idle."""
+        """Give the thread a piece of work. Only while it is idle."""
         self._thread.name = name
         self._work.put((work, on_end))
 
     def end(self) -> None:
-        """Have the thread end once its work is done, and wait for that, but not for long."""
+        """End the thread once its work is done, and wait at most `JOIN_TIMEOUT_S` for that."""
         self._work.put(None)
         self._thread.join(JOIN_TIMEOUT_S)
 
-    def leave_to_itself(self) -> None:
-        """Have the thread end once its work is done, if that is ever; the end of the process waits a moment for it."""
+    def abandon(self) -> None:
+        """End the thread once its work is done, if ever. The end of the process waits at most `JOIN_TIMEOUT_S`."""
         with _lock:
-            self._is_left = True
-            _left.append(self)
+            self._is_abandoned = True
+            _abandoned.append(self)
         self._work.put(None)
 
     def _give_back(self) -> None:
         with _lock:
-            if not self._is_left:
+            if not self._is_abandoned:
                 _idle.append(self)
 
     def _run(self) -> None:
         try:
             while (given := self._work.get()) is not None:
                 work, on_end = given
-                # All that the work left to be computed is done before the next begins.
+                # Computations that the work has launched end before the next piece begins.
                 result = outcome.capture(work)
                 synchronized = outcome.capture(mx.synchronize)
                 if isinstance(result, outcome.Value):
                     result = synchronized
                 self._thread.name = IDLE
                 if isinstance(result, outcome.Error):
-                    # What it was in the middle of, nobody knows: no other work shall meet that.
+                    # The thread's state is unknown, so it takes no other work.
                     on_end(result)
                     return
-                # Idle before that is said: whoever opens another runtime then finds this thread.
+                # Give the thread back before announcing the end, so that a runtime opened in response finds it.
                 self._give_back()
                 on_end(result)
-                del given, work, on_end, result, synchronized  # and with them what they refer to
+                del given, work, on_end, result, synchronized  # an idle thread must keep no arrays alive
         finally:
             release_streams()
 
 
 def release_streams() -> None:
-    """Have MLX let go of the calling thread, at its end.
+    """Release MLX's streams of the calling thread, at its end.
 
-    Otherwise a process in whose threads MLX was used, or imported, may abort as it exits.
+    Without this, a process whose threads have used or imported MLX may abort as it exits.
     """
     try:
         mx.synchronize()
@@ -91,19 +91,19 @@ def release_streams() -> None:
 
 
 _idle: list[PooledThread] = []
-_left: list[PooledThread] = []
+_abandoned: list[PooledThread] = []
 _lock = threading.Lock()
 
 
 def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
-    """Do a piece of work on an idle thread, or on a new one where there is none.
+    """Run a piece of work on an idle thread, or on a new one if there is none.
 
     Args:
-        name: of the thread, for as long as it does the work.
-        work: what to do. If it raises, the thread is not used again.
+        name: of the thread while it does the work.
+        work: the work. If it raises, the thread is not used again.
         on_end: called on that thread with the outcome; must not raise.
 
-    Returns: the thread, which is somebody else's once the work is done.
+    Returns: the thread. Once the work is done, another worker may have it.
     """
     with _lock:
         thread = _idle.pop() if _idle else None
@@ -115,13 +115,13 @@ def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
 @atexit.register
 def _join_threads() -> None:
     with _lock:
-        threads = [*_idle, *_left]
+        threads = [*_idle, *_abandoned]
         _idle.clear()
-        _left.clear()
+        _abandoned.clear()
     for thread in threads:
         thread.end()
 
 
 # A child process has none of its parent's threads.
 os.register_at_fork(after_in_child=_idle.clear)
-os.register_at_fork(after_in_child=_left.clear)
+os.register_at_fork(after_in_child=_abandoned.clear)

@@ -16,7 +16,8 @@ import mlx.core as mx
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.mlx.model import MLXModel
-from actors.workers.worker import Job, JobError, ThreadWorker, Worker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from

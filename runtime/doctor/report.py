@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from actors.mlx.model import Anatomy, MLXModel
 from actors.model import CachedSequence, RewindMode
-from actors.workers.worker import Job, JobError, ThreadWorker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError
 from protocol.errors import ModelError, VocabularyMismatchError
 from protocol.prices import WidthPrice
 from protocol.trace import Actor

@@ -19,7 +19,8 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.model import Model
 from actors.warm_up import warm_up
-from actors.workers.worker import Job, JobError, ThreadWorker, Worker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of

@@ -12,7 +12,8 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
-from actors.drafters.draft_actor import DraftActor, MakePolicy, policy_by_settings
+from actors.drafters.draft_actor import DraftActor
+from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model
 from actors.target import TargetActor

@@ -16,7 +16,8 @@ from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import vocabulary_digest
 from actors.persistence.saved_sequence import FilledSequence, SavedModelState
 from actors.target import TargetActor
-from actors.workers.worker import HangError, JobError
+from actors.workers.thread_worker import HangError
+from actors.workers.worker import JobError
 from protocol.errors import SessionFileError
 from protocol.messages import Open
 from runtime.generation.conversation import Account

@@ -13,7 +13,7 @@ import attrs
 from protocol.settings import Settings
 
 if TYPE_CHECKING:
-    from actors.drafters.draft_actor import MakePolicy
+    from actors.drafters.drafter import MakePolicy
     from protocol.lookahead_policy import Policy
     from protocol.prices import Prices
     from runtime.simulation.simulation import Played, Scenario
@@ -134,7 +134,7 @@ def _ways(
     lookaheads: Sequence[int],
 ) -> Iterator[tuple[Decoding, int | Literal["auto"], int | Literal["auto"], MakePolicy]]:
     """Each way of decoding: its name, its lookahead, the setting for it, and its policy."""
-    from actors.drafters.draft_actor import policy_by_settings
+    from actors.drafters.drafter import policy_by_settings
     from protocol.lookahead_policy import AutoPolicy, ChainPolicy
 
     def sequential(lookahead: int) -> MakePolicy:

@@ -23,7 +23,7 @@ import mlx.core as mx
 import trio
 import trio.testing
 
-from actors.drafters.draft_actor import MakePolicy, policy_by_settings
+from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import RewindMode
 from actors.warm_up import warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
@@ -225,12 +225,12 @@ class _ScriptedLine:
     def add_prefix_checkpoint(self) -> None:
         """See `Line.add_prefix_checkpoint`."""
 
-    def reach(self, length: int, num_tokens: int) -> int:
-        """See `Line.reach`."""
-        return min(length, len(self._histories) - 1)
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        """See `CachedSequence.reusable_length`."""
+        return min(num_common, len(self._histories) - 1)
 
-    def resume(self, length: int) -> None:
-        """See `Line.resume`."""
+    def reuse(self, length: int) -> None:
+        """See `CachedSequence.reuse`."""
         self.rewind(length)
 
 

@@ -35,7 +35,8 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.probe import probe
 from actors.workers.simulated_worker import SimulatedWorker
-from actors.workers.worker import Job, ThreadWorker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
 from protocol.errors import ModelError
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime

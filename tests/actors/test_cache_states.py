@@ -190,11 +190,11 @@ def test_the_ways_back_come_back_too(name: str) -> None:
     sequences = [copied(sequence, cached_tokens, of, rewind="checkpoint") for _ in range(2)] + [sequence]
     reaches = []
     for back_to in reversed(PINS):
-        reaches.append({one.reach(back_to, back_to) for one in sequences})
+        reaches.append({one.reusable_length(back_to, back_to) for one in sequences})
         if reaches[-1] == {0}:
             continue
         for one in sequences:
-            one.resume(back_to)
+            one.reuse(back_to)
         # What is read on from here must not show further back.
         rows = [read_on(one, TEXT[100:103]) for one in sequences]
         assert all(mx.array_equal(row, rows[-1]) for row in rows)

@@ -38,7 +38,7 @@ from scripted import (
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_steps import Drafted, DraftSteps, FellBack, Refused
+from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, RewoundToCheckpoint
 from actors.session import Session
 from protocol.acceptance import likeliest
 from protocol.cached_tokens import CachedTokens
@@ -351,9 +351,9 @@ class OnThread:
         """What steps bring that are interrupted after so many; asked for again where the cache falls back."""
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
-            tail = self.session.logits_pipeline.tail(self.committed, beyond)
+            tail = self.session.logits_pipeline.history(self.committed, beyond)
             step, found = self.steps.begin(plan, 0, tail, DraftBudget(draft_budget)), list[Drafted]()
-            if not isinstance(step.result, FellBack):
+            if not isinstance(step.result, RewoundToCheckpoint):
                 break
             self.cached_tokens.rewind(step.result.length)
             self.sequence.check(len(self.cached_tokens))
@@ -361,11 +361,11 @@ class OnThread:
             found.append(step.result)
             self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
-            if step.then is None or len(found) == most:
+            if step.next_call is None or len(found) == most:
                 break
-            step = step.then()
-        assert not isinstance(step.result, FellBack)
-        if isinstance(step.result, Refused):
+            step = step.next_call()
+        assert not isinstance(step.result, RewoundToCheckpoint)
+        if isinstance(step.result, CannotLookAhead):
             self.cached_tokens.rewind(step.result.length)
         self.sequence.check(len(self.cached_tokens))
         return found

@@ -163,7 +163,7 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
                 with pytest.raises(RuntimeBrokenError, match=f"feed {n} failed") as broken:
                     await read_into(got, stream)
                 assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.parts.ever[0].state.committed
+                assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
                 assert got == TEXT[: len(got)]
                 # It stays so, for this stream and for new ones.
                 for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
@@ -191,7 +191,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(
                     with pytest.raises(RuntimeBrokenError) as broken:
                         await read_into(got, stream, pause=100.0 if is_slow else 0.0)
                     assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.parts.ever[session].state.committed
+                    assert prompt + got == simulation.target_worker.sessions.ever[session].state.committed
                     assert got == continuation(prompt, len(got))
 
                 for i in range(3):
@@ -215,7 +215,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         got: list[int] = []
         with pytest.raises(RuntimeBrokenError):
             await read_into(got, unread)
-        assert PROMPT + got == simulation.target_worker.parts.ever[0].state.committed
+        assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, "auto"])
@@ -283,7 +283,7 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             if what == "find_stop":
                 simulation.runtime._sessions.by_id[0].find_stop = fail
             else:
-                simulation.target_worker.parts[0].receive = fail  # type: ignore[method-assign]
+                simulation.target_worker.sessions[0].receive = fail  # type: ignore[method-assign]
             with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
                 await collect(stream)
             assert await collect(other) == continuation([1, 2, 3], 30)

@@ -21,7 +21,7 @@ from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of
 from scipy.stats import chi2
 
 import runtime
-from actors.sampling.logits_pipeline import NOTHING, LogitsPipeline
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
 from actors.sampling.user_code import MOST_STATES
 from protocol.messages import Open
 from protocol.settings import Settings
@@ -166,7 +166,7 @@ def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
     filters["xtc_probability"] = float(is_xtc_on)
     if filters.get("top_k", 0) >= 20:
         del filters["top_k"]
-    shaped = LogitsPipeline(opened(**filters)).shape(logits, NOTHING, start=5)
+    shaped = LogitsPipeline(opened(**filters)).shape(logits, NO_HISTORY, start=5)
     ours = mx.softmax(shaped / filters["temperature"], axis=-1)[0].tolist()
     sampler = make_sampler(**{"temp" if name == "temperature" else name: value for name, value in filters.items()})
     mx.random.seed(seed)
@@ -371,7 +371,7 @@ def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
 
     def left_out(generated: Sequence[int]) -> set[int]:
         text = [*PROMPT, *generated]
-        row = logits_pipeline.process(logits, logits_pipeline.tail(text), len(text))[0].tolist()
+        row = logits_pipeline.process(logits, logits_pipeline.history(text), len(text))[0].tolist()
         return {token for token, logit in enumerate(row) if logit == float("-inf")}
 
     long = [(7 * i) % 50 for i in range(MOST_STATES + 20)]

@@ -34,7 +34,8 @@ from scripted import (
     within,
 )
 
-from actors.drafters.lookup_actor import INDEXED_IN_A_ROW, PATIENCE, LookupActor
+from actors.drafters.drafter import TOKENS_PER_INDEXING
+from actors.drafters.lookup_actor import MAX_IDLE_ROUNDS, LookupActor
 from protocol.lookahead_policy import UNPRICED
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
@@ -186,8 +187,8 @@ async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojum
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
     """What the target is proposed for a whole text."""
     await text_of(simulation, prompt, **settings)
-    assert isinstance(simulation.target_worker.parts.received, dict)
-    (received,) = simulation.target_worker.parts.received.values()
+    assert isinstance(simulation.target_worker.sessions.received, dict)
+    (received,) = simulation.target_worker.sessions.received.values()
     return [message for message in received if isinstance(message, Proposal)]
 
 
@@ -239,7 +240,7 @@ async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
 async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(slipping(0.2)), "ngram", price=PRICE) as simulation:
         completion = await simulation.runtime.generate([0, 3], max_tokens=100, lookahead=3)
-        received = simulation.target_worker.parts.received
+        received = simulation.target_worker.sessions.received
     statistics = completion.statistics
     proposed = [message for message in received[0] if isinstance(message, Proposal)]
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens) > 20
@@ -311,7 +312,7 @@ async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -
 
     def look(event: Event) -> None:
         if event.kind == "proposal" and trio.current_time() > 200:
-            lengths.append(len(drafter(simulation)._parts[0].tree.chain()))
+            lengths.append(len(drafter(simulation)._sessions[0].tree.chain()))
 
     async with simulated(ScriptedModel(reciting(never_the_same(8))), "ngram", listener=look) as simulation:
         await text_of(simulation, [0, 0], max_tokens=100)
@@ -363,12 +364,12 @@ async def test_where_nothing_is_found_the_target_is_left_alone_for_good(autojump
     num_tokens = 60
     async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
         await text_of(simulation, [0], max_tokens=num_tokens)
-        assert sizes(simulation) == [0] * PATIENCE
+        assert sizes(simulation) == [0] * MAX_IDLE_ROUNDS
         assert len(simulation.instants("rest")) == 1
         assert trio.current_time() == num_tokens * VERIFY
-        assert len(simulation.spans("target", "decode")) == num_tokens - PATIENCE
+        assert len(simulation.spans("target", "decode")) == num_tokens - MAX_IDLE_ROUNDS
         statistics = simulation.runtime.statistics()
-    assert statistics.resting_rounds == num_tokens - PATIENCE
+    assert statistics.resting_rounds == num_tokens - MAX_IDLE_ROUNDS
     assert (statistics.proposed, statistics.lookahead_hits) == (0, 0)
 
 
@@ -381,7 +382,7 @@ async def test_a_target_that_is_left_alone_works_ahead_of_what_is_read(autojump_
             (sequence,) = simulation.target.sequences
             cached_tokens.append(len(sequence.tokens) - token.index - 1)
     # Without the last token that was given at first, with it in a rest; but for the end, where no token comes after.
-    assert cached_tokens == [0] * PATIENCE + [1] * (num_tokens - PATIENCE - 1) + [0]
+    assert cached_tokens == [0] * MAX_IDLE_ROUNDS + [1] * (num_tokens - MAX_IDLE_ROUNDS - 1) + [0]
 
 
 async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) -> None:
@@ -392,9 +393,9 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
 
     async with simulated(ScriptedModel(quoted), "ngram", price=PRICE) as simulation:
         await text_of(simulation, [0], max_tokens=2 * begin - 1)
-        (received,) = simulation.target_worker.parts.received.values()
+        (received,) = simulation.target_worker.sessions.received.values()
         (rest,) = simulation.instants("rest")
-    assert rest.round == PATIENCE
+    assert rest.round == MAX_IDLE_ROUNDS
     awake = next(m for m in received if isinstance(m, Proposal) and m.tokens)
     # The quotation's first word must be there before it is one.
     assert begin + 1 < awake.start <= begin + 1 + 3
@@ -462,7 +463,7 @@ async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_thei
             target_queue += 1
 
     num_pieces = 8
-    prompt = [1] * (num_pieces * INDEXED_IN_A_ROW)
+    prompt = [1] * (num_pieces * TOKENS_PER_INDEXING)
     async with (
         simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation,
         trio.open_nursery() as nursery,
@@ -504,7 +505,7 @@ async def cancelled_at_event(number: int) -> int:
         if scope.cancelled_caught:
             assert late == []
         await trio.testing.wait_all_tasks_blocked()
-        assert drafter(simulation)._parts == {}
+        assert drafter(simulation)._sessions == {}
     return seen
 
 

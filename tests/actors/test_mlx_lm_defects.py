@@ -21,7 +21,8 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.workers.worker import Job, ThreadWorker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
 from runtime.engine.running import running
 
 PROMPT = prompt_of(9, vocab_size=architectures.VOCAB_SIZE)

@@ -308,10 +308,10 @@ async def test_a_line_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(aut
 async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
     autojump_clock: Any,
 ) -> None:
-    target = ScriptedModel(truthful, fails={"resume": {1}})
+    target = ScriptedModel(truthful, fails={"reuse": {1}})
     async with simulated(target) as simulation:
         await turn(simulation, PROMPT, 4)
-        with pytest.raises(RewindError, match="resume 1 failed"):
+        with pytest.raises(RewindError, match="reuse 1 failed"):
             await turn(simulation, PROMPT, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
 
@@ -336,7 +336,7 @@ class Shelf:
 
     def read(self, *tokens: int) -> tuple[Any, int]:
         """Have a line for a text, and put it away; returns it, and what was cached of the text."""
-        hit = self.prefix_cache.begin((*tokens, 63), beside_another=False)
+        hit = self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
         self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
@@ -377,8 +377,8 @@ def test_there_is_a_bound_to_how_many_lines_a_search_looks_at() -> None:
 
 def test_a_line_that_can_be_trimmed_takes_the_place_of_those_that_it_goes_on_from() -> None:
     shelf = Shelf(max_bytes=10**9)
-    first = shelf.prefix_cache.begin((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.begin((1, 2, 3, 4, 5, 6), beside_another=False).sequence  # at the same time
+    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
         shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
@@ -387,14 +387,14 @@ def test_a_line_that_can_be_trimmed_takes_the_place_of_those_that_it_goes_on_fro
 
 def test_recurrent_lines_that_go_on_from_each_other_are_both_of_use() -> None:
     shelf = Shelf(max_bytes=10**9, undo=never)
-    first = shelf.prefix_cache.begin((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.begin((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
         shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
     assert len(shelf.prefix_cache) == 2
-    assert shelf.prefix_cache.begin((1, 2, 3, 60, 61), beside_another=False).sequence is first
-    assert shelf.prefix_cache.begin((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
+    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
+    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
 
 
 # --- any turns, in any order ----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from scripted import (
     ScriptedModel,
     Simulation,
     Undo,
-    WatchedParts,
+    WatchedSessions,
     agreeing,
     always,
     collect,
@@ -44,7 +44,7 @@ from scripted import (
     within,
 )
 
-from actors.drafters.draft_actor import MakePolicy, policy_by_settings
+from actors.drafters.drafter import MakePolicy, policy_by_settings
 from protocol.lookahead_policy import Policy
 from protocol.messages import Message, Proposal, Verdict
 from protocol.prices import Prices
@@ -148,7 +148,7 @@ SCENARIOS = st.builds(
 )
 
 
-def rounds_of(parts: WatchedParts, session: int, kind: type[Proposal] | type[Verdict]) -> list[int]:
+def rounds_of(parts: WatchedSessions, session: int, kind: type[Proposal] | type[Verdict]) -> list[int]:
     """The rounds of the messages of a kind that a part was handed."""
     return [message.round for message in parts.received[session] if isinstance(message, kind)]
 
@@ -197,12 +197,12 @@ async def play(scenario: Scenario) -> int:
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
             # Until the latest copies have come, and found nobody.
             await trio.sleep(10_000)
-            ours, theirs = (w.parts.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
+            ours, theirs = (w.sessions.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
             assert ours.state.committed == prompt + text[: ours.state.num_generated]
             assert ours.state.phase is SessionPhase.CLOSED
             assert theirs.state.committed == ours.state.committed[: len(theirs.state.committed)]
-            proposals = rounds_of(simulation.target_worker.parts, session, Proposal)
-            verdicts = rounds_of(simulation.draft_worker.parts, session, Verdict)
+            proposals = rounds_of(simulation.target_worker.sessions, session, Proposal)
+            verdicts = rounds_of(simulation.draft_worker.sessions, session, Verdict)
             assert set(verdicts) == set(range(len(set(verdicts))))
             # Each round was proposed for, or left to the target; and that as long as anybody drafted.
             statistics = stream.statistics()
@@ -247,7 +247,7 @@ async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, au
         statistics = stream.statistics()
         # Three copies of each proposal and each verdict, but for those that came when nobody listened any more.
         assert 6 * (statistics.rounds - 1) <= statistics.stale_proposals <= 6 * statistics.rounds
-        state = [w.parts.ever[0].state for w in (sim.target_worker, sim.draft_worker)]
+        state = [w.sessions.ever[0].state for w in (sim.target_worker, sim.draft_worker)]
         assert statistics.stale_proposals == sum(each.num_stale for each in state)
         # Dropped is dropped: no round was verified twice.
         assert len(sim.spans("target", "verify")) == statistics.rounds

@@ -80,7 +80,7 @@ def logits_pipeline(*processors: Any) -> LogitsPipeline:
 
 def process(*processors: Any) -> mx.array:
     shaped = logits_pipeline(*processors)
-    return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.tail([1, 2]), 2)
+    return shaped.process(mx.zeros((1, VOCAB_SIZE)), shaped.history([1, 2]), 2)
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.bool_, mx.complex64])
@@ -110,7 +110,7 @@ def test_what_the_model_cannot_evaluate_is_not_said_to_be_the_processors() -> No
     thread.join()
     shaped = logits_pipeline(harmless)
     with pytest.raises(RuntimeError, match="Stream"):
-        shaped.process(made[0], shaped.tail([1, 2]), 2)
+        shaped.process(made[0], shaped.history([1, 2]), 2)
 
 
 class Gate:

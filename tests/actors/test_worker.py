@@ -15,7 +15,8 @@ import pytest
 import trio
 import trio.testing
 
-from actors.workers.worker import Job, JobError, Step, Steps, ThreadWorker, _Waiting
+from actors.workers.thread_worker import ThreadWorker, _QueuedJob
+from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.trace import Event, Span
 
 
@@ -504,7 +505,7 @@ async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
 
 @pytest.fixture
 def impatience(monkeypatch: Any) -> None:
-    monkeypatch.setattr("actors.workers.worker.HANG_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatience")
@@ -549,7 +550,7 @@ async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_threa
         async with ThreadWorker("draft", may_be_given_up=True) as worker:
             hung.append(await worker.run(job(threading.current_thread)))
             # Nobody waits for it, as where its task was ended already.
-            worker._jobs.put(_Waiting(job(gate), trio.lowlevel.current_task()))
+            worker._jobs.put(_QueuedJob(job(gate), trio.lowlevel.current_task()))
             await gate.begun()
             scope.cancel()
     assert "hangs" in caplog.text

@@ -30,7 +30,8 @@ from models import Padded, greedy, llama, mamba, near, save
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.workers.worker import Job, ThreadWorker
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
 from protocol.trace import Span
 from runtime.bench.contenders import (
     PLAIN,

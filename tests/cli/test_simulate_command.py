@@ -18,7 +18,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from actors.drafters.draft_actor import policy_by_settings
+from actors.drafters.drafter import policy_by_settings
 from protocol.lookahead_policy import ChainPolicy
 from protocol.prices import Prices
 from protocol.settings import Settings

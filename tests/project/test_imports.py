@@ -294,7 +294,7 @@ def test_every_random_number_has_a_key(path):
 
 def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    makers = {"actors/workers/thread_pool.py", "actors/workers/worker.py", "runtime/bridge/trio_thread.py"}
+    makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
     minders = {
         "actors/sampling/user_code.py",
         "runtime/aio/thread.py",

@@ -23,7 +23,8 @@ import trio
 import trio.testing
 
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
-from actors.drafters.draft_actor import DraftActor, MakePolicy, policy_by_settings
+from actors.drafters.draft_actor import DraftActor
+from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import RewindMode
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
@@ -239,7 +240,7 @@ class ScriptedLine:
         self._check_open()
         self.prefix_checkpoints.append(len(self.tokens))
 
-    def reach(self, length: int, num_tokens: int) -> int:
+    def reusable_length(self, length: int, num_tokens: int) -> int:
         self._check_open()
         if length > num_tokens:
             self._misuse(f"asked how it could hold {length} of {num_tokens} tokens")
@@ -249,8 +250,8 @@ class ScriptedLine:
             return length
         return max((state for state in [*self.states, *self.prefix_checkpoints] if state <= length), default=0)
 
-    def resume(self, length: int) -> None:
-        if self.reach(length, length) != length:
+    def reuse(self, length: int) -> None:
+        if self.reusable_length(length, length) != length:
             self._misuse(f"asked to go on from {length} of {len(self.tokens)} tokens")
         if length < len(self.tokens):
             self.rewinds.append((len(self.tokens), length))
@@ -258,7 +259,7 @@ class ScriptedLine:
         self.states.clear()
         self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= length]
         self.resumed.append(length)
-        self.model.fail_if_told("resume")
+        self.model.fail_if_told("reuse")
 
     def _take(self, tokens: tuple[int, ...]) -> None:
         self._check_open()
@@ -306,7 +307,7 @@ class ScriptedModel:
             undo: what its lines can take back by dropping it.
             keeps_states: whether, where they cannot, they can go back to a state that was kept.
             bytes_per_token: that its lines say they hold.
-            fails: for "open", "feed", "check", "close" and "resume": which calls raise, counted from 1 over all lines.
+            fails: for "open", "feed", "check", "close" and "reuse": which calls raise, counted from 1 over all lines.
                 A check and a resume raise `RewindError`, as the cache of a real model does that lost count.
         """
         self.script = script
@@ -317,7 +318,7 @@ class ScriptedModel:
         self.sequences: list[ScriptedLine] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
-        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "resume": 0}
+        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
         self._fails = dict(fails or {})
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
@@ -328,7 +329,7 @@ class ScriptedModel:
     def fail_if_told(self, call: str) -> None:
         self.num_calls[call] += 1
         if self.num_calls[call] in self._fails.get(call, ()):
-            kind = RewindError if call in ("check", "resume") else ScriptedFailure
+            kind = RewindError if call in ("check", "reuse") else ScriptedFailure
             raise kind(f"{call} {self.num_calls[call]} failed")
 
 
@@ -367,12 +368,12 @@ class Handed:
     done_at: float | None = None
 
 
-class WatchedParts(dict[int, ActorSession]):
+class WatchedSessions(dict[int, ActorSession]):
     """An actor's parts in its sessions, of which none is forgotten.
 
     Attributes:
-        ever: every part, also of sessions that are over.
-        received: the messages that each part was handed.
+        ever: every session_state, also of sessions that are over.
+        received: the messages that each session_state was handed.
     """
 
     def __init__(self) -> None:
@@ -380,17 +381,17 @@ class WatchedParts(dict[int, ActorSession]):
         self.ever: dict[int, ActorSession] = {}
         self.received: dict[int, list[Message]] = {}
 
-    def __setitem__(self, session: int, part: ActorSession) -> None:
+    def __setitem__(self, session: int, session_state: ActorSession) -> None:
         received = self.received[session] = []
-        receive = part.receive
+        receive = session_state.receive
 
         def watched(message: Message) -> None:
             received.append(message)
             receive(message)
 
-        part.receive = watched  # type: ignore[method-assign]
-        self.ever[session] = part
-        super().__setitem__(session, part)
+        session_state.receive = watched  # type: ignore[method-assign]
+        self.ever[session] = session_state
+        super().__setitem__(session, session_state)
 
 
 class BookkeepingWorker(SimulatedWorker):
@@ -401,7 +402,7 @@ class BookkeepingWorker(SimulatedWorker):
         runs: the steps that were done in a row, for each time that steps were handed in.
         num_comparisons: how often books and line were compared.
         most_ahead: most tokens that a line held beyond the text as it was committed when the job was handed in.
-        parts: the actor's parts in its sessions.
+        sessions: the actor's parts in its sessions.
     """
 
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
@@ -410,7 +411,7 @@ class BookkeepingWorker(SimulatedWorker):
         self.runs: list[list[Job[Any]]] = []
         self.num_comparisons = 0
         self.most_ahead = 0
-        self.parts = WatchedParts()
+        self.sessions = WatchedSessions()
         self._is_target = actor == "target"
         self._lines: dict[int | None, ScriptedLine] = {}
 
@@ -463,13 +464,13 @@ class BookkeepingWorker(SimulatedWorker):
         if (sequence := self._lines.get(session)) is None:
             return None, 0
         assert session is not None
-        part = self.parts[session]
-        self._compare(part, sequence)
-        return sequence, len(part.state.committed)
+        session_state = self.sessions[session]
+        self._compare(session_state, sequence)
+        return sequence, len(session_state.state.committed)
 
-    def _compare(self, part: ActorSession, sequence: ScriptedLine) -> None:
+    def _compare(self, session_state: ActorSession, sequence: ScriptedLine) -> None:
         self.num_comparisons += 1
-        cached_tokens, committed = list(part.cached_tokens.tokens), part.state.committed
+        cached_tokens, committed = list(session_state.cached_tokens.tokens), session_state.state.committed
         assert cached_tokens == sequence.tokens, f"the books say {cached_tokens}, the line holds {sequence.tokens}"
         if self._is_target:
             both = min(len(cached_tokens), len(committed))
@@ -507,12 +508,12 @@ class LaggingWorker(BookkeepingWorker):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(hear)
             with send:
-                async with self._turn:
+                async with self._lock:
                     done: list[Job[Any]] = []
                     self.runs.append(done)
                     following: Job[Any] | None = steps.first()
                     while following is not None and error is None:
-                        job, result = following, await self._do(following)
+                        job, result = following, await self._run_one(following)
                         self._announce(job, steps.round)
                         done.append(job)
                         try:
@@ -626,9 +627,9 @@ async def simulated(
             events.listen(simulation.events.append)
             if listener is not None:
                 events.listen(listener)
-            runtime._target._parts = target_worker.parts
+            runtime._target._sessions = target_worker.sessions
             if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
-                runtime._draft._parts = draft_worker.parts
+                runtime._draft._sessions = draft_worker.sessions
                 runtime._draft.chains = chains
             yield simulation
     simulation.assert_put_away()

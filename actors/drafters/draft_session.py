@@ -1,0 +1,165 @@
+"""The state of one session at a draft model: its lookahead tree, and what to draft and to propose next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from actors.drafters.draft_steps import StepOutcome
+from actors.drafters.drafter import DrafterSession
+from actors.session import Session
+from actors.workers.worker import Steps
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View
+from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
+from protocol.messages import Due, Overdue, Proposal, Verdict
+from protocol.prompt_lookup import PromptLookup
+from protocol.session_state import Commit, SessionPhase
+from protocol.settings import MAX_LOOKAHEAD
+
+# Tokens that are looked up after a miss.
+LOOKUP_TOKENS = 8
+
+
+@attrs.define
+class RunningSteps:
+    """Draft steps that are under way.
+
+    Attributes:
+        steps: as the worker runs them.
+        node: the node that is being drafted after; None if its result is not wanted any more.
+        expected_end: when the running step is expected to end, in seconds on the worker's clock.
+        overlaps_target: whether the target was working when the running step began.
+    """
+
+    steps: Steps[StepOutcome]
+    node: Node | None = None
+    expected_end: float = 0.0
+    overlaps_target: bool = False
+
+
+class DraftSession(DrafterSession):
+    """The state of one session at a draft model.
+
+    Attributes:
+        context_length: of the draft model; see `Model.context_length`.
+        is_late: whether the drafter was ready, and the target has stopped waiting for a proposal.
+        can_look_ahead: False once the cache could not drop uncommitted tokens again. Then only committed tokens are
+            fed, and one token beyond them can be guessed.
+        verdict_expected_at: when the verdict on the proposal is expected, in seconds on the worker's clock.
+        running_steps: the draft steps under way; None between them.
+    """
+
+    def __init__(
+        self,
+        shared: Session,
+        context_length: int | None,
+        policy: Policy,
+        on_message: Callable[[DraftSession, Verdict | Due | Overdue], None],
+    ) -> None:
+        opened = shared.opened
+        tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
+        if opened.num_resumed:  # draws depend on all generated tokens
+            tree.advance(opened.prompt[opened.num_prompt :])
+        # The index supplies a proposal after a miss, when nothing is drafted yet.
+        super().__init__(shared, policy, PromptLookup(), tree, lambda message: on_message(self, message))
+        self.context_length = context_length
+        self.is_late = False
+        self.can_look_ahead = True
+        self.verdict_expected_at = 0.0
+        self.running_steps: RunningSteps | None = None
+
+    async def index_committed(self) -> None:
+        """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""
+        if isinstance(self.policy, AutoPolicy):
+            await super().index_committed()
+
+    @property
+    def is_past_context(self) -> bool:
+        """Whether the text has outgrown the drafter: the token at position n is drafted by feeding n tokens."""
+        return self.context_length is not None and self.state.next_position > self.context_length
+
+    @property
+    def useful_depth(self) -> int:
+        """How many tokens beyond the committed text can be of use."""
+        if not self.can_look_ahead:
+            return 1
+        depth = MAX_LOOKAHEAD * 2 + 1
+        if self.state.remaining is not None:
+            depth = min(depth, self.state.remaining)
+        if self.context_length is not None:
+            depth = min(depth, self.context_length - self.state.next_position + 1)
+        return max(0, depth)
+
+    @property
+    def num_behind(self) -> int:
+        """Committed tokens that the draft model has not processed."""
+        return len(self.state.committed) - len(self.cached_tokens)
+
+    def view(self, now: float, queue_slack_s: float = 0.0) -> View:
+        """What the policy may look at; see `View` for the slack."""
+        running = self.running_steps
+        return View(
+            tree=self.tree,
+            limit=self.max_proposed_tokens,
+            depth=self.useful_depth,
+            can_expand=self._can_continue,
+            width=self._num_to_feed,
+            now=now,
+            due=self.verdict_expected_at if self.state.phase is SessionPhase.VERIFYING else None,
+            in_flight=running.node if running else None,
+            in_flight_until=running.expected_end if running else 0.0,
+            queue_slack_s=queue_slack_s,
+        )
+
+    def next_expansion(self, now: float, queue_slack_s: float = 0.0) -> Node | None:
+        """The node to draft after next, or None to do nothing until something changes."""
+        if self.state.phase not in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) or not self.is_ready:
+            return None
+        return self.policy.expansion(self.view(now, queue_slack_s))
+
+    def next_proposal(self, now: float, queue_slack_s: float = 0.0) -> Proposal | None:
+        """The proposal to send now, or None to draft on, or if it is not the drafter's turn."""
+        if self.state.phase is not SessionPhase.PROPOSING or not self.is_ready:
+            return None
+        nodes = self.policy.proposal(self.view(now, queue_slack_s))
+        return None if nodes is None else self.proposal(nodes)
+
+    def proposal_by_now(self) -> Proposal:
+        """A proposal of what has been drafted by now, as much as can be of use; may be empty."""
+        num_wanted = self.policy.most if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
+        return self.proposal(self.tree.chain()[: min(num_wanted, self.max_proposed_tokens)])
+
+    def learn(self, commit: Commit, num_judged: int) -> None:
+        """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
+        if not isinstance(self.policy, AutoPolicy):
+            return
+        by_match = self.shared.opened.settings.rule == "match"
+        for index, guess, was_right in self.tree.outcomes(commit.tokens):
+            # Under the rejection rule, a draw that was not judged may differ from the committed token and would have
+            # been accepted all the same.
+            if by_match or guess.rank != 0 or index < num_judged:
+                self.policy.calibration.observe(guess, was_right)
+
+    def follow(self, commit: Commit) -> bool:
+        """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
+        was_hit = self.tree.advance(commit.tokens)
+        # Not while `index_committed` is under way, which adds this commit, too.
+        if isinstance(self.policy, AutoPolicy) and len(self.index) == commit.start:
+            self.index.append(commit.tokens)
+            if not was_hit and (found := self.index.lookup(most=LOOKUP_TOKENS)) is not None:
+                self.tree.look_up(
+                    [
+                        Guess(token, self.policy.calibration(LOOKED_UP, raw), rank=LOOKED_UP, raw=raw)
+                        for token, raw in zip(found.tokens, found.confidences, strict=True)
+                    ]
+                )
+        return was_hit
+
+    def _can_continue(self, node: Node) -> bool:
+        """Whether the text can go on after a node, because it does not end there."""
+        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
+
+    def _num_to_feed(self, node: Node) -> int:
+        """How many tokens must be fed to draft after a node."""
+        return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)

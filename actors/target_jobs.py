@@ -1,0 +1,215 @@
+"""The target's jobs on its own thread: verify a proposal, or decode a token without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import attrs
+import mlx.core as mx
+
+from actors.model import CachedSequence, RewindMode
+from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory
+from actors.session import Session
+from protocol.acceptance import (
+    Judgement,
+    choices,
+    distribution,
+    draw,
+    judge_by_match,
+    judge_by_rejection,
+    likelihoods,
+)
+from protocol.cached_tokens import FeedPlan
+from protocol.messages import Likelihood, Open, Proposal
+from protocol.randomness import Purpose, key_for
+
+
+@attrs.frozen
+class Verified:
+    """The outcome of one verify pass.
+
+    Attributes:
+        judgement: how many drafted tokens are accepted, and the token after them.
+        width: tokens that went through the model.
+        length: tokens that are cached afterwards.
+        single_step: whether only committed tokens were fed.
+        likelihoods: of the accepted tokens and the one after them, if the session asks for them.
+    """
+
+    judgement: Judgement
+    width: int
+    length: int
+    single_step: bool
+    likelihoods: tuple[Likelihood, ...] = ()
+
+
+def verify(
+    sequence: CachedSequence,
+    plan: FeedPlan,
+    proposal: Proposal,
+    shared: Session,
+    history: TokenHistory,
+    *,
+    settle: bool,
+) -> Verified:
+    """Feed the missing committed tokens and the proposal in one forward pass, judge it, and rewind the cache.
+
+    If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one token,
+    and the first drafted token is compared with it. The same happens with `settle`, when replay has become so
+    expensive that it is cheaper to feed the committed tokens for good.
+
+    If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would without
+    a drafter.
+
+    Raises: NotANumberError, ProcessorError: the first row is such a row.
+    """
+    width = len(plan.feed) + len(proposal.tokens)
+    single_step = bool(proposal.tokens) and (settle or sequence.prepare(width, proposal.start) is RewindMode.SINGLE)
+    drafted = proposal.tokens[:1] if single_step else proposal.tokens
+    fed = () if single_step else drafted
+    logits = sequence.feed(plan.feed + fed, 1 + len(fed))
+    assert logits is not None
+    processed = shared.logits_pipeline.process(logits, history, proposal.start)
+    logit_check = LogitCheck.of(logits, processed)
+    filtered = shared.logits_pipeline.filter(processed, proposal.start)
+    judgement = judge(filtered, drafted, proposal, shared, logit_check.arrays())
+    num_fed = 0 if single_step else judgement.num_accepted
+    if judgement.num_accepted + (judgement.token is not None) > (num_sound := logit_check.num_sound()):
+        if num_sound == 0:
+            logit_check.check(0, proposal.start, "target")
+        # The next round needs the logits of the unsound row, and so feeds the token before it again.
+        judgement, num_fed = Judgement(num_sound, None), num_sound - 1
+    tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
+    token_likelihoods = requested_likelihoods(processed, tokens, shared.opened)
+    length = sequence.rewind(proposal.start + num_fed)
+    sequence.check(length)
+    return Verified(judgement, len(plan.feed) + len(fed), length, single_step, token_likelihoods)
+
+
+def requested_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -> tuple[Likelihood, ...]:
+    """The likelihoods of tokens, if the session asks for them; otherwise none."""
+    num_top = opened.settings.logprobs
+    return likelihoods(logits, tokens, num_top) if num_top else ()
+
+
+def judge(
+    logits: mx.array,
+    drafted: tuple[int, ...],
+    proposal: Proposal,
+    shared: Session,
+    also_evaluate: Sequence[mx.array],
+) -> Judgement:
+    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens.
+
+    Evaluates `also_evaluate` together with the judgement.
+    """
+    opened, settings = shared.opened, shared.opened.settings
+    if settings.rule == "match":
+        return judge_by_match(
+            logits,
+            drafted,
+            temperature=settings.temperature,
+            seed=opened.seed,
+            start=proposal.start,
+            beside=also_evaluate,
+            chosen=shared.logits_pipeline.sample(logits),
+        )
+    return judge_by_rejection(
+        logits,
+        drafted,
+        proposal.probs[: len(drafted)],
+        temperature=settings.temperature,
+        seed=opened.seed,
+        start=proposal.start,
+        beside=also_evaluate,
+    )
+
+
+@attrs.frozen
+class _PendingToken:
+    """A token that is being computed.
+
+    Attributes:
+        token: (1,) id.
+        logits: (1, V) processed logits that the token is chosen from.
+        logit_check: of that row.
+    """
+
+    token: mx.array
+    logits: mx.array
+    logit_check: LogitCheck
+
+    def launch(self) -> None:
+        mx.async_eval(self.token, *self.logit_check.arrays())
+
+
+class PlainDecoder:
+    """Decoding without a drafter, one forward pass ahead of the token that is read.
+
+    The next pass is launched before the token that it starts from is read back. So building its graph and the way
+    through trio cost nothing while the device computes. A user's processor or sampler is called with evaluated arrays;
+    with one, only the pass is launched ahead, and its token is chosen in the next step.
+    """
+
+    def __init__(self, sequence: CachedSequence, opened: Open, logits_pipeline: LogitsPipeline) -> None:
+        self._sequence = sequence
+        self._opened = opened
+        self._logits_pipeline = logits_pipeline
+        # Of the pass that was launched ahead: the next token, not read; or the model's logits (1, V) alone.
+        self._pending: _PendingToken | None = None
+        self._pending_rows: mx.array | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the cache already processes the last token that was returned."""
+        return self._pending is not None or self._pending_rows is not None
+
+    def step(
+        self, plan: FeedPlan, history: TokenHistory, position: int, go_ahead: bool
+    ) -> tuple[int, tuple[Likelihood, ...]]:
+        """The token at a position, and its likelihood if the session asks for it.
+
+        Args:
+            plan: how to bring the cache in line with the text; empty while the decoder is ahead.
+            history: of the text before the token.
+            position: absolute, of the token wanted.
+            go_ahead: whether a token after it will be wanted.
+
+        Raises: NotANumberError, ProcessorError: no token can be chosen.
+        """
+        current, self._pending = self._pending, None
+        if current is None:
+            rows, self._pending_rows = self._pending_rows, None
+            if rows is None:
+                rows = self._sequence.feed(plan.feed, 1)
+                assert rows is not None
+            current = self._choose(rows, self._logits_pipeline.process(rows, history, position), position)
+        current.launch()
+        if go_ahead:
+            rows = self._sequence.feed_lazy(current.token)
+            if self._logits_pipeline.runs_user_code:
+                self._pending_rows = rows
+                mx.async_eval(rows)
+            else:
+                processed = self._logits_pipeline.process_lazily(rows, history, position, current.token)
+                self._pending = self._choose(rows, processed, position + 1)
+                self._pending.launch()
+        self._sequence.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
+        token = cast(int, current.token.item())
+        current.logit_check.check(0, position, "target")
+        return token, requested_likelihoods(current.logits, (token,), self._opened)
+
+    def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _PendingToken:
+        """The token chosen from processed logits (1, V), lazy; `rows` are the model's own logits."""
+        settings, seed = self._opened.settings, self._opened.seed
+        filtered = self._logits_pipeline.filter(logits, position)
+        if (sampled := self._logits_pipeline.sample(filtered)) is not None:
+            token = sampled
+        elif settings.rule == "match":
+            token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
+        else:
+            probs = distribution(filtered[0], settings.temperature)
+            token = draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
+        return _PendingToken(token, logits, LogitCheck.of(rows, logits))
