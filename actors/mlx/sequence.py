@@ -51,7 +51,7 @@ class MLXSequence:
         self._is_quantized = False
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `Line.feed`."""
+        """See `CachedSequence.feed`."""
         if num_logits == 0:
             self._forward(tokens)
             mx.eval([layer.state for layer in self.cache])
@@ -62,7 +62,7 @@ class MLXSequence:
         return logits[-num_logits:]
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `Line.feed_lazy`."""
+        """See `CachedSequence.feed_lazy`."""
         logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
@@ -78,7 +78,7 @@ class MLXSequence:
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `Line.prepare`."""
+        """See `CachedSequence.prepare`."""
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
         if rewind_mode is RewindMode.CHECKPOINT and (
             not self._checkpoints or self._checkpoints[-1].length < self._length
@@ -88,7 +88,7 @@ class MLXSequence:
         return rewind_mode
 
     def rewind(self, length: int) -> int:
-        """See `Line.rewind`."""
+        """See `CachedSequence.rewind`."""
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
         if length < self._length:
@@ -101,7 +101,7 @@ class MLXSequence:
         return self._length
 
     def check(self, length: int) -> None:
-        """See `Line.check`."""
+        """See `CachedSequence.check`."""
         for i, layer in enumerate(self.cache):
             for have in lengths(layer):
                 if have != length:
@@ -181,21 +181,21 @@ class MLXSequence:
         return cache
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `CachedSequence.close`."""
         self.cache = []
         self._checkpoints = []
         self._pins = []
 
     @property
     def num_bytes(self) -> int:
-        """See `Line.num_bytes`."""
+        """See `CachedSequence.num_bytes`."""
         in_checkpoints = sum(checkpoint_bytes(layer) for layer in self.cache)
         num_checkpoints = len(self._checkpoints) + len(self._pins)
         return sum(int(layer.nbytes) for layer in self.cache) + num_checkpoints * in_checkpoints
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        """See `Line.needs_prefix_checkpoints`."""
+        """See `CachedSequence.needs_prefix_checkpoints`."""
         # A prefill is cut where a pin is set.
         if self.depends_on_passes:
             return False
@@ -203,17 +203,17 @@ class MLXSequence:
 
     @property
     def depends_on_passes(self) -> bool:
-        """See `Line.depends_on_passes`."""
+        """See `CachedSequence.depends_on_passes`."""
         # Caches are quantised at the end of a pass, and some read several tokens otherwise than one by one.
         return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
     def add_prefix_checkpoint(self) -> None:
-        """See `Line.add_prefix_checkpoint`."""
+        """See `CachedSequence.add_prefix_checkpoint`."""
         if not self._pins or self._pins[-1].length < self._length:
             self._pins.append(self._checkpoint())
 
     def reach(self, length: int, num_tokens: int) -> int:
-        """See `Line.reach`."""
+        """See `CachedSequence.reach`."""
         # What is quantised was read otherwise from the moment on at which it was, and that is another one in
         # another text.
         if self._is_quantized or not self._options.reads_alike(self.cache, num_tokens):
@@ -225,7 +225,7 @@ class MLXSequence:
         return max((c.length for c in (*self._checkpoints, *self._pins) if c.length <= length), default=0)
 
     def resume(self, length: int) -> None:
-        """See `Line.resume`."""
+        """See `CachedSequence.resume`."""
         if length < self._length:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
