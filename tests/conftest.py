@@ -14,6 +14,8 @@ import browser
 import mlx.core as mx
 import pytest
 
+from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+
 left_out: set[str] = set()
 taken = pytest.StashKey[TextIO]()
 
@@ -76,6 +78,18 @@ def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
     before = mx.set_cache_limit(no_spare_buffers)
     yield
     mx.set_cache_limit(before)
+
+
+@pytest.fixture(scope="module")
+def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The demo pair in float32, where the width of a pass cannot flip an argmax."""
+    import mlx_lm  # which takes a second, and most tests do not need it
+
+    pair = mlx_lm.load(str(DEMO_TARGET)), mlx_lm.load(str(DEMO_DRAFT))
+    for model, _ in pair:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return pair
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

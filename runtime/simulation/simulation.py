@@ -185,7 +185,7 @@ class _ScriptedLine:
         self._histories = [history]  # after so many tokens as the index says
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `Line.feed`."""
+        """See `CachedSequence.feed`."""
         histories = self._histories
         history = histories[-1]
         for token in tokens:
@@ -194,28 +194,28 @@ class _ScriptedLine:
         return self._rows(histories, num_logits) if num_logits else None
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `Line.feed_lazy`."""
+        """See `CachedSequence.feed_lazy`."""
         self._histories.append(_after(self._histories[-1], cast(int, token.item())))
         return self._rows(self._histories, 1)
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `Line.prepare`."""
+        """See `CachedSequence.prepare`."""
         return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
-        """See `Line.rewind`."""
+        """See `CachedSequence.rewind`."""
         if length >= len(self._histories):
             raise RewindError(f"asked to rewind to {length} tokens a script that holds {len(self._histories) - 1}")
         del self._histories[length + 1 :]
         return length
 
     def check(self, length: int) -> None:
-        """See `Line.check`."""
+        """See `CachedSequence.check`."""
         if length != len(self._histories) - 1:
             raise RewindError(f"the script should hold {length} tokens, it holds {len(self._histories) - 1}")
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `CachedSequence.close`."""
         self._histories.clear()
 
     num_bytes = 0  # to speak of
@@ -223,7 +223,7 @@ class _ScriptedLine:
     depends_on_passes = False
 
     def add_prefix_checkpoint(self) -> None:
-        """See `Line.add_prefix_checkpoint`."""
+        """See `CachedSequence.add_prefix_checkpoint`."""
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`."""

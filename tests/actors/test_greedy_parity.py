@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
 from mlx_lm.models.cache import KVCache
 from models import (
@@ -452,16 +451,6 @@ async def test_rewind_trim_is_as_good_as_auto_where_it_can() -> None:
 
 
 # --- the demo pair --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """In float32, where the width of a pass cannot flip an argmax."""
-    pair = mlx_lm.load(str(runtime.DEMO_TARGET)), mlx_lm.load(str(runtime.DEMO_DRAFT))
-    for model, _ in pair:
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
-    return pair
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from models import gemma2, gemma3_text, greedy, llama, mamba, prompt_of, qwen3, sliding_llama
+from our_threads import outrider_threads
 
 import runtime
 
@@ -41,10 +41,6 @@ def family_text(name: str, prompt: tuple[int, ...]) -> list[int]:
 
 def ids(completion: runtime.Completion) -> list[int]:
     return [token.id for token in completion.tokens]
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 @pytest.mark.slow

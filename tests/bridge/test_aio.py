@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import io
 import signal
@@ -25,8 +24,10 @@ import mlx.nn as nn
 import pytest
 import trio
 import uvloop
+from greedy_pair import PROMPT, drafter, target, text
 from held_models import Held, let_go_on_after, until
-from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
+from models import VOCAB_SIZE, Wrapped, llama, prompt_of
+from our_threads import outrider_threads
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -34,27 +35,11 @@ from runtime.bridge.trio_thread import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
-PROMPT = tuple(prompt_of(33))
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}
 
 Main = Callable[[], Coroutine[Any, Any, Any]]
 Run = Callable[[Main], Any]
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
-
-
-@functools.cache
-def drafter() -> nn.Module:
-    return near(llama(), noise=0.05)
-
-
-@functools.cache
-def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
-    return greedy(target(), prompt, num_tokens)
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -72,10 +57,6 @@ def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
 
     yield run
     assert outrider_threads() == []
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:

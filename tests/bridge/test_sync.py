@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import signal
 import sys
@@ -23,31 +22,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
-from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of, save
+from greedy_pair import PROMPT, drafter, target, text
+from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
 
 import runtime
 from protocol.trace import Event, Span
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
-PROMPT = tuple(prompt_of(33))
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
-
-
-@functools.cache
-def drafter() -> nn.Module:
-    return near(llama(), noise=0.05)
-
-
-@functools.cache
-def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
-    return greedy(target(), prompt, num_tokens)
 
 
 def outrider_threads() -> list[threading.Thread]:

@@ -24,8 +24,9 @@ import mlx.core as mx
 import models
 import pytest
 import trio
-from interrupts import Interrupted, outrider_threads
+from interrupts import Interrupted
 from models import Padded, greedy, llama, mamba, near, save
+from our_threads import outrider_threads
 
 import runtime
 from actors.mlx.cache_options import CacheOptions

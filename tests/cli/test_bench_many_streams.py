@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from interrupts import Interrupted, outrider_threads
+from interrupts import Interrupted
 from models import greedy, llama, mamba, near, save
+from our_threads import outrider_threads
 
 import runtime
 from runtime.bench.contenders import Moment

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import trio
 import trio.testing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, llama, prompt_of
+from our_threads import outrider_threads
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -55,10 +55,6 @@ def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> Tok
 
 WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
 CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 @pytest.fixture(autouse=True)

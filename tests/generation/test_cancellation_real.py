@@ -6,7 +6,6 @@ that stops in the middle of its forward pass until it is let go on.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import threading
@@ -18,14 +17,15 @@ import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
-from models import Wrapped, greedy, llama, near, prompt_of
+from greedy_pair import PROMPT, drafter, target, text
+from models import Wrapped, greedy, llama, prompt_of
+from our_threads import outrider_threads
 
 import runtime
 from protocol.trace import Event, Instant, Span
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
-PROMPT = tuple(prompt_of(33))
 # A lookahead of its own choice might leave such small models undrafted, and nothing would hit or miss.
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 
@@ -54,21 +54,6 @@ UNDRAFTED_EVENTS = [
 ]
 Kind = tuple[type[Event], str, str]
 LAST_EVENTS = [(Instant, "target", "finish"), (Span, "target", "close"), (Span, "draft", "close")]
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
-
-
-@functools.cache
-def drafter() -> nn.Module:
-    return near(llama(), noise=0.05)
-
-
-@functools.cache
-def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
-    return greedy(target(), prompt, num_tokens)
 
 
 def name_of(event: Kind) -> str:
@@ -107,10 +92,6 @@ class Trigger:
             and (event.actor, event.kind) == (actor, kind)
             and session in (None, event.session)
         ]
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 async def the_next_text_is_right(rt: runtime.Runtime) -> None:

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 from models import Wrapped, greedy, llama, prompt_of
+from our_threads import outrider_threads
 
 import runtime
 
@@ -40,10 +41,6 @@ class Held(Wrapped):
             self._is_in.set()
             self.may_go_on.wait()
         return super().__call__(inputs, cache)
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:

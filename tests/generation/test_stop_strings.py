@@ -417,16 +417,6 @@ async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (whole.text, "length", None)
 
 
-@pytest.fixture(scope="module")
-def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """In float32, where the width of a pass cannot flip an argmax."""
-    pair = mlx_lm.load(str(runtime.DEMO_TARGET)), mlx_lm.load(str(runtime.DEMO_DRAFT))
-    for model, _ in pair:
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
-    return pair
-
-
 @pytest.mark.parametrize("lookahead", [0, 3, "auto"])
 async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pair: Any, lookahead: Any) -> None:
     prompt = "def quicksort(items):"

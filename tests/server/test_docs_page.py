@@ -31,9 +31,14 @@ def tab(server: Server) -> Iterator[Tab]:
         one.check()
 
 
+def unfold(page: Page, id: str) -> None:
+    """Show the fields of an operation, whether they were shown before or not: the tests share a tab."""
+    page.locator(f"#{id}").evaluate("details => { details.open = true }")
+
+
 def tried(page: Page, id: str) -> Page:
     """Open an operation and send its request as it stands."""
-    page.locator(f"#{id} summary").click()
+    unfold(page, id)
     page.locator(f"#{id} button").click()
     return page
 
@@ -43,7 +48,7 @@ def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge
     page = tab.page
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
     assert ids == ["complete", "chat", "models", "model", "health", "metrics", "timeline"]
-    page.locator("#chat summary").click()
+    unfold(page, "chat")
     row = page.locator("#chat tr", has=page.locator("td code", has_text=re.compile("^top_p$")))
     expect(row).to_have_text(re.compile("number"))
     assert page.evaluate("document.documentElement.scrollWidth") == 320
@@ -59,8 +64,10 @@ def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab
     expect(output).to_have_text(re.compile(r"^200 text/event-stream.*data: \[DONE\]\s*$", re.DOTALL))
 
 
+@pytest.mark.slow
 def test_stop_ends_the_generation(tab: Tab, server: Server) -> None:
     page = tab.page
+    unfold(page, "chat")
     page.get_by_label("API key").fill(KEY)
     page.locator("#chat textarea").fill(
         json.dumps(

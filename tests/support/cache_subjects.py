@@ -18,8 +18,6 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.sequence import MLXSequence
 
 VOCAB_SIZE = 64
-
-
 TEXT = prompt_of(120, vocab_size=VOCAB_SIZE)
 
 

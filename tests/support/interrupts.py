@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 
 from runtime.terminal.display import Display
-
-
-def outrider_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 class Interrupted(Display):

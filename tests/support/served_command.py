@@ -17,8 +17,6 @@ import openai
 from command_line import HANGS_S, environment
 
 KEY = "s3cret"
-
-
 MODEL = "outrider-demo-target"
 
 
