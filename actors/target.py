@@ -213,9 +213,9 @@ class TargetActor(ModelActor[TargetSession]):
             if proposal is None:
                 # The first after a proposal cannot work ahead, nor can what it costs be avoided.
                 if part.was_plain:
-                    self.prices.plain.observe(seconds)
+                    self.prices.plain_decode_s.observe(seconds)
             else:
-                self.prices.round_over(len(commit.tokens), seconds)
+                self.prices.observe_round(len(commit.tokens), seconds)
         part.was_plain = proposal is None
         return commit
 
@@ -320,7 +320,7 @@ class TargetActor(ModelActor[TargetSession]):
         expected_width = len(plan.feed) if part.was_single_step else job.num_tokens
         verified = await self._pass(part, job, self.prices.verify(expected_width))
         part.was_single_step = verified.single_step and not settle
-        self.prices.verified(verified.width, job.began, job.ended)
+        self.prices.observe_verify_pass(verified.width, job.began, job.ended)
         part.seconds += job.seconds
         judgement = verified.judgement
         part.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[: verified.width - len(plan.feed)]))
@@ -357,7 +357,7 @@ class TargetActor(ModelActor[TargetSession]):
         go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
         tail = part.session.logits_pipeline.tail(state.committed)
         step = partial(part.decoder.step, plan, tail, state.next_position, go_ahead)
-        expected_s = self.prices.plain.value or self.prices.verify(1)
+        expected_s = self.prices.plain_decode_s.value or self.prices.verify(1)
         token, likelihoods = await self._pass(part, Job("decode", step, part.id, 1, state.round), expected_s)
         part.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if part.decoder.is_ahead else ())))
         return Verdict(part.id, state.round, state.next_position, 0, token, likelihoods=likelihoods)

@@ -17,7 +17,7 @@ from actors.prefill import prefill, read_on
 from actors.session import Session
 from actors.workers.worker import Job, Step, Steps, Worker
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View, policy_for
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, PolicyView, policy_for
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.prices import Prices
@@ -133,20 +133,20 @@ class DraftSession(ActorSession):
         """Committed tokens that the drafter has not read."""
         return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now: float, queue_slack_s: float = 0.0) -> View:
-        """What the policy may look at; see `View` for the slack."""
+    def view(self, now: float, queue_slack_s: float = 0.0) -> PolicyView:
+        """What the policy may look at; see `PolicyView` for the slack."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
         limit = MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
-        return View(
+        return PolicyView(
             tree=self.tree,
-            limit=limit,
-            depth=self.useful_depth,
+            max_proposal=limit,
+            max_depth=self.useful_depth,
             can_expand=self._may_go_on,
-            width=self._width,
-            now=now,
-            due=self.due if self.state.phase is SessionPhase.VERIFYING else None,
-            in_flight=self.drafting.node if self.drafting else None,
-            in_flight_until=self.drafting.until if self.drafting else 0.0,
+            num_to_feed=self._width,
+            now_s=now,
+            verdict_due_s=self.due if self.state.phase is SessionPhase.VERIFYING else None,
+            drafting_node=self.drafting.node if self.drafting else None,
+            drafting_until_s=self.drafting.until if self.drafting else 0.0,
             queue_slack_s=queue_slack_s,
         )
 
@@ -168,8 +168,8 @@ class DraftSession(ActorSession):
 
     def proposal_by_now(self, now: float) -> Proposal:
         """What has been drafted by now, as much as can be of use; maybe nothing."""
-        most = self.policy.most if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
-        return self.proposal(self.tree.chain()[: min(most, self.view(now).limit)])
+        most = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
+        return self.proposal(self.tree.chain()[: min(most, self.view(now).max_proposal)])
 
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of these."""
@@ -318,13 +318,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return part.next_expansion(now, self._slack(part, now))
 
     def _slack(self, part: DraftSession, now: float) -> float:
-        """See `View.queue_slack_s`."""
+        """See `PolicyView.queue_slack_s`."""
         if part.state.phase is not SessionPhase.VERIFYING:
-            return self._turns.left(now)
+            return self._turns.remaining_s(now)
         if self._is_waited_for_by_others(part):
             # What they need is sure to be of use, and the target will have it.
             return math.inf
-        return self._turns.of_others(part.id)
+        return self._turns.others_s(part.id)
 
     def _is_waited_for_by_others(self, part: DraftSession) -> bool:
         return any(
@@ -368,8 +368,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _begin_step(self, part: DraftSession, drafting: Drafting, node: Node | None, num_tokens: int) -> None:
         drafting.node = node
         drafting.beside = part.state.phase is SessionPhase.VERIFYING
-        drafting.until = self.worker.clock() + self.prices.draft(
-            num_tokens, beside=drafting.beside or self._turns.is_busy
+        drafting.until = self.worker.clock() + self.prices.draft_s(
+            num_tokens, beside_target=drafting.beside or self._turns.is_busy
         )
         drafting.steps.round = part.state.round
 
@@ -382,7 +382,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 # By now, since a step may have waited for others'.
                 beside = drafting.beside or self._turns.was_busy_since(job.began)
-                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=beside)
+                self.prices.observe_draft_step(job.num_tokens, job.began, job.ended, beside_target=beside)
                 part.can_look_ahead = outcome.can_look_ahead
                 part.cached_tokens.follow(outcome.fed)
                 # The text may have gone another way meanwhile, and taken the node with it.
@@ -429,7 +429,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             part.session.counts.draft_replayed_tokens += outcome.wanted - outcome.length
             part.cached_tokens.rewind(outcome.length)
             return
-        self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
+        self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         part.cached_tokens.follow(plan)
         # Of the last, what comes is not known yet.
         came = part.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
@@ -438,7 +438,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if by_match:
                 part.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
             else:
-                part.policy.calibration.expect(raw)
+                part.policy.calibration.observe_unjudged(raw)
 
     def _take_turn(self, part: DraftSession) -> None:
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target alone."""
@@ -464,7 +464,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         now = self.worker.clock()
         part.state.propose(proposal)
         self._target.send_nowait(proposal)
-        part.due = now + self._turns.left(now) + self.prices.verify(1 + len(proposal.tokens))
+        part.due = now + self._turns.remaining_s(now) + self.prices.verify(1 + len(proposal.tokens))
         self._note(part, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _hear(self, part: DraftSession, message: Verdict | Due | Overdue) -> None:
@@ -511,7 +511,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _count_hit(self, part: DraftSession, verdict: Verdict, was_hit: bool) -> None:
         # Others' passes hide a miss as well as a hit does.
-        self.prices.hits.observe(float(was_hit or self._turns.is_busy))
+        self.prices.hit_rate.observe(float(was_hit or self._turns.is_busy))
         if was_hit:
             part.session.counts.lookahead_hits += 1
             self._note(part, "hit", round=verdict.round, num_tokens=len(part.tree.chain()))

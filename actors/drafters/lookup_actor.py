@@ -11,7 +11,7 @@ from actors.drafters.draft_actor import INDEXED_IN_A_ROW, MakePolicy, policy_by_
 from actors.drafters.drafter import Drafter
 from actors.session import Session
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import LEAST_REACH, UNPRICED, AutoPolicy, ChainPolicy, Policy, View
+from protocol.lookahead_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy, ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Rest, Verdict
 from protocol.prices import Prices
@@ -86,7 +86,7 @@ class LookupSession(ActorSession):
         state, policy = self.state, self.policy
         self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
         # One more than may be proposed: a guess at the token that the target puts after the proposal.
-        most = 1 + (policy.most if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
+        most = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if (found := self.index.lookup(most=most if state.remaining is None else min(most, state.remaining))) is None:
             return
         node, least = self.tree.root, self._least_reach()
@@ -102,16 +102,23 @@ class LookupSession(ActorSession):
         if not isinstance(self.policy, AutoPolicy):
             return 0.0
         prices = self.policy.prices
-        return max(LEAST_REACH, prices.rate * prices.verify.per_token)
+        return max(MIN_REACH, prices.rate * prices.verify.per_token)
 
     def worth_proposing(self, now: float) -> list[Node]:
         """What was found, as far as the policy wants it proposed."""
         # The verdict brings a token of its own, so the last one that may come need not be proposed.
         limit = MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
         if isinstance(self.policy, AutoPolicy) and not self.policy.prices.is_known:
-            limit = min(limit, UNPRICED)
+            limit = min(limit, UNPRICED_LOOKAHEAD)
         # All there is to find is there; nothing is gained by waiting.
-        view = View(tree=self.tree, limit=limit, depth=limit, can_expand=lambda _: False, width=lambda _: 0, now=now)
+        view = PolicyView(
+            tree=self.tree,
+            max_proposal=limit,
+            max_depth=limit,
+            can_expand=lambda _: False,
+            num_to_feed=lambda _: 0,
+            now_s=now,
+        )
         return self.policy.proposal(view) or []
 
     def proposal(self, nodes: list[Node]) -> Proposal:
@@ -144,7 +151,7 @@ class LookupActor(Drafter[LookupSession]):
         """
         super().__init__(on_event, prices, clock)
         # Looking up takes next to no time, and no other time is ever measured.
-        prices.drafted(1, 0.0, 0.0, beside=False)
+        prices.observe_draft_step(1, 0.0, 0.0, beside_target=False)
         self._target = target
         self._make_policy = make_policy
 

@@ -25,8 +25,8 @@ from scripted import (
 import runtime
 from actors.workers.worker import Job
 from protocol.deadlines import (
-    LEAST_PROMPT_WAIT_S,
-    LEAST_PROPOSAL_WAIT_S,
+    MIN_PROMPT_WAIT_S,
+    MIN_PROPOSAL_WAIT_S,
     PROPOSAL_FACTOR,
     UNPRICED_PROPOSAL_WAIT_S,
     prompt_wait_s,
@@ -110,7 +110,7 @@ async def test_the_first_token_does_not_wait_for_a_drafter_that_reads_the_prompt
         completion = await simulation.runtime.generate(PROMPT, max_tokens=100, lookahead=3)
         assert ids(completion.tokens) == continuation(PROMPT, 100)
         # Its own prefill, a moment, and a pass.
-        assert completion.statistics.time_to_first_token == 4.0 + LEAST_PROMPT_WAIT_S + DECODE_S
+        assert completion.statistics.time_to_first_token == 4.0 + MIN_PROMPT_WAIT_S + DECODE_S
         assert completion.statistics.draft_timeouts == 1
         assert completion.statistics.accepted > 0
 
@@ -183,9 +183,9 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
 def known(*, verify_s: float = 0.02, draft_s: float = 0.002) -> Prices:
     prices = Prices()
     for width in (1, 4) * 4:
-        prices.drafted(width, 0.0, draft_s, beside=False)
-        prices.verified(width, 10.0, 10.0 + verify_s)
-    prices.drafted(1, 20.0, 20.0 + draft_s, beside=False)
+        prices.observe_draft_step(width, 0.0, draft_s, beside_target=False)
+        prices.observe_verify_pass(width, 10.0, 10.0 + verify_s)
+    prices.observe_draft_step(1, 20.0, 20.0 + draft_s, beside_target=False)
     return prices
 
 
@@ -196,15 +196,15 @@ def test_a_proposal_is_waited_for_longer_where_more_steps_are_to_be_made() -> No
 
 
 def test_a_quick_drafter_is_given_a_moment_all_the_same() -> None:
-    assert proposal_wait_s(known(), 4, 1) == LEAST_PROPOSAL_WAIT_S
-    assert prompt_wait_s(known()) == LEAST_PROMPT_WAIT_S
+    assert proposal_wait_s(known(), 4, 1) == MIN_PROPOSAL_WAIT_S
+    assert prompt_wait_s(known()) == MIN_PROMPT_WAIT_S
 
 
 def test_before_anything_is_measured_the_waits_are_bounded() -> None:
-    assert prompt_wait_s(Prices()) == LEAST_PROMPT_WAIT_S
+    assert prompt_wait_s(Prices()) == MIN_PROMPT_WAIT_S
     assert proposal_wait_s(Prices(), 64, 8) == UNPRICED_PROPOSAL_WAIT_S
 
 
 @pytest.mark.parametrize("verify_s", [0.5, 3.0, 20.0])
 def test_the_prompt_is_waited_for_no_longer_than_a_pass_takes(verify_s: float) -> None:
-    assert LEAST_PROMPT_WAIT_S <= prompt_wait_s(known(verify_s=verify_s)) <= verify_s
+    assert MIN_PROMPT_WAIT_S <= prompt_wait_s(known(verify_s=verify_s)) <= verify_s
