@@ -439,7 +439,7 @@ def judge(
             temperature=settings.temperature,
             seed=opened.seed,
             start=proposal.start,
-            beside=beside,
+            also_evaluate=beside,
             chosen=session.logits_pipeline.sample(logits),
         )
     return judge_by_rejection(
@@ -449,7 +449,7 @@ def judge(
         temperature=settings.temperature,
         seed=opened.seed,
         start=proposal.start,
-        beside=beside,
+        also_evaluate=beside,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -13,6 +14,7 @@ from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
 from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
+from protocol.validation import check_integer, check_number, is_integer, is_number, validator
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -29,43 +31,8 @@ NGRAM: Final = "ngram"
 MISSING: Any = attrs.NOTHING
 
 
-def _integer(low: int, high: int | None = None, *, or_none: str | None = None, or_auto: bool = False) -> Any:
-    """A validator for whole numbers; `or_none` says what None means where it is allowed."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if (value is None and or_none) or (or_auto and isinstance(value, str) and value == "auto"):
-            return
-        allowed = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
-        if or_none:
-            allowed += f", or None for {or_none}"
-        if or_auto:
-            allowed += ', or "auto"'
-        # bool is an int to Python, and never what was meant here.
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
-        if value < low or (high is not None and value > high):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
-
-    return check
-
-
-def _number(low: float, high: float, hint: str, *, or_none: str | None = None) -> Any:
-    """A validator for numbers; `or_none` says what None means where it is allowed."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and or_none:
-            return
-        # Compared and not asked with isfinite, which a whole number too large for a float would break.
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            if high < sys.float_info.max:
-                allowed = f"a number in [{low:g}, {high:g}]"
-            else:
-                allowed = "a finite number" if low < 0 else f"a finite number of at least {low:g}"
-            allowed += f", or None for {or_none}" if or_none else ""
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}; {hint}")
-
-    return check
-
+_integer = partial(validator, check_integer)
+_number = partial(validator, check_number)
 
 _MOST = sys.float_info.max
 
@@ -107,7 +74,7 @@ def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
         raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
     for i in value:
-        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+        if not is_integer(i) or i < 0:
             raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
 
 
@@ -129,13 +96,12 @@ def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
         raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
     for id, bias in value.items():
-        if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+        if not is_integer(id) or id < 0:
             raise SettingsError(
                 f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
             )
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
-        if not is_number or math.isnan(bias) or not bias <= _MOST:
+        if not is_number(bias) or math.isnan(bias) or not bias <= _MOST:
             raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
@@ -233,18 +199,20 @@ class Settings:
 
     max_tokens: int | None = attrs.field(default=256, validator=_integer(1, or_none="no limit"))
     temperature: float = attrs.field(
-        default=0.0, converter=_real, validator=_number(0, _MOST, "use 0 for greedy decoding")
+        default=0.0, converter=_real, validator=_number(0, remedy="use 0 for greedy decoding")
     )
     draft_temperature: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, _MOST, "0 drafts greedily", or_none="the temperature")
+        default=None, converter=_real, validator=_number(0, remedy="0 drafts greedily", or_none="the temperature")
     )
-    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 and 1 keep all tokens"))
-    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 keeps all tokens"))
+    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 and 1 keep all tokens"))
+    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 keeps all tokens"))
     min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
     top_k: int = attrs.field(default=0, validator=_integer(0))
-    xtc_probability: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 turns XTC off"))
+    xtc_probability: float = attrs.field(
+        default=0.0, converter=_real, validator=_number(0, 1, remedy="0 turns XTC off")
+    )
     xtc_threshold: float = attrs.field(
-        default=0.1, converter=_real, validator=_number(0, 0.5, "above a half it could not act")
+        default=0.1, converter=_real, validator=_number(0, 0.5, remedy="above a half it could not act")
     )
     xtc_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     seed: int | None = attrs.field(default=None, validator=_integer(0, MAX_SEED, or_none="a fresh seed"))
@@ -253,15 +221,15 @@ class Settings:
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
     repetition_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(0, remedy="1 changes nothing", or_none="no penalty")
     )
     repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     presence_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
     )
     presence_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     frequency_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
     )
     frequency_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
@@ -269,7 +237,9 @@ class Settings:
     logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
     prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
-    lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
+    lookahead: int | Literal["auto"] = attrs.field(
+        default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding")
+    )
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)
 
     def __attrs_post_init__(self) -> None:

@@ -17,6 +17,7 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD, Settings
+from protocol.validation import check_integer
 from runtime.terminal.display import Display, Output, printing, warnings_at_the_end
 from runtime.terminal.tables import Row, Sheet, show_table
 
@@ -134,8 +135,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _num_tokens(value: int) -> int:
-    if value < 1:
-        raise SettingsError(f"tokens must be at least 1, got {value}")
+    check_integer("tokens", value, 1)
     return value
 
 
@@ -145,8 +145,8 @@ def _lookaheads(text: str) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
-                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
-                "plain decoding and the automatic lookahead are always compared"
+                f"lookahead must be whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas, "
+                f"got {shown(text)}; plain decoding and the automatic lookahead are always compared"
             )
         values.add(int(part))
     return sorted(values)

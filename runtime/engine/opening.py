@@ -24,6 +24,7 @@ from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
+from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.nursery import interrupts_unwrapped
 from runtime.engine.runtime import Events, Runtime, running
@@ -34,7 +35,6 @@ from runtime.loading.model_sources import (
     Source,
     check_cache_options,
     check_device,
-    check_integer,
     check_source,
     check_unknown,
     load_onto,

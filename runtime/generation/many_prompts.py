@@ -10,11 +10,11 @@ import trio
 from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.messages import Open
 from protocol.reprs import shown
+from protocol.validation import check_integer
 from runtime.generation.merged_streams import Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion, TokenStream, complete
-from runtime.loading.model_sources import check_integer
 
 # A prompt, alone or with settings of its own by name.
 ManyPrompt = Prompt | tuple[Prompt, Mapping[str, Any]]

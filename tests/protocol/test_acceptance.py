@@ -174,7 +174,7 @@ def test_a_token_as_likely_to_both_always_stands():
 
 @pytest.mark.parametrize("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
 def test_lengths_that_differ_are_an_error(lengths):
-    with pytest.raises(ProtocolError, match="one probability and one uniform number a token"):
+    with pytest.raises(ProtocolError, match="two probabilities and a uniform number for each token"):
         count_accepted(*(mx.ones((n,)) for n in lengths))
 
 
@@ -398,7 +398,9 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
     logits = mx.zeros((num_rows, 4))
     drafted = (1,) * num_drafted
     probs = (mx.array([0.25] * 4),) * num_drafted
-    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens need as many rows of logits or one more"):
+    with pytest.raises(
+        ProtocolError, match=f"{num_drafted} drafted tokens need {num_drafted} or {num_drafted + 1} rows of logits"
+    ):
         judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=1, start=1)
     with pytest.raises(ProtocolError, match=f"got {num_rows}"):
         judge_by_match(logits, drafted, temperature=0.0, seed=1, start=1)
@@ -406,7 +408,9 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
 
 @pytest.mark.parametrize(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
 def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, num_probs):
-    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens came with {num_probs} distributions"):
+    with pytest.raises(
+        ProtocolError, match=f"{num_drafted} drafted tokens need as many distributions, got {num_probs}"
+    ):
         judge_by_rejection(
             mx.zeros((num_drafted + 1, 4)),
             (1,) * num_drafted,
