@@ -4,15 +4,16 @@
 
 **match**: target and draft each choose a token, and *d* is accepted if it is the target's choice. At temperature 0 the
 choice is the argmax, and the output is the target's greedy output, token for token. Above 0, both take
-`argmax(log p + g)` with the same Gumbel noise g, which depends on (seed, position) alone (the Gumbel coupling of Daliri,
-Musco and Suresh 2024, arXiv 2408.07978). So each token is an exact sample of p, the text does not depend on the drafter
-at all, and similar distributions choose the same token with probability at least (1 - TV) / (1 + TV). A user's sampler
-may make the choice instead. The committed token is always the target's choice, so it is what the sampler makes of p.
+`argmax(log p + g)` with the same Gumbel noise g, which depends on (seed, position) alone (the Gumbel coupling of
+Daliri, Musco and Suresh 2024, arXiv 2408.07978). So each token is an exact sample of p, the text does not depend on the
+drafter at all, and similar distributions choose the same token with probability at least (1 - TV) / (1 + TV). A user's
+sampler may make the choice instead. The committed token is always the target's choice, so it is what the sampler makes
+of p.
 
 **rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* is accepted with probability
 min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual max(0, p - q), normalised; after a
-full acceptance a *bonus* token is drawn from p. Each token is an exact sample of p, whatever q is, if d was really drawn
-from q. The acceptance rate is 1 - TV.
+full acceptance a *bonus* token is drawn from p. Each token is an exact sample of p, whatever q is, if d was really
+drawn from q. The acceptance rate is 1 - TV.
 
 Logits come here after processors and filters, which remove a token by -inf, and before the temperature.
 

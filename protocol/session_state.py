@@ -23,7 +23,9 @@ Messages move it from phase to phase:
     RESTING      Overdue    RESTING      likewise
     RESTING      Withdraw   UNDRAFTED
     UNDRAFTED    Verdict    UNDRAFTED
-    any other    Close      CLOSED       also follows from a verdict that ends the text
+    any          Close      CLOSED
+
+A verdict that ends the text closes the session, too; closing it once more changes nothing.
 
 `TRANSITIONS` is this table. A message that it does not have in the present phase is a `ProtocolError`, and so is one
 from a round to come. A message from a round that is *over* is no error, since asynchronous messages can be late or

@@ -195,7 +195,7 @@ class DraftSession(ActorSession):
         # Before the prompt is indexed, `index_text` comes by here as well.
         if isinstance(self.policy, AutoPolicy) and len(self.text) == commit.start:
             self.text.append(commit.tokens)
-            if not was_hit and (found := self.text.lookup(most=LOOKED_UP_AT_ONCE)) is not None:
+            if not was_hit and (found := self.text.lookup(num_tokens=LOOKED_UP_AT_ONCE)) is not None:
                 self.tree.look_up(
                     [
                         Guess(token, self.policy.calibration(LOOKED_UP, raw), rank=LOOKED_UP, raw=raw)

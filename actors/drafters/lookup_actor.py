@@ -86,8 +86,9 @@ class LookupSession(ActorSession):
         state, policy = self.state, self.policy
         self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
         # One more than may be proposed: a guess at the token that the target puts after the proposal.
-        most = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
-        if (found := self.index.lookup(most=most if state.remaining is None else min(most, state.remaining))) is None:
+        wanted = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
+        wanted = wanted if state.remaining is None else min(wanted, state.remaining)
+        if (found := self.index.lookup(num_tokens=wanted)) is None:
             return
         node, least = self.tree.root, self._least_reach()
         for token, raw in zip(found.tokens, found.confidences, strict=True):

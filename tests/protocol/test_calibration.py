@@ -1,4 +1,4 @@
-"""How sure the drafter is becomes how often it is right, whatever it says of itself and however that changes."""
+"""Calibrated confidence approaches how often the drafter is right, whatever its own confidence is or becomes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_change_is_followed_within_a_few_dozen_observations(before, after):
     taught(calibration, lambda raw: before, 500)
     taught(calibration, lambda raw: after, 50, seed=1)
     assert abs(calibration.mean_acceptance - after) < 0.35 * abs(after - before)
-    # Most of the way, whatever the drafter says of itself.
+    # Most of the way, whatever the drafter's own confidence is.
     for raw in (0.3, 0.6, 0.9):
         assert abs(calibration(0, raw) - after) < 0.5 * abs(after - before)
 
@@ -71,7 +71,7 @@ def test_ranks_are_told_apart():
     assert calibration(0, 0.5) > 0.8
     assert calibration(1, 0.5) < 0.2
     assert calibration(2, 0.5) == pytest.approx(0.5, abs=0.02)
-    # How often the choice is right is not said by its runners-up.
+    # Runners-up say nothing about how often the choice is right.
     assert calibration.mean_acceptance > 0.9
 
 
@@ -115,7 +115,7 @@ def test_with_another_text_there_is_hope_again():
     low = calibration.mean_acceptance
     calibration.begin_text()
     assert calibration.mean_acceptance > low + 0.1
-    # A few observations say more than hope does.
+    # A few observations outweigh the prior.
     taught(calibration, lambda raw: 0.0, 30)
     assert calibration.mean_acceptance < 0.15
 

@@ -44,7 +44,7 @@ def drafter() -> ScriptedModel:
 
 
 def hanging(kind: str, nth: int, seconds: float = FOREVER_S) -> Price:
-    """The usual prices, but for the n-th job of a kind."""
+    """The usual prices, except for the n-th job of a kind."""
     usual, num_jobs = priced(), 0
 
     def price(job: Job[Any]) -> float:
@@ -76,7 +76,7 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
                 assert statistics.draft_timeouts == 1
                 assert len(simulation.instants("overdue", "target")) == 1
                 assert simulation.runtime.health() == runtime.Health(target=True, draft=False)
-            # Whoever comes next is served as well, while the drafter still hangs.
+            # A later stream is served as well, while the drafter still hangs.
             assert await text_of(simulation, [1, 2], max_tokens=12, lookahead=2) == continuation([1, 2], 12)
             assert trio.current_time() < FOREVER_S
 
@@ -94,7 +94,7 @@ async def test_a_drafter_that_hung_catches_up_and_drafts_again(lookahead: Any, a
         (rejoin,) = simulation.instants("rejoin", "draft")
         assert overdue.at < 500.0 < rejoin.at
         assert completion.statistics.draft_timeouts == 1
-        # What it had missed is read in passes of its own, before it is waited for.
+        # The drafter reads the text that it missed in passes of its own, before the target waits for it again.
         assert simulation.spans("draft", "prefill")[-1].began >= 500.0
         proposals = [proposal.at for proposal in simulation.instants("proposal") if proposal.num_tokens]
         assert [at for at in proposals if at > rejoin.at]
@@ -146,7 +146,7 @@ async def test_a_slow_consumer_is_not_mistaken_for_a_late_drafter(autojump_clock
 
 
 async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clock: Any) -> None:
-    # A drawn stop ends a proposal, which is in time then; with any other token it needs another slow step, and is late.
+    # A drawn stop token ends a proposal, which is then in time; any other token needs another slow step, and is late.
     stop, num_texts = 7, 300
     row = [0.5 if token in (stop, 8) else 0.0 for token in range(VOCAB_SIZE)]
     target, draft = ScriptedModel(markov([row] * VOCAB_SIZE)), ScriptedModel(markov([row] * VOCAB_SIZE))
@@ -173,7 +173,7 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
             num_stops += completion.tokens[0].id == stop
             num_timeouts += completion.statistics.draft_timeouts
     assert num_timeouts > num_texts / 3
-    # Four standard deviations; where late proposals were dropped, it was three out of four.
+    # Four standard deviations. Dropping late proposals would give three out of four.
     assert abs(num_stops - num_texts / 2) < 4 * (num_texts / 4) ** 0.5
 
 

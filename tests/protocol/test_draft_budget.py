@@ -1,4 +1,4 @@
-"""A leash says beforehand what the policy would say: never more, and, where that can be told, not less."""
+"""A draft budget decides in advance as the policy would: it never allows more, and less only where it cannot know."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP, VERIFY = 1.0, 8.0
 
 
 def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.05, rate: float = 0.3) -> Prices:
-    """Prices of a drafter's step and a target's pass, well known."""
+    """Prices of a drafter's step and a target's pass, from many measurements."""
     prices = Prices()
     for width in (1, 2, 3, 1, 4) * 10:
         prices.draft_alone.observe(width, step)
@@ -55,13 +55,13 @@ def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -
 # --- what it is made of ---------------------------------------------------------------------------
 
 
-def test_no_leash_has_the_drafter_ask_after_each_step():
+def test_with_an_empty_budget_the_drafter_asks_after_each_step():
     assert EMPTY_BUDGET.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
     assert not EMPTY_BUDGET.foresees_another(0.0)
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_leash_is_as_long_as_it_says(steps):
+def test_a_budget_allows_as_many_steps_as_it_says(steps):
     draft_budget: DraftBudget | None = DraftBudget(steps)
     for _ in range(steps):
         assert draft_budget.foresees_another(0.0)
@@ -91,12 +91,12 @@ def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
     step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=100.0)
     assert after(believed(step_worth=step_worth, best_other_reach=0.6), 0.5) is None
     assert after(believed(step_worth=step_worth, best_other_reach=0.4), 0.5) is not None
-    # Among that are the runners-up of the steps on the way.
+    # That includes the runners-up of the steps on the way.
     assert after(believed(step_worth=step_worth), 0.5, 0.5) is None
     on_the_way = after(believed(step_worth=step_worth), 0.6, 0.35)
     assert after(on_the_way, 0.5) is None
     assert after(on_the_way, 0.6) is not None
-    # Not while the target waits: then the chain alone counts.
+    # While the target waits, only the chain counts.
     assert after(believed(best_other_reach=0.6), 0.5, 0.5) is not None
 
 
@@ -173,7 +173,7 @@ POLICIES = st.builds(
 )
 @settings(deterministic, max_examples=800)
 def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, tree, steps, limit, depth, due):
-    # A chain, and one beside it that branches off at the root.
+    # A chain, and a second one that branches off at the root.
     paths = [tuple((100 * i + k, share) for k, share in enumerate(path)) for i, path in enumerate(tree)]
     grown, now = tree_of(*paths), 0.0
     changes: dict[str, Any] = {"max_proposal": limit, "max_depth": depth, "verdict_due_s": due}
@@ -187,7 +187,7 @@ def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, t
         guesses = tuple(attrs.evolve(g, token=1000 + g.token) for g in guesses_of(policy, raws))
         choice = grown.expand(node, *guesses)
         draft_budget = draft_budget.after(guesses, now)
-        # Of two that are as likely, either will do.
+        # Of two nodes with the same reach, either is right.
         ties = sum(other.reach == choice.reach for other in grown.frontier()) > 1
         if not ties:
             assert (draft_budget is not None) == goes_on(policy, grown, choice, now_s=now, **changes)
@@ -204,7 +204,7 @@ def test_before_the_prices_are_known_the_drafter_asks():
 
 @pytest.mark.parametrize("due", [None, 5.0])
 def test_where_something_was_looked_up_the_drafter_asks(due):
-    # What comes after it may be that, and not the drafter's choice.
+    # The best token after it may be a looked-up one, not the drafter's choice.
     tree = LookaheadTree(ROOT, POSITION)
     tree.look_up([Guess(1, 0.9, rank=LOOKED_UP, raw=0.9)])
     policy = auto(prices_of())
@@ -212,7 +212,7 @@ def test_where_something_was_looked_up_the_drafter_asks(due):
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), at(tree, 1)).max_steps > 0
 
 
-def test_a_leash_does_not_change_with_what_is_learnt_after_it_was_given():
+def test_a_budget_does_not_change_with_what_is_learnt_after_it_was_given():
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
     draft_budget = policy.draft_budget(view_of(tree), tree.root)
@@ -223,10 +223,10 @@ def test_a_leash_does_not_change_with_what_is_learnt_after_it_was_given():
 
 
 @pytest.mark.parametrize("due", [None, 9.0])
-def test_a_leash_holds_nothing_that_the_other_thread_changes(due):
+def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
     draft_budget = policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root)
-    cached_tokens = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
-    assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in cached_tokens)
-    assert not any(value is policy.calibration for value in cached_tokens)
+    values = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
+    assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in values)
+    assert not any(value is policy.calibration for value in values)

@@ -241,7 +241,7 @@ def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_n
     end = view.growable()
     worthy = [node for node in chain if node.reach > worth * per_token]
     if nodes is None:
-        # All that is there is worth it, and so is the next, for which there is room.
+        # All drafted tokens are worth it, and so is the next one, which the proposal may still take.
         assert worthy == chain
         assert end is not None
         assert end.reach * mean > worth * (per_token + step)

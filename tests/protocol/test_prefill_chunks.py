@@ -1,4 +1,4 @@
-"""How many prompt tokens go into one forward pass: as many as is cheap, and no more than fit into the time."""
+"""Prefill chunks: a pass reads as many prompt tokens as are cheap, and no more than fit into the time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes cost is found from passes, whatever they were drafted beside and in whichever order that is heard."""
+"""Prices are found from measured passes, whatever was drafted beside them, and in whatever order that is reported."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 @deterministic
 def test_an_affine_price_is_found(base, slope, delay, seed):
     price, dice = ContendedPrice(), random.Random(seed)
-    # As in the first measurement; the unit of what is believed beforehand.
+    # The first measurement is the unit of the prior.
     price.observe(1, 0.0, base)
     for _ in range(500):
         width, overlap = dice.randint(1, 9), base * dice.random()
         price.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-    # What is believed beforehand counts a little to the end.
+    # The prior keeps a little weight.
     assert price(1) == pytest.approx(base, rel=0.05)
     assert price.per_token == pytest.approx(base * slope, abs=0.02 * base)
     assert price.target_slowdown == pytest.approx(delay, abs=0.06)
@@ -51,7 +51,7 @@ def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_be
     assert 0 <= price.target_slowdown <= 0.9
 
 
-# Of a clock that counts nanoseconds.
+# As from a clock that counts nanoseconds.
 seconds = st.just(0.0) | st.floats(1e-9, 100)
 passes = st.lists(st.tuples(st.integers(1, 65), seconds, seconds), max_size=30)
 

@@ -1,4 +1,4 @@
-"""What the target has to do, as the drafter sees it; and that streams at once are no slower than one after another."""
+"""The target queue as the drafter sees it; and streams at once are no slower than one after another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_target_was_busy_since_a_moment_if_it_is_or_something_ended_after_it
     target_queue.enter(1, 4.0, now_s=10.0)
     assert target_queue.was_busy_since(12.0)
     target_queue.leave(1, now_s=14.0)
-    target_queue.leave(1, now_s=20.0)  # which is no turn any more
+    target_queue.leave(1, now_s=20.0)  # it is no longer in the queue
     assert [target_queue.was_busy_since(moment) for moment in (13.0, 14.0, 15.0)] == [True, False, False]
 
 
@@ -81,7 +81,7 @@ def auto() -> AutoPolicy:
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
     assert auto().proposal(view_of(1, queue_slack_s=0.0)) is not None
     assert auto().proposal(view_of(1, queue_slack_s=0.4)) is None
-    # A step that would end after them costs what it takes longer.
+    # A step that ends after them costs the time from their end to its own.
     assert auto().proposal(view_of(1, queue_slack_s=0.05)) is not None
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_drafted_ahead_that_can_be_drafted_behind_others_passes_or_th
         assert (auto().expansion(view) is not None) is expected
 
 
-def test_a_leash_ends_where_others_passes_do():
+def test_a_budget_ends_where_the_passes_of_others_do():
     view = view_of(0, queue_slack_s=0.9)
     assert auto().draft_budget(view, view.tree.root).max_steps == 2
     assert auto().draft_budget(view, view.tree.root) != EMPTY_BUDGET
@@ -139,7 +139,7 @@ def test_streams_at_once_are_not_slower_than_one_after_another(acceptance, cost,
 
 
 def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
-    # One text says little where all is even.
+    # A single text says little where the two are even.
     ratios = []
     for seed in range(4):
         alone, at_once = both(Scenario(0.85, 0.1, contention=1.0, seed=seed), 2)
@@ -168,5 +168,5 @@ def test_two_streams_guess_less_ahead_than_one():
 def test_what_others_take_of_the_targets_time_is_no_reason_to_rest():
     _, at_once = both(Scenario(0.8, 0.1), 6)
     assert sum(each.resting_rounds for each in at_once.statistics) == 0
-    # R is of all streams, and not what each has of it.
+    # R is the rate of all streams together, not of each.
     assert min(each.estimates.tokens_per_second for each in at_once.statistics) > 0.7 * at_once.speed
