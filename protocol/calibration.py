@@ -100,7 +100,7 @@ class Calibration:
             self._average(float(was_right))
 
     def observe_unjudged(self, raw: float) -> None:
-        """Count a choice with this confidence of which nobody can say whether it would have been accepted."""
+        """Count a choice with this confidence if it is unknown whether it would have been accepted."""
         self._average(self(0, raw))
         self._curve(0).fade_shift()
 

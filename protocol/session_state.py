@@ -84,8 +84,8 @@ class Commit:
         start: absolute position of the first token.
         tokens: at least one.
         num_from_draft: how many of the tokens, from the front, the drafter had proposed.
-        num_rejected: proposed tokens that were rejected, and those after them. Tokens proposed beyond the end of the
-            text do not count.
+        num_rejected: judged tokens that were rejected, or came after a rejected one. Tokens proposed beyond the end of
+            the text do not count.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
         resting: whether the target decoded the round alone because the drafter rested or was late.
@@ -240,7 +240,7 @@ class SessionState:
         return commit
 
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
-        """The commit of a verdict: its tokens up to the first stop, and as many as may still be committed."""
+        """The commit of a verdict: its tokens, cut at the first stop and at the most that may still be committed."""
         tokens = proposed[: verdict.num_accepted]
         if verdict.token is not None:
             tokens += (verdict.token,)

@@ -422,8 +422,7 @@ def played_streams(
 
     Raises: SettingsError: a setting is out of its range.
     """
-    if not 1 <= num_streams <= VOCAB_SIZE:
-        raise SettingsError(f"num_streams must be in [1, {VOCAB_SIZE}], got {shown(num_streams)}")
+    check_integer("num_streams", num_streams, 1, VOCAB_SIZE)
 
     async def main() -> PlayedStreams:
         done: list[Statistics] = []
