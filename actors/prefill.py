@@ -10,7 +10,7 @@ from actors.model import CachedSequence
 from actors.workers.worker import Job, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
-from protocol.prefill_chunks import FIXED_SIZE, PrefillChunkSize
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
 # Tokens before the end of a prompt at which it is pinned as well: what asks for an answer there, such as a tag that
 # begins a thought, is left out where a template repeats the answer.
@@ -80,7 +80,7 @@ async def read_on(
 
 def step_size(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
     """Tokens in a pass; "auto" where prices decide, and may decide otherwise in each pass."""
-    return FIXED_SIZE if setting == "auto" and sequence.depends_on_passes else setting
+    return FIXED_CHUNK_TOKENS if setting == "auto" and sequence.depends_on_passes else setting
 
 
 def _end_of_pass(begin: int, most: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:

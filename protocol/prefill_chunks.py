@@ -11,7 +11,7 @@ import attrs
 from protocol.prices import Mean
 
 # The sizes that are tried, in tokens: powers of two between these.
-SMALLEST, LARGEST = 16, 2048
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048
 # The longest that a pass should take.
 MAX_PASS_S = 0.2
 # A size counts as cheap if it costs at most this many times as much per token as the cheapest size.
@@ -19,7 +19,7 @@ CHEAP_FACTOR = 1.1
 # Passes after which sizes above the present one are tried again.
 RETRY_PASSES = 16
 # The size where the text depends on how the prompt is cut into passes: that of mlx-lm.
-FIXED_SIZE = 2048
+FIXED_CHUNK_TOKENS = 2048
 
 
 @attrs.define
@@ -34,7 +34,7 @@ class PrefillChunkSize:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add the measurement of a pass. One of another size, such as the end of a prompt, is ignored."""
-        if SMALLEST <= num_tokens <= LARGEST and num_tokens & (num_tokens - 1) == 0:
+        if MIN_CHUNK_TOKENS <= num_tokens <= MAX_CHUNK_TOKENS and num_tokens & (num_tokens - 1) == 0:
             self._seconds_per_token.setdefault(num_tokens, Mean(memory=8.0)).observe(seconds / num_tokens)
             self._num_passes += 1
             if self._num_passes % RETRY_PASSES == 0:
@@ -46,10 +46,10 @@ class PrefillChunkSize:
         """Tokens for the next pass."""
         prices = {size: mean.value for size, mean in self._seconds_per_token.items()}
         if not prices:
-            return SMALLEST
+            return MIN_CHUNK_TOKENS
         max_price = CHEAP_FACTOR * min(prices.values())
         largest = max(prices)
-        if largest < LARGEST and prices[largest] <= max_price and 2 * largest * prices[largest] <= MAX_PASS_S:
+        if largest < MAX_CHUNK_TOKENS and prices[largest] <= max_price and 2 * largest * prices[largest] <= MAX_PASS_S:
             return 2 * largest
         fitting = [size for size, price in prices.items() if price <= max_price and size * price <= MAX_PASS_S]
         # If no size fits, every pass is long; take the shortest.

@@ -15,8 +15,8 @@ import attrs
 from protocol.errors import ProtocolError
 
 # Lengths of the n-grams that are matched, in tokens.
-LONGEST = 16
-SHORTEST = 1
+MAX_NGRAM = 16
+MIN_NGRAM = 1
 
 # How often the token after a match of 1, 2, … tokens was right, counted over files of Python's standard library, each
 # of them looked up in itself. These are initial values: the calibration learns from what is accepted.
@@ -66,7 +66,7 @@ class PromptLookup:
     memory and in time.
     """
 
-    def __init__(self, *, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+    def __init__(self, *, longest: int = MAX_NGRAM, shortest: int = MIN_NGRAM) -> None:
         """Make an index over the empty text.
 
         Args:

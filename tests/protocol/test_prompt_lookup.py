@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
-from protocol.prompt_lookup import LONGEST, SHORTEST, Found, PromptLookup, prior
+from protocol.prompt_lookup import MAX_NGRAM, MIN_NGRAM, Found, PromptLookup, prior
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=300)
 
@@ -103,7 +103,7 @@ def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_toke
     found = index_of(text[:num_tokens]).lookup(num_tokens=period + 30)
     assert found is not None
     assert list(found.tokens) == text[num_tokens:]
-    assert found.match_length == min(LONGEST, num_tokens - period)
+    assert found.match_length == min(MAX_NGRAM, num_tokens - period)
 
 
 @st.composite
@@ -143,7 +143,7 @@ def test_long_quotations_are_found_as_a_search_finds_them(sources, data):
         source = data.draw(st.sampled_from(sources))
         begin = data.draw(st.integers(0, 19))
         text += source[begin : begin + data.draw(st.integers(1, 20))]
-    assert index_of(text).lookup(num_tokens=25) == searched(text, [], 25, LONGEST, SHORTEST)
+    assert index_of(text).lookup(num_tokens=25) == searched(text, [], 25, MAX_NGRAM, MIN_NGRAM)
 
 
 def test_a_text_may_be_appended_in_any_pieces():
@@ -167,11 +167,11 @@ def test_bounds_that_exclude_everything_are_an_error(longest, shortest):
 
 
 def test_a_longer_match_is_surer_and_none_is_certain():
-    priors = [prior(length) for length in range(1, LONGEST + 1)]
+    priors = [prior(length) for length in range(1, MAX_NGRAM + 1)]
     assert priors == sorted(priors)
-    assert len(set(priors)) == LONGEST
+    assert len(set(priors)) == MAX_NGRAM
     assert 0 < priors[0] < priors[-1] < 1
-    assert prior(LONGEST + 1) == prior(1000) == priors[-1]
+    assert prior(MAX_NGRAM + 1) == prior(1000) == priors[-1]
 
 
 def test_every_token_found_is_as_sure_as_the_match_would_be_were_those_before_it_right():
@@ -225,7 +225,7 @@ def test_a_token_costs_as_much_in_a_long_text_as_in_a_short_one(kind):
     text = [Counted(token) for token in texts(3000)[kind]]
     index = PromptLookup()
     # To hash an n-gram looks at n tokens, and to find it compares as many; entering one takes a few of both.
-    most_looks = 10 * sum(range(LONGEST + 1))
+    most_looks = 10 * sum(range(MAX_NGRAM + 1))
     for begin in range(0, len(text), 500):
         assert looks(lambda begin=begin: index.append(text[begin : begin + 500])) <= 500 * most_looks
         assert looks(lambda: index.lookup(num_tokens=64)) <= most_looks
@@ -243,7 +243,7 @@ def test_a_token_takes_a_bounded_amount_of_memory(kind):
         tracemalloc.stop()
     assert len(index) == len(text)
     # An entry is a tuple, a slot of the dictionary and a number.
-    assert num_bytes <= 300 * (2 if kind == "all different" else LONGEST) * len(text)
+    assert num_bytes <= 300 * (2 if kind == "all different" else MAX_NGRAM) * len(text)
 
 
 def test_a_lookup_makes_no_copy_of_the_text():
