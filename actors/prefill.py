@@ -10,7 +10,7 @@ from actors.model import CachedSequence
 from actors.workers.worker import Job, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
-from protocol.prefill_chunks import FIXED_SIZE, PrefillChunkSize
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
 # Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template that repeats the
 # answer in the next prompt leaves out the tokens that ask for it, such as a tag that begins reasoning.
@@ -81,7 +81,7 @@ async def prefill_committed(
 
 def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
     """Tokens in a pass; "auto" if measured prices decide anew for each pass."""
-    return FIXED_SIZE if setting == "auto" and sequence.depends_on_passes else setting
+    return FIXED_CHUNK_TOKENS if setting == "auto" and sequence.depends_on_passes else setting
 
 
 def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:

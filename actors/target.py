@@ -213,9 +213,9 @@ class TargetActor(ModelActor[TargetSession]):
             if proposal is None:
                 # The first plain round after a proposal cannot be a pass ahead, and its cost cannot be avoided.
                 if session.was_plain:
-                    self.prices.plain.observe(round_s)
+                    self.prices.plain_decode_s.observe(round_s)
             else:
-                self.prices.round_over(len(commit.tokens), round_s)
+                self.prices.observe_round(len(commit.tokens), round_s)
         session.was_plain = proposal is None
         return commit
 
@@ -322,7 +322,7 @@ class TargetActor(ModelActor[TargetSession]):
         expected_width = len(plan.feed) if session.was_single_step else job.num_tokens
         verified = await self._run_in_queue(session, job, self.prices.verify(expected_width))
         session.was_single_step = verified.single_step and not settle
-        self.prices.verified(verified.width, job.began, job.ended)
+        self.prices.observe_verify_pass(verified.width, job.began, job.ended)
         session.verify_seconds += job.seconds
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)
@@ -361,7 +361,7 @@ class TargetActor(ModelActor[TargetSession]):
         go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
         history = shared.logits_pipeline.history(state.committed)
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)
-        expected_s = self.prices.plain.value or self.prices.verify(1)
+        expected_s = self.prices.plain_decode_s.value or self.prices.verify(1)
         job = Job("decode", call, session.id, 1, state.round)
         token, likelihoods = await self._run_in_queue(session, job, expected_s)
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if decoder.is_ahead else ())))

@@ -113,7 +113,7 @@ def judge(
             temperature=settings.temperature,
             seed=opened.seed,
             start=proposal.start,
-            beside=also_evaluate,
+            also_evaluate=also_evaluate,
             chosen=shared.logits_pipeline.sample(logits),
         )
     return judge_by_rejection(
@@ -123,7 +123,7 @@ def judge(
         temperature=settings.temperature,
         seed=opened.seed,
         start=proposal.start,
-        beside=also_evaluate,
+        also_evaluate=also_evaluate,
     )
 
 

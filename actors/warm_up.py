@@ -50,13 +50,13 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
         for width in WIDTHS:
             job = _pass(theirs, width)
             await draft_worker.run(job)
-            prices.drafted(width, job.began, job.ended, beside=False)
+            prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
         for width in WIDTHS:
             job = _pass(ours, width)
             await target_worker.run(job)
-            prices.verified(width, job.began, job.ended)
+            prices.observe_verify_pass(width, job.began, job.ended)
         await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
-    if not prices.plain.is_known:
+    if not prices.plain_decode_s.is_known:
         async with _open_sequence(*target) as ours:
             await _decode_plainly(ours, target_worker, prices)
 
@@ -77,7 +77,7 @@ async def _side_by_side(
                     return
                 job = _pass(sequence, 1)
                 await worker.run(job)
-                prices.drafted(1, job.began, job.ended, beside=True)
+                prices.observe_draft_step(1, job.began, job.ended, beside_target=True)
         except JobError as error:
             errors.append(error)
 
@@ -88,7 +88,7 @@ async def _side_by_side(
             for width in WIDTHS:
                 job = _pass(sequence, width)
                 await worker.run(job)
-                prices.verified(width, job.began, job.ended)
+                prices.observe_verify_pass(width, job.began, job.ended)
         except JobError as error:
             errors.append(error)
         is_over = True
@@ -103,7 +103,7 @@ async def _decode_plainly(sequence: CachedSequence, worker: Worker, prices: Pric
         length, began = plan.keep + len(plan.feed), worker.clock()
         await worker.run(Job("warm-up", partial(decoder.step, plan, NO_HISTORY, length, True), None, 1))
         if i > 0:
-            prices.plain.observe(worker.clock() - began)
+            prices.plain_decode_s.observe(worker.clock() - began)
         plan = FeedPlan(length + 1, ())
 
 

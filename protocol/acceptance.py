@@ -1,26 +1,25 @@
-"""The acceptance rules: how much of a proposal stands, and which token comes next.
+"""The acceptance rules: how many tokens of a proposal are accepted, and which token comes next.
 
 *p* is the target's distribution at a position, *q* the draft's, *d* the drafted token.
 
-**match**: target and draft each make a choice at a position, and *d* stands while it is the target's
-own choice. At temperature 0 the choice is the argmax, and the output is the target's greedy output,
-token for token. Above, both take `argmax(log p + g)` with the same Gumbel noise g, which depends on
-(seed, position) alone (the Gumbel coupling of Daliri, Musco and Suresh 2024, arXiv 2408.07978): each
-token is an exact sample of p, the text does not depend on the drafter at all, and close distributions
-choose alike, with probability at least (1 - TV) / (1 + TV). Where a user's sampler makes the choice, it is compared in
-the same way; the target's own stands whatever was drafted, so each token is what the sampler makes of p.
+**match**: target and draft each choose a token, and *d* is accepted if it is the target's choice. At temperature 0 the
+choice is the argmax, and the output is the target's greedy output, token for token. Above 0, both take
+`argmax(log p + g)` with the same Gumbel noise g, which depends on (seed, position) alone (the Gumbel coupling of
+Daliri, Musco and Suresh 2024, arXiv 2408.07978). So each token is an exact sample of p, the text does not depend on the
+drafter at all, and similar distributions choose the same token with probability at least (1 - TV) / (1 + TV). A user's
+sampler may make the choice instead. The committed token is always the target's choice, so it is what the sampler makes
+of p.
 
-**rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* stands with
-probability min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual
-max(0, p - q), normalised; after a full acceptance a *bonus* token is drawn from p. Each token is an
-exact sample of p for any q from which d was really drawn; acceptance is 1 - TV.
+**rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* is accepted with probability
+min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual max(0, p - q), normalised; after a
+full acceptance a *bonus* token is drawn from p. Each token is an exact sample of p, whatever q is, if d was really
+drawn from q. The acceptance rate is 1 - TV.
 
-The logits here are those after processors and filters, which leave a token out by -inf; the temperature is still to
-be applied.
+Logits come here after processors and filters, which remove a token by -inf, and before the temperature.
 
-Everything here is lazy until the one `mx.eval` in `judge_*`, so that a round costs one
-synchronisation, and another one where log-probabilities are asked for. What else is to be known of the same logits is
-evaluated in that one, too (`beside`).
+All arrays are lazy until the one `mx.eval` in `judge_by_match` or `judge_by_rejection`. So a round costs one
+synchronisation, and a second one if log-probabilities are asked for. Other arrays of the same pass can be evaluated in
+the first one (`also_evaluate`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from protocol.randomness import Purpose, key_for
 
 @attrs.frozen
 class Judgement:
-    """What the target says of one proposal.
+    """The target's decision about one proposal.
 
     Attributes:
-        num_accepted: drafted tokens that stand.
-        token: the token after those: recovered after a rejection, the bonus after a full acceptance.
-            None where all stand and the forward pass had no row for a bonus (the N=1 fallback).
+        num_accepted: drafted tokens that are accepted.
+        token: the token after them: recovered after a rejection, the bonus after a full acceptance. None if all are
+            accepted and the forward pass had no row for a bonus (the N=1 fallback).
     """
 
     num_accepted: int
@@ -51,12 +50,12 @@ class Judgement:
 
 
 def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
-    """How likely tokens were, and which were the likeliest.
+    """The log-probabilities of committed tokens, and of the likeliest tokens at their positions.
 
     Args:
-        logits: (n, V) with n >= len(tokens), the target's, processed, of the tokens' positions.
-        tokens: (m,) that were chosen there.
-        num_top: how many of the likeliest to name, >= 1; all V where there are fewer.
+        logits: (n, V) with n >= m, the target's after processors, for the tokens' positions.
+        tokens: (m,) token ids.
+        num_top: how many of the likeliest tokens to name, >= 1; V if that is fewer.
 
     Returns: one for each token. Costs a synchronisation.
     """
@@ -77,15 +76,15 @@ def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[
 
 
 def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The token that a model takes at each position, under the match rule.
+    """The token that a model chooses at each position under the match rule.
 
     Args:
         logits: (n, V) logits for positions start … start + n - 1.
         temperature: >= 0; 0 takes the argmax and uses no noise.
         seed: of the session, in [0, 2**64).
         start: absolute position of the first row.
-        noise_size: the width at which noise is made, >= V. It must be the same for both models, since
-            the noise of an array's entry depends on the array's size.
+        noise_size: the width at which noise is made, >= V. It must be the same for both models, because MLX's noise
+            for one entry depends on the size of the array.
 
     Returns: (n,) token ids, lazy.
     """
@@ -93,9 +92,9 @@ def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_s
 
 
 def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """That of which the token that a model takes is the argmax, under the match rule: (n, V), lazy.
+    """The scores whose argmax is a model's choice under the match rule: (n, V), lazy.
 
-    Args: as `choices`.
+    Args: see `choices`.
     """
     if temperature == 0:
         return logits
@@ -106,38 +105,38 @@ def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_si
 
 
 def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The best tokens by score, best first, and the share that a softmax of the scores gives each.
+    """The best tokens by score, best first, and the probability of each under a softmax of the scores.
 
     Args:
         scores: (n, V).
         count: >= 1.
 
-    Returns: (n, count) token ids and (n, count) shares in [0, 1], lazy.
+    Returns: (n, count) token ids and (n, count) probabilities in [0, 1], lazy.
     """
-    left = scores.astype(mx.float32)
-    total = mx.logsumexp(left, axis=-1, keepdims=True)
-    ids = mx.arange(left.shape[1])
-    tokens, shares = [], []
+    remaining = scores.astype(mx.float32)
+    total = mx.logsumexp(remaining, axis=-1, keepdims=True)
+    ids = mx.arange(remaining.shape[1])
+    tokens, probs = [], []
     for i in range(count):
-        best = mx.argmax(left, axis=-1, keepdims=True)
+        best = mx.argmax(remaining, axis=-1, keepdims=True)
         tokens.append(best)
-        shares.append(mx.exp(mx.take_along_axis(left, best, axis=-1) - total))
+        probs.append(mx.exp(mx.take_along_axis(remaining, best, axis=-1) - total))
         if i + 1 < count:
-            left = mx.where(ids == best, -mx.inf, left)
-    return mx.concatenate(tokens, axis=-1), mx.concatenate(shares, axis=-1)
+            remaining = mx.where(ids == best, -mx.inf, remaining)
+    return mx.concatenate(tokens, axis=-1), mx.concatenate(probs, axis=-1)
 
 
 def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
-    """Length of the prefix on which the drafted tokens are the target's choices.
+    """Length of the prefix of the drafted tokens that agrees with the target's choices.
 
     Args:
-        chosen: (k,) or (k + 1,) the target's choice at each position of the proposal and after it.
+        chosen: (k,) or (k + 1,) the target's choice at each position of the proposal, and after it.
         drafted: (k,) drafted tokens.
 
     Returns: int in [0, k].
     """
-    for i, (ours, theirs) in enumerate(zip(chosen, drafted, strict=False)):
-        if ours != theirs:
+    for i, (chosen_token, drafted_token) in enumerate(zip(chosen, drafted, strict=False)):
+        if chosen_token != drafted_token:
             return i
     return len(drafted)
 
@@ -149,27 +148,27 @@ def judge_by_match(
     temperature: float,
     seed: int,
     start: int,
-    beside: Sequence[mx.array] = (),
+    also_evaluate: Sequence[mx.array] = (),
     chosen: mx.array | None = None,
 ) -> Judgement:
     """Judge a proposal by the match rule.
 
     Args:
-        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V)
-            where there is no row for a bonus token.
+        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V) if the pass had
+            no row for a bonus token.
         drafted: (k,) drafted tokens.
         temperature: >= 0.
         seed: of the session.
         start: absolute position of the first drafted token.
-        beside: what else to evaluate, while it costs no synchronisation of its own.
-        chosen: (rows,) the target's choices, where something else makes them than the temperature.
+        also_evaluate: other arrays to evaluate in the same synchronisation.
+        chosen: (k + 1,) or (k,) the target's choices, if a user's sampler made them.
 
-    Raises: ProtocolError: the number of rows fits neither.
+    Raises: ProtocolError: there are neither k nor k + 1 rows.
     """
     _check_rows(logits, drafted)
     if chosen is None:
         chosen = choices(logits, temperature, seed, start, logits.shape[1])
-    mx.eval(chosen, *beside)
+    mx.eval(chosen, *also_evaluate)
     ids = cast(list[int], chosen.tolist())
     num_accepted = count_matches(ids, drafted)
     return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
@@ -184,7 +183,7 @@ def distribution(logits: mx.array, temperature: float) -> mx.array:
 
 
 def draw(probs: mx.array, key: mx.array) -> mx.array:
-    """One token id drawn from probabilities (V,), which need not be normalised; lazy, shape ()."""
+    """One token id, drawn from probabilities (V,) that need not be normalised; lazy, shape ()."""
     return mx.random.categorical(mx.log(probs), key=key)
 
 
@@ -202,7 +201,7 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
     """
     if not target_probs.shape == draft_probs.shape == uniforms.shape:
         raise ProtocolError(
-            f"a proposal needs one probability and one uniform number a token, got "
+            f"a proposal needs two probabilities and a uniform number for each token, got shapes "
             f"{target_probs.shape}, {draft_probs.shape} and {uniforms.shape}"
         )
     # Multiply, don't divide: a token to which the target gives zero stays rejected even when u == 0.
@@ -211,17 +210,17 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The distribution from which a recovered token is drawn: max(0, p - q), not normalised; lazy.
+    """The residual distribution, from which a recovered token is drawn: max(0, p - q), not normalised; lazy.
 
     Args:
-        target_probs: (…, V).
-        draft_probs: (…, V); zeros make it p itself, which is how a bonus token is drawn.
+        target_probs: (…, V) p.
+        draft_probs: (…, V) q; with zeros the residual is p itself, which is how a bonus token is drawn.
 
-    Returns: (…, V). Where rounding leaves nothing of p - q, which only happens where p and q are equal
-        but for rounding, it is p.
+    Returns: (…, V). If rounding leaves nothing of p - q, which happens only if p and q are equal but for rounding, it
+        is p.
     """
-    left = mx.maximum(target_probs - draft_probs, 0)
-    return mx.where(left.sum(axis=-1, keepdims=True) > 0, left, target_probs)
+    difference = mx.maximum(target_probs - draft_probs, 0)
+    return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
 
 def judge_by_rejection(
@@ -232,48 +231,48 @@ def judge_by_rejection(
     temperature: float,
     seed: int,
     start: int,
-    beside: Sequence[mx.array] = (),
+    also_evaluate: Sequence[mx.array] = (),
 ) -> Judgement:
     """Judge a proposal by the rejection rule.
 
     Args:
-        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V)
-            where there is no row for a bonus token.
+        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V) if the pass had
+            no row for a bonus token.
         drafted: (k,) drafted tokens, each drawn from its row of draft_probs.
-        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero. None where the drafted token was no
-            draw but the only one that could have come: q is 1 there and 0 elsewhere, so that it stands with
-            probability p(d), and the recovered token is any other.
+        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero. None for a token that was not drawn but
+            determined by the text before it: then q is 1 at that token and 0 elsewhere, so that it is accepted with
+            probability p(d), and the recovered token is another one.
         temperature: > 0.
         seed: of the session.
         start: absolute position of the first drafted token.
-        beside: as in `judge_by_match`.
+        also_evaluate: see `judge_by_match`.
 
-    Raises: ProtocolError: the numbers of rows, tokens and distributions do not fit.
+    Raises: ProtocolError: the numbers of rows, tokens and distributions do not agree.
     """
     _check_rows(logits, drafted)
     if len(draft_probs) != len(drafted):
-        raise ProtocolError(f"{len(drafted)} drafted tokens came with {len(draft_probs)} distributions")
+        raise ProtocolError(f"{len(drafted)} drafted tokens need as many distributions, got {len(draft_probs)}")
     p = distribution(logits, temperature)
     if not drafted:
         token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        mx.eval(token, *beside)
+        mx.eval(token, *also_evaluate)
         return Judgement(0, _to_int(token))
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
     accepted = count_accepted(p[rows, tokens], q[rows, tokens], uniforms)
-    # Which row the next token is drawn from is known on the device only; index by the lazy number, since
-    # asking for it here would be a second synchronisation.
+    # Only the device knows from which row the next token is drawn. Index by the lazy number: reading it here would be a
+    # second synchronisation.
     row = mx.minimum(accepted, logits.shape[0] - 1)
     keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
     token_after = draw(residual(p[row], q[row]), keys[row])
-    mx.eval(accepted, token_after, *beside)
+    mx.eval(accepted, token_after, *also_evaluate)
     num_accepted = _to_int(accepted)
     return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
 
 
 def _draft_rows(drafted: tuple[int, ...], draft_probs: tuple[mx.array | None, ...], *, like: mx.array) -> mx.array:
-    """The draft's distributions in the shape of the target's; zeros where there is none. Lazy."""
+    """The draft's distributions in the shape of the target's, with zeros after the last one; lazy."""
     rows = mx.zeros_like(like)
     drawn = [probs for probs in draft_probs if probs is not None]
     if drawn:
@@ -285,13 +284,13 @@ def _draft_rows(drafted: tuple[int, ...], draft_probs: tuple[mx.array | None, ..
 
 
 def _tempered(logits: mx.array, temperature: float) -> mx.array:
-    """Logits in float32 over a temperature > 0, shifted so that the largest is 0 and none overflows."""
+    """Logits in float32, divided by a temperature > 0; shifted so that the largest is 0 and none overflows."""
     shifted = logits.astype(mx.float32) - mx.max(logits, axis=-1, keepdims=True).astype(mx.float32)
-    return shifted / max(temperature, _COLDEST)
+    return shifted / max(temperature, _MIN_TEMPERATURE)
 
 
-# Far below any temperature that differs from the argmax, and not zero in float32.
-_COLDEST = 1e-30
+# Far below any temperature at which a draw differs from the argmax, and not zero in float32.
+_MIN_TEMPERATURE = 1e-30
 
 
 def _to_int(scalar: mx.array) -> int:
@@ -301,4 +300,7 @@ def _to_int(scalar: mx.array) -> int:
 def _check_rows(logits: mx.array, drafted: tuple[int, ...]) -> None:
     rows = logits.shape[0]
     if rows not in (len(drafted), len(drafted) + 1) or rows == 0:
-        raise ProtocolError(f"{len(drafted)} drafted tokens need as many rows of logits or one more, got {rows}")
+        raise ProtocolError(
+            f"{len(drafted)} drafted tokens need {len(drafted)} or {len(drafted) + 1} rows of logits, at least one, "
+            f"got {rows}"
+        )

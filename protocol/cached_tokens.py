@@ -1,4 +1,4 @@
-"""What a model's cache has processed, and the way from there to the text that is wanted."""
+"""The tokens that a model's cache has processed, and the steps that bring it in line with a text."""
 
 from __future__ import annotations
 
@@ -11,68 +11,67 @@ from protocol.errors import ProtocolError
 
 @attrs.frozen
 class FeedPlan:
-    """How to bring a cache in line: keep the first `keep` tokens it holds, then feed `feed`."""
+    """How to bring a cache in line with a text: rewind it to its first `keep` tokens, then feed the tokens `feed`."""
 
     keep: int
     feed: tuple[int, ...]
 
 
 class CachedTokens:
-    """The tokens that one cache has processed, in order: its side of the session's books.
+    """The tokens that one cache has processed, in order: a ledger beside the cache itself.
 
-    There is one way to bring a cache in line with a text, whatever happened before: rewind to the
-    longest common prefix, then feed what is missing. "All accepted, so the drafter is one token
-    behind" is no case of its own.
+    There is one way to bring a cache in line with a text, whatever happened before: rewind to the longest common
+    prefix, then feed the missing tokens. "All accepted, so the drafter is one token behind" is no special case.
     """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        # Length of a prefix known to agree with the committed text. Committed text only grows, so it
-        # needs no second look, and a plan costs what is new and not the whole text.
-        self._agreed = 0
+        # Length of a prefix that is known to agree with the committed text. That text only grows, so the prefix need
+        # not be compared again, and a plan costs time for the new tokens, not for the whole text.
+        self._num_agreed = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """A copy of what is held."""
+        """A copy of the tokens."""
         return tuple(self._tokens)
 
     def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> FeedPlan:
-        """The shortest way to hold `committed + beyond`.
+        """The shortest way to a cache that has processed exactly `committed + beyond`.
 
         Args:
-            committed: the session's committed text, prompt included; the same list, grown, each time.
+            committed: the session's committed text, prompt included; always the same list, which only grows.
             beyond: drafted tokens after it.
-            num_logits: how many of the last tokens must be fed even where they are held already,
-                because the logits after them are wanted; >= 0.
+            num_logits: how many of the last tokens must be fed even if they are cached, because the logits after them
+                are needed; >= 0.
 
-        Raises: ProtocolError: num_logits exceeds the text.
+        Raises: ProtocolError: num_logits exceeds the length of the text.
         """
         total = len(committed) + len(beyond)
         if num_logits > total:
             raise ProtocolError(f"cannot have {num_logits} rows of logits from {total} tokens")
-        held, common = self._tokens, self._agreed
-        limit = min(len(held), len(committed))
-        while common < limit and held[common] == committed[common]:
-            common += 1
-        self._agreed = common
-        if common == len(committed):
-            limit = min(len(held), total)
-            while common < limit and held[common] == beyond[common - len(committed)]:
-                common += 1
-        keep = min(common, total - num_logits)
-        after = tuple(committed[keep:]) + tuple(beyond[max(0, keep - len(committed)) :])
-        return FeedPlan(keep, after)
+        cached, num_common = self._tokens, self._num_agreed
+        end = min(len(cached), len(committed))
+        while num_common < end and cached[num_common] == committed[num_common]:
+            num_common += 1
+        self._num_agreed = num_common
+        if num_common == len(committed):
+            end = min(len(cached), total)
+            while num_common < end and cached[num_common] == beyond[num_common - len(committed)]:
+                num_common += 1
+        keep = min(num_common, total - num_logits)
+        feed = tuple(committed[keep:]) + tuple(beyond[max(0, keep - len(committed)) :])
+        return FeedPlan(keep, feed)
 
     def follow(self, plan: FeedPlan) -> None:
-        """Note that the cache has carried out a plan."""
+        """Record that the cache has carried out a plan."""
         del self._tokens[plan.keep :]
         self._tokens += plan.feed
-        self._agreed = min(self._agreed, plan.keep)
+        self._num_agreed = min(self._num_agreed, plan.keep)
 
     def rewind(self, length: int) -> None:
-        """Note that the cache has been cut to its first `length` tokens."""
+        """Record that the cache was cut to its first `length` tokens."""
         del self._tokens[length:]
-        self._agreed = min(self._agreed, length)
+        self._num_agreed = min(self._num_agreed, length)

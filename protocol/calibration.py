@@ -1,4 +1,4 @@
-"""How often a drafter that is so sure is right: its own confidence, corrected by what was accepted."""
+"""Calibration: from the drafter's own confidence to how often it is right, learnt from what was accepted."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ import attrs
 
 from protocol.lookahead_tree import Guess
 
-# Confidence is corrected in logits, by an offset that is known at so many places and interpolated between them.
-NUM_PLACES = 7
-FIRST_PLACE, LAST_PLACE = -4.0, 6.0
-# A place believes the drafter itself for as much as so many coin tosses.
+# Confidence is corrected in logits, by an offset that is learnt at this many knots and interpolated between them.
+NUM_KNOTS = 7
+FIRST_KNOT, LAST_KNOT = -4.0, 6.0
+# Weight of the prior, an offset of 0, at each knot: as much as this many coin tosses.
 PRIOR_TOSSES = 3.0
-# Observations after which a place has forgotten all but 1/e.
-PLACE_MEMORY = 100.0
-# By how much one surprise moves all places, in logits; and what of that is left after another observation. Texts
-# change their character, and a place alone would take long to notice.
+# Observations after which a knot has forgotten all but 1/e.
+KNOT_MEMORY = 100.0
+# How far one surprise moves all knots, in logits, and the share of that which is left after one more observation.
+# Texts change their character, and a single knot would take long to notice.
 SHIFT_STEP = 0.15
 SHIFT_KEPT = 0.97
-# How often a drafter is taken to be right before it was tried, and for how many observations' worth: hopeful, since
-# one that is never tried is never known.
-HOPE, HOPE_WEIGHT, HOPE_WEIGHT_ANEW = 0.8, 12.0, 6.0
-LEAST, MOST = 0.002, 0.9995
+# The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
+# when another text begins. It is optimistic, since a drafter that is never tried is never known.
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
+MIN_CONFIDENCE, MAX_CONFIDENCE = 0.002, 0.9995
 
 
 @attrs.define
 class _Curve:
-    """One rank's confidence, and what became of it."""
+    """The correction of one rank's confidence: an offset for each knot, and a shift of all of them."""
 
-    _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_PLACES)
-    # Fisher information on each offset: p (1 - p), summed over what was seen.
-    _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_PLACES)
+    _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_KNOTS)
+    # Fisher information on each offset: p (1 - p), summed over the observations.
+    _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_KNOTS)
     _shift: float = 0.0
 
     def __call__(self, raw: float) -> float:
-        """The modelled probability, in (0, 1), of a guess with this confidence."""
+        """The modelled probability, in (0, 1), that a guess with this confidence is right."""
         logit = _logit(raw)
-        place, share = _place(logit)
-        offset = (1.0 - share) * self._offsets[place] + share * self._offsets[place + 1]
-        return min(MOST, max(LEAST, _expit(logit + offset + self._shift)))
+        knot, share = _knot_below(logit)
+        offset = (1.0 - share) * self._offsets[knot] + share * self._offsets[knot + 1]
+        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset + self._shift)))
 
     def observe(self, raw: float, was_right: bool) -> None:
-        """Take note of what became of a guess: a step of Newton's method towards it, the past fading."""
+        """Learn from one guess: a step of Newton's method, with the past fading."""
         expected = self(raw)
         surprise, information = was_right - expected, expected * (1.0 - expected)
-        keep, prior = 1.0 - 1.0 / PLACE_MEMORY, 0.25 * PRIOR_TOSSES
-        place, share = _place(_logit(raw))
-        for i, weight in ((place, 1.0 - share), (place + 1, share)):
+        keep, prior = 1.0 - 1.0 / KNOT_MEMORY, 0.25 * PRIOR_TOSSES
+        knot, share = _knot_below(_logit(raw))
+        for i, weight in ((knot, 1.0 - share), (knot + 1, share)):
             self._information[i] = prior + keep * (self._information[i] - prior) + weight * information
             self._offsets[i] += weight * surprise / self._information[i]
         self._shift = SHIFT_KEPT * self._shift + SHIFT_STEP * surprise
@@ -55,70 +55,72 @@ class _Curve:
     def snapshot(self) -> _Curve:
         return attrs.evolve(self, offsets=list(self._offsets), information=list(self._information))
 
-    def forget(self) -> None:
-        """Believe the drafter a little more again."""
+    def fade_shift(self) -> None:
+        """Let the shift fade as it does with an observation."""
         self._shift *= SHIFT_KEPT
 
 
 @attrs.define
 class Calibration:
-    """What is known of one drafter's confidence under one rule: a curve for each rank.
+    """What is known of one drafter's confidence under one acceptance rule: a curve for each rank of guess.
 
     Attributes:
-        memory: observations over which `mean` is taken.
-        mean: probability, in [0, 1], that the drafter's own choice at a place not looked at yet is right.
-        trust: what speculating brought, of what a model of it had said from `mean` and the prices; in [0, 1].
+        memory: observations over which `mean_acceptance` is averaged.
+        mean_acceptance: probability, in [0, 1], that the drafter's own choice is right where its confidence is not
+            known yet.
+        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`;
+            in [0, 1].
     """
 
     memory: float = 30.0
-    mean: float = HOPE
+    mean_acceptance: float = PRIOR_ACCEPTANCE
     trust: float = 1.0
     _curves: dict[int, _Curve] = attrs.field(factory=dict)
-    _weight: float = HOPE_WEIGHT
+    _weight: float = PRIOR_WEIGHT
 
     def begin_text(self) -> None:
-        """Hope anew: another text is another chance, and what was seen last was about the last one."""
-        if self._weight > HOPE_WEIGHT:
-            self._weight = HOPE_WEIGHT_ANEW
-            self.mean += (HOPE - self.mean) / 4
+        """Move the mean acceptance towards the prior: the latest observations are about the last text, not this one."""
+        if self._weight > PRIOR_WEIGHT:
+            self._weight = NEW_TEXT_WEIGHT
+            self.mean_acceptance += (PRIOR_ACCEPTANCE - self.mean_acceptance) / 4
 
     def __call__(self, rank: int, raw: float) -> float:
-        """The modelled probability, in (0, 1), that the committed text takes a guess."""
+        """The modelled probability, in (0, 1), that a guess of this rank and confidence is right."""
         return self._curve(rank)(raw)
 
     def snapshot(self) -> Calibration:
-        """What is known by now; a copy that stays as it is."""
+        """A copy that does not change with later observations."""
         curves = {rank: curve.snapshot() for rank, curve in self._curves.items()}
         return attrs.evolve(self, curves=curves)
 
     def observe(self, guess: Guess, was_right: bool) -> None:
-        """Take note of what became of a guess."""
+        """Learn from a guess that was checked against the committed text."""
         self._curve(guess.rank).observe(guess.raw, was_right)
         if guess.rank == 0:
             self._average(float(was_right))
 
-    def expect(self, raw: float) -> None:
-        """Take note of a choice with this confidence, of which it cannot be known whether it would have stood."""
+    def observe_unjudged(self, raw: float) -> None:
+        """Count a choice with this confidence if it is unknown whether it would have been accepted."""
         self._average(self(0, raw))
-        self._curve(0).forget()
+        self._curve(0).fade_shift()
 
     def _average(self, right: float) -> None:
         self._weight = min(self.memory, self._weight + 1.0)
-        self.mean += (right - self.mean) / self._weight
+        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
     def _curve(self, rank: int) -> _Curve:
         return self._curves.setdefault(rank, _Curve())
 
 
-def _place(logit: float) -> tuple[int, float]:
-    """The place below a confidence, and how far, in [0, 1], it is from there to the next."""
-    along = (min(max(logit, FIRST_PLACE), LAST_PLACE) - FIRST_PLACE) / (LAST_PLACE - FIRST_PLACE) * (NUM_PLACES - 1)
-    place = min(int(along), NUM_PLACES - 2)
-    return place, along - place
+def _knot_below(logit: float) -> tuple[int, float]:
+    """The knot below a logit, and how far the logit is on the way to the next knot, in [0, 1]."""
+    along = (min(max(logit, FIRST_KNOT), LAST_KNOT) - FIRST_KNOT) / (LAST_KNOT - FIRST_KNOT) * (NUM_KNOTS - 1)
+    knot = min(int(along), NUM_KNOTS - 2)
+    return knot, along - knot
 
 
 def _logit(probability: float) -> float:
-    bounded = min(max(probability, LEAST), MOST)
+    bounded = min(max(probability, MIN_CONFIDENCE), MAX_CONFIDENCE)
     return math.log(bounded / (1.0 - bounded))
 
 

@@ -1,10 +1,11 @@
-"""How far the drafter may go on by itself, down its own choices, before it asks again.
+"""A draft budget: the policy's decisions about the next draft steps, made in advance.
 
-To ask after each step costs the way to the policy and back, while nobody drafts. Of most of what the policy would say,
-all is known beforehand but how sure the drafter will have been. So it gives a leash: what it would say, as a function
-of that. Where that cannot be told, the leash ends and the drafter asks, which costs no more than it always did.
+Asking the policy after each step costs a trip from the model thread to the event loop and back, during which nobody
+drafts. Most of what the policy would say depends on one unknown: how confident the drafter will have been. So the
+policy hands out a budget, its decision as a function of that confidence, and the model thread applies it without
+asking. Where a decision cannot be told in advance, the budget ends, and the drafter asks.
 
-A leash knows of a step what a policy may know: how sure the drafter was, never what it drew (see
+A budget sees of a step what a policy may see: how confident the drafter was, never which token it drew (see
 `protocol.lookahead_policy`).
 """
 
@@ -19,68 +20,75 @@ from protocol.lookahead_tree import Guess
 
 @attrs.frozen
 class StepWorth:
-    """*Work ahead or rest*: whether a step is worth its time, beside the target.
+    """Whether a draft step beside the target is worth its time: the rule *work ahead or rest*.
 
     Attributes:
-        step: seconds that it takes.
-        saved: seconds that it would take later, while the target waits.
-        delay: seconds by which the target is late for each second of it.
-        due: when the verdict is expected.
+        step_s: seconds that the step takes beside the target.
+        saved_step_s: seconds that the same step would take later, while the target waits.
+        target_slowdown: seconds by which the target's pass takes longer for each second of drafting beside it.
+        verdict_due_s: when the verdict is expected, in seconds on the actors' clock.
     """
 
-    step: float
-    saved: float
-    delay: float
-    due: float
+    step_s: float
+    saved_step_s: float
+    target_slowdown: float
+    verdict_due_s: float
 
-    def __call__(self, reach: float, now: float) -> bool:
-        """Whether it is, after a node with this reach."""
-        overrun = min(self.step, max(0.0, now + self.step - self.due))
-        return reach * self.saved > self.delay * self.step + (1.0 - reach) * overrun
+    def __call__(self, reach: float, now_s: float) -> bool:
+        """Whether to draft after a node with this reach, beginning now."""
+        overrun_s = min(self.step_s, max(0.0, now_s + self.step_s - self.verdict_due_s))
+        return reach * self.saved_step_s > self.target_slowdown * self.step_s + (1.0 - reach) * overrun_s
 
 
 @attrs.frozen
 class DraftBudget:
-    """Leave to go on after a draft step that is under way.
+    """Permission to go on, down the drafter's own choices, after the draft step that is under way.
 
     Attributes:
-        steps: how many more may follow, >= 0.
-        reach: of the node that is drafted after.
-        least: reach at or below which to ask.
-        rival: of all else that could be drafted after, the greatest reach, in steps of width 1; a step must beat it.
-        worth: beside the target, a step must be worth it; None where the target waits for the drafter.
-        believe: the modelled probability of a guess, by its rank and the drafter's own confidence; None where
+        max_steps: how many more steps may follow, >= 0.
+        reach: of the node that is being drafted after, in [0, 1].
+        min_reach: at this reach or below, the drafter asks.
+        best_other_reach: the greatest reach of every other node that could be drafted after, per step of width 1.
+            While the target works, the next step must beat it.
+        step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
+        calibrate: (rank, the drafter's own confidence) → modelled probability that the guess is right; None where
             reach does not matter.
-        mean: what is to be expected of a choice that is not known yet.
+        mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
     """
 
-    steps: int
+    max_steps: int
     reach: float = 1.0
-    least: float = 0.0
-    rival: float = 0.0
-    worth: StepWorth | None = None
-    believe: Callable[[int, float], float] | None = None
-    mean: float = 1.0
+    min_reach: float = 0.0
+    best_other_reach: float = 0.0
+    step_worth: StepWorth | None = None
+    calibrate: Callable[[int, float], float] | None = None
+    mean_acceptance: float = 1.0
 
-    def after(self, guesses: Sequence[Guess], now: float) -> DraftBudget | None:
-        """What is left of it after a step that has brought these, its own choice first; None to ask."""
-        if self.believe is None:
-            return self._after(1.0, (), now)
-        choice, *others = (self.believe(guess.rank, guess.raw) for guess in guesses)
-        return self._after(choice, others, now)
+    def after(self, guesses: Sequence[Guess], now_s: float) -> DraftBudget | None:
+        """The budget that is left after a step; None if the drafter must ask.
 
-    def foresees_another(self, now: float) -> bool:
+        Args:
+            guesses: what the step brought, the drafter's own choice first.
+            now_s: seconds on the actors' clock.
+        """
+        if self.calibrate is None:
+            return self._after(1.0, (), now_s)
+        choice, *others = (self.calibrate(guess.rank, guess.raw) for guess in guesses)
+        return self._after(choice, others, now_s)
+
+    def foresees_another(self, now_s: float) -> bool:
         """Whether a step is likely to follow the one that is under way."""
-        return self._after(self.mean, (), now) is not None
+        return self._after(self.mean_acceptance, (), now_s) is not None
 
-    def _after(self, choice: float, others: Sequence[float], now: float) -> DraftBudget | None:
+    def _after(self, choice: float, others: Sequence[float], now_s: float) -> DraftBudget | None:
         reach = self.reach * choice
-        rival = max(self.rival, self.reach * max(others, default=0.0))
-        if self.steps <= 0 or reach <= self.least:
+        best_other_reach = max(self.best_other_reach, self.reach * max(others, default=0.0))
+        if self.max_steps <= 0 or reach <= self.min_reach:
             return None
-        if self.worth is not None and (reach <= rival or not self.worth(reach, now)):
+        if self.step_worth is not None and (reach <= best_other_reach or not self.step_worth(reach, now_s)):
             return None
-        return attrs.evolve(self, steps=self.steps - 1, reach=reach, rival=rival)
+        return attrs.evolve(self, max_steps=self.max_steps - 1, reach=reach, best_other_reach=best_other_reach)
 
 
-NO_DRAFT_BUDGET = DraftBudget(0)
+# The drafter asks after each step.
+EMPTY_BUDGET = DraftBudget(0)

@@ -1,4 +1,4 @@
-"""Logits processors and samplers: what a user may put between a model's logits and the choice of a token."""
+"""Logits processors and samplers: the interfaces of user code between a model's logits and the choice of a token."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Sampler = Callable[["mx.array"], "mx.array"]
 
 @runtime_checkable
 class Checkpointed(Protocol):
-    """A processor that keeps a state, and can go back to an earlier one: what a grammar needs to be speculated with.
+    """A processor with a state that can be saved and restored, such as a grammar: it can be speculated with.
 
-    Plain decoding calls a processor once a token, on a text that grows. Speculation calls it on drafted texts too,
-    which may be dropped again, and for two models. So each call with n tokens is preceded by a `restore` of the state
-    that was saved after the call with the first n - 1 of them, or, for the first call, of the one in which the stream
-    found the object. A call may be repeated, and where a state is no longer at hand, calls are repeated with logits of
-    zeros, in order to have it again. After each call the object is put back into the state in which it was found: one
-    object will do for many streams, one after the other or at once, and each begins alike.
+    Plain decoding calls a processor once for each token, on a text that grows. Speculation calls it for two models, and
+    also on drafted texts, which may be dropped again. So before each call with n tokens, the state that was saved after
+    the call with the first n - 1 of them is restored; before the first call, the state that the object had when the
+    stream began. A call may be repeated. If a state is no longer at hand, earlier calls are repeated, with logits of
+    zeros, to obtain it again. After each call the object is put back into the state that it had when the stream began.
+    So one object serves many streams, one after the other or at once, and all of them begin in the same state.
 
     It is called on the threads of both models, never on both at once. Saving and restoring should be cheap.
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """See `LogitsProcessor`. Must take any tokens, also such as it would not have allowed."""
+        """See `LogitsProcessor`. Must accept any tokens, also ones that it would not have allowed."""
         ...
 
     def save(self) -> Any:
-        """The present state, which must follow from the tokens alone, and must not change later; no lazy array."""
+        """The present state. It must follow from the tokens alone, must not change later, and has no lazy arrays."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Go back, or over, to a state that was saved; maybe not for the last time."""
+        """Go to a state that was saved; the same state may be restored more than once."""
         ...
 
 
 @attrs.frozen
 class Stateless:
-    """A processor or sampler of which it is known that it keeps no state; see `stateless`."""
+    """A processor or sampler that is known to keep no state; see `stateless`."""
 
     function: Callable[..., mx.array]
 
@@ -56,10 +56,10 @@ class Stateless:
 
 
 def stateless(function: Callable[..., mx.array]) -> Stateless:
-    """Say of a logits processor or a sampler that it keeps no state, so that it can be speculated with; a decorator.
+    """A decorator for a logits processor or a sampler that keeps no state, so that it can be speculated with.
 
-    What a processor returns must follow from its arguments; a sampler may also draw at random, anew in each call.
-    Either may be asked about any text that a drafter comes up with, and about one that goes on behind the end.
+    The value that a processor returns must follow from its arguments; a sampler may also draw at random in each call.
+    Either may be called on any drafted text, also on one that goes on after the end of the text.
     """
     return Stateless(function)
 

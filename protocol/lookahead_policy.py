@@ -1,8 +1,9 @@
-"""How far to draft ahead, and when to send: decisions over a lookahead tree.
+"""Lookahead policies: how far to draft ahead, when to send a proposal, and when not to speculate at all.
 
-Under the rejection rule a decision may depend on the text before a token, on the distribution that it was drawn
-from and on time, never on the drawn token itself. So a proposal is made of the drafter's own draws alone, and
-`reach` is there made of what a draw from that distribution may expect (see `actors.drafters.draft_actor`).
+A policy decides over a lookahead tree. Under the rejection rule its decisions may depend on the text before a token, on
+the distribution that the token was drawn from, and on time, but never on the drawn token itself. So a proposal consists
+of the drafter's own draws alone, and `reach` is computed from what any draw from that distribution may expect (see
+`actors.drafters.draft_actor`).
 """
 
 from __future__ import annotations
@@ -14,50 +15,50 @@ from typing import Literal, Protocol
 import attrs
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget, StepWorth
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
 
 
 @attrs.frozen
-class View:
+class PolicyView:
     """What a policy may look at.
 
     Attributes:
-        tree: what is drafted.
-        limit: most tokens that are of use in a proposal, >= 0.
-        depth: how many tokens beyond the root are of use at all.
+        tree: the drafted tokens.
+        max_proposal: the most tokens of use in one proposal, >= 0.
+        max_depth: how many tokens beyond the root are of any use, >= 0.
         can_expand: whether anything may come after a node.
-        width: tokens that the drafter must feed to draft after a node.
-        now: seconds on the actors' clock.
-        due: when the verdict is expected; None where it is the drafter's turn.
-        in_flight: the node that is being drafted after, or None.
-        in_flight_until: when that is expected to be done.
-        slack: seconds for which the target has passes of other sessions to go on with, >= 0. From now on, where it is
-            the drafter's turn; else from the verdict on, and then inf where others wait for the drafter.
+        num_to_feed: how many tokens the drafter must feed in order to draft after a node.
+        now_s: seconds on the actors' clock.
+        verdict_due_s: when the verdict is expected; None on the drafter's turn.
+        drafting_node: the node that is being drafted after, or None.
+        drafting_until_s: when that step should end.
+        queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
+            the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
     """
 
     tree: LookaheadTree
-    limit: int
-    depth: int
+    max_proposal: int
+    max_depth: int
     can_expand: Callable[[Node], bool]
-    width: Callable[[Node], int]
-    now: float
-    due: float | None = None
-    in_flight: Node | None = None
-    in_flight_until: float = 0.0
+    num_to_feed: Callable[[Node], int]
+    now_s: float
+    verdict_due_s: float | None = None
+    drafting_node: Node | None = None
+    drafting_until_s: float = 0.0
     queue_slack_s: float = 0.0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
         chain = self.tree.chain()
         end = chain[-1] if chain else self.tree.root
-        return end if len(chain) < self.limit and self.is_open(end) else None
+        return end if len(chain) < self.max_proposal and self.is_open(end) else None
 
     def is_open(self, node: Node) -> bool:
         """Whether it is of use to draft after a node."""
-        return not node.is_expanded and self.tree.depth(node) < self.depth and self.can_expand(node)
+        return not node.is_expanded and self.tree.depth(node) < self.max_depth and self.can_expand(node)
 
 
 class Policy(Protocol):
@@ -65,35 +66,35 @@ class Policy(Protocol):
 
     @property
     def num_guesses(self) -> int:
-        """How many tokens are wanted after a node: the drafter's choice, and runners-up."""
+        """How many tokens are wanted after a node: the drafter's choice and its runners-up."""
         ...
 
-    def proposal(self, view: View) -> list[Node] | None:
-        """What to propose now, maybe nothing; or None to wait for more. Asked on the drafter's turn."""
+    def proposal(self, view: PolicyView) -> list[Node] | None:
+        """What to propose now, possibly nothing; None to wait for more. Called on the drafter's turn."""
         ...
 
-    def expansion(self, view: View) -> Node | None:
-        """The node to draft after next, or None to do nothing until something changes."""
+    def expansion(self, view: PolicyView) -> Node | None:
+        """The node to draft after next; None to do nothing until something changes."""
         ...
 
-    def draft_budget(self, view: View, node: Node) -> DraftBudget:
-        """How far to go on, down the drafter's own choices, after a node that `expansion` has said."""
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
+        """How far to go on without asking, down the drafter's own choices, after a node that `expansion` returned."""
         ...
 
     def should_rest(self) -> bool:
-        """Whether to leave some rounds to the target alone. Asked when the drafter's turn begins."""
+        """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""
         ...
 
     def should_rest_on(self, num_behind: int) -> bool:
-        """Whether to leave it some more. Asked shortly before a rest ends; if not, speculating begins anew.
+        """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins anew.
 
         Args:
-            num_behind: tokens that the drafter will have to read first.
+            num_behind: tokens that the drafter must read first.
         """
         ...
 
     def should_catch_up(self, num_tokens: int) -> bool:
-        """Whether to read, in a rest, the tokens that were committed meanwhile, and see which were guessed right."""
+        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right."""
         ...
 
 
@@ -102,38 +103,38 @@ class ChainPolicy:
     """A fixed lookahead over a single chain.
 
     Attributes:
-        most: tokens in a proposal, and for which a proposal is worth waiting.
+        lookahead: tokens in a proposal; a proposal is delayed until it has as many.
         overlaps: whether to draft ahead while a verdict is due.
     """
 
-    most: int
+    lookahead: int
     overlaps: bool = True
     num_guesses: int = 1
 
-    def proposal(self, view: View) -> list[Node] | None:
+    def proposal(self, view: PolicyView) -> list[Node] | None:
         """See `Policy.proposal`."""
-        ready = view.tree.chain()[: min(self.most, view.limit)]
-        return None if len(ready) < self.most and view.growable() is not None else ready
+        ready = view.tree.chain()[: min(self.lookahead, view.max_proposal)]
+        return None if len(ready) < self.lookahead and view.growable() is not None else ready
 
-    def expansion(self, view: View) -> Node | None:
+    def expansion(self, view: PolicyView) -> Node | None:
         """See `Policy.expansion`."""
-        if view.due is not None and not self.overlaps:
+        if view.verdict_due_s is not None and not self.overlaps:
             return None
         chain = view.tree.chain()
         end = chain[-1] if chain else view.tree.root
-        return end if len(chain) < self._deepest and view.is_open(end) else None
+        return end if len(chain) < self._max_depth and view.is_open(end) else None
 
     @property
-    def _deepest(self) -> int:
-        # A proposal, a guess at the token that the target will put after it, and the next proposal behind that:
-        # with every guess right, the next proposal is there when the verdict is.
-        return 2 * self.most + 1
+    def _max_depth(self) -> int:
+        # A proposal, a guess at the token that the target puts after it, and the next proposal: if every guess is
+        # right, the next proposal is ready when the verdict comes.
+        return 2 * self.lookahead + 1
 
-    def draft_budget(self, view: View, node: Node) -> DraftBudget:
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """See `Policy.draft_budget`."""
         # On the drafter's turn, up to a proposal.
-        deepest = min(self.most, view.limit) if view.due is None else self._deepest
-        return DraftBudget(min(deepest, view.depth) - view.tree.depth(node) - 1)
+        max_depth = min(self.lookahead, view.max_proposal) if view.verdict_due_s is None else self._max_depth
+        return DraftBudget(min(max_depth, view.max_depth) - view.tree.depth(node) - 1)
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""
@@ -149,229 +150,247 @@ class ChainPolicy:
 
 
 # Tokens to propose before anything was measured.
-UNPRICED = 2
-# Nodes that will hardly ever be asked for are not worth their electricity.
-LEAST_REACH = 0.02
-# By what factor speculating must promise to be better before a rest is ended.
-BETTER = 1.02
-# Tokens over which catching up must pay for itself.
-AMORTISED = 100.0
-# By what factor it must have been worse before one begins.
-WORSE = 0.99
-# Proposals in a row that may have nothing in them, before one begins.
-MOST_EMPTY = 8
-# The part of the time that may go into finding out whether a rest should end; and how much of it is kept for later, in
-# plain tokens.
-PROBING, MOST_SAVED = 0.02, 8.0
-# Rounds of a rest after which a model that was wrong is believed again, but for 1/e.
-TRUST_MEMORY = 100.0
-# Tokens that are worth catching up with at once.
-CATCH_UP, MOST_PATIENCE = 6, 96
+UNPRICED_LOOKAHEAD = 2
+# Nodes that are less likely than this to be asked for are not worth their electricity.
+MIN_REACH = 0.02
+# A rest begins when speculating was worse than plain decoding by this factor, and ends when it promises to be better by
+# this one.
+REST_BELOW, RESUME_ABOVE = 0.99, 1.02
+# Tokens over which catching up with the text must pay for itself.
+CATCH_UP_HORIZON = 100.0
+# A rest begins after this many proposals in a row with nothing in them.
+MAX_EMPTY_PROPOSALS = 8
+# The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
+# later, in plainly decoded tokens.
+PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
+# Rounds of a rest after which a distrust of the price model has faded to 1/e.
+TRUST_MEMORY_ROUNDS = 100.0
+# Committed tokens to catch up with at once: at first, and at most.
+MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 
 
 @attrs.define
 class AutoPolicy:
-    """The rules over measured prices.
+    """Three rules over measured prices.
 
-    *Send or wait*: a token goes into the proposal if `reach > R (ΔT_v + wait)`: what it may bring, against what else
-    could be had in the time that it costs.
-    *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`: the time that it may
-    save, against the time that the target is later for it; `overrun` is how far it would run past the verdict, which
-    then waits for a step that was of no use.
-    *Speculate at all*: where speculating brings less than decoding plainly.
+    *Send or wait*: a token joins the proposal if `reach > R (ΔT_v + wait)`. The left side is what the token may bring,
+    the right side is what else the time that it costs would bring.
+    *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
+    time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
+    step would run past the verdict, which then waits for a step that was of no use.
+    *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
 
     Attributes:
         prices: of the runtime.
         calibration: of the drafter, under the session's rule.
-        num_guesses: see `Policy`; 1 makes a single chain of the tree.
+        num_guesses: see `Policy`; with 1 the tree is a single chain.
     """
 
     prices: Prices
     calibration: Calibration
     num_guesses: int = 3
-    _allowance: float = 0.0
-    _patience: int = CATCH_UP
-    _num_empty: int = 0  # proposals in a row with nothing in them
+    _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
+    _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
+    _num_empty_proposals: int = 0  # in a row
 
-    def proposal(self, view: View) -> list[Node] | None:
+    def proposal(self, view: PolicyView) -> list[Node] | None:
         """See `Policy.proposal`."""
         nodes = self._proposal(view)
         if nodes is not None:
-            self._num_empty = 0 if nodes else self._num_empty + 1
+            self._num_empty_proposals = 0 if nodes else self._num_empty_proposals + 1
         return nodes
 
-    def _proposal(self, view: View) -> list[Node] | None:
-        chain = view.tree.chain()[: view.limit]
-        if not self.prices.is_known and len(chain) >= UNPRICED:
+    def _proposal(self, view: PolicyView) -> list[Node] | None:
+        chain = view.tree.chain()[: view.max_proposal]
+        if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
             return chain
-        worth, per_token = self.prices.rate, self.prices.verify.per_token
-        ready = [node for node in chain if node.reach > worth * per_token]  # reach falls along a chain
+        rate, per_token_s = self.prices.rate, self.prices.verify.per_token
+        ready = [node for node in chain if node.reach > rate * per_token_s]  # reach falls along a chain
         end = view.growable()
         if chain and not view.tree.root.is_expanded:
-            # What was looked up might be sent at once. Or is it worth more to have the drafter begin at the root?
-            now = sum(node.reach - worth * per_token for node in ready)
-            if now > self._gain_by_drafting(view, view.tree.root):
+            # The chain was looked up. Send it at once, or have the drafter begin at the root, whichever gains more.
+            gain_at_once = sum(node.reach - rate * per_token_s for node in ready)
+            if gain_at_once > self._gain_by_drafting(view, view.tree.root):
                 return ready
             end = view.tree.root
         elif len(ready) < len(chain) or end is None:
             return ready
         return None if self._gain_by_drafting(view, end) > 0.0 else ready
 
-    def _gain_by_drafting(self, view: View, end: Node) -> float:
-        """Tokens, beyond what else the time would bring, of waiting for the drafter to go on after a node."""
-        worth, per_token = self.prices.rate, self.prices.verify.per_token
-        reached = self._wait(view, end)
-        price, gain, reach = worth * (per_token + self._late(view, 0.0, reached)), 0.0, end.reach
-        for _ in range(view.limit - view.tree.depth(end)):
-            reach *= self.calibration.mean
+    def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
+        """Tokens gained by waiting for the drafter to go on after a node, less what the time would bring otherwise."""
+        rate, per_token_s = self.prices.rate, self.prices.verify.per_token
+        drafted_s = self._next_token_s(view, end)
+        price, gain, reach = rate * (per_token_s + self._target_delay_s(view, 0.0, drafted_s)), 0.0, end.reach
+        for _ in range(view.max_proposal - view.tree.depth(end)):
+            reach *= self.calibration.mean_acceptance
             if reach <= price:
                 break
             gain += reach - price
-            before, reached = reached, reached + self.prices.draft(1, beside=reached < view.queue_slack_s)
-            price = worth * (per_token + self._late(view, before, reached))
+            before_s = drafted_s
+            drafted_s += self.prices.draft_s(1, beside_target=before_s < view.queue_slack_s)
+            price = rate * (per_token_s + self._target_delay_s(view, before_s, drafted_s))
         return gain
 
-    def _late(self, view: View, begin: float, end: float) -> float:
-        """Seconds by which the target is later for drafting between two moments, counted from now.
+    def _target_delay_s(self, view: PolicyView, begin_s: float, end_s: float) -> float:
+        """Seconds by which drafting between two moments, counted from now, delays the target.
 
-        While it has passes of other sessions, only by how much the two slow each other down.
+        While the target has passes of other sessions, it is only slowed down.
         """
-        hidden = max(0.0, min(end, view.queue_slack_s) - begin)
-        return end - begin - hidden + self.prices.verify.delay * hidden
+        hidden_s = max(0.0, min(end_s, view.queue_slack_s) - begin_s)
+        return end_s - begin_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
 
-    def _wait(self, view: View, end: Node) -> float:
-        """Seconds until the chain is one token longer."""
-        left = max(0.0, view.in_flight_until - view.now) if view.in_flight is not None else 0.0
-        if view.in_flight is end:
-            return left
+    def _next_token_s(self, view: PolicyView, end: Node) -> float:
+        """Seconds from now until there is one more token after the end of the chain."""
+        remaining_s = max(0.0, view.drafting_until_s - view.now_s) if view.drafting_node is not None else 0.0
+        if view.drafting_node is end:
+            return remaining_s
         # A drafter that has fallen behind catches up once; that is not the price of this token.
-        return left + self.prices.draft(1, beside=left < view.queue_slack_s)
+        return remaining_s + self.prices.draft_s(1, beside_target=remaining_s < view.queue_slack_s)
 
-    def expansion(self, view: View) -> Node | None:
+    def expansion(self, view: PolicyView) -> Node | None:
         """See `Policy.expansion`."""
-        if view.due is None:
+        if view.verdict_due_s is None:
             root = view.tree.root
             return root if view.is_open(root) else view.growable()
-        best, best_value = None, 0.0
+        best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():
-            if node.reach < LEAST_REACH:
+            if node.reach < MIN_REACH:
                 break
             if view.is_open(node):
-                value = node.reach / max(self.prices.draft(view.width(node), beside=True), 1e-9)
-                if value > best_value:
-                    best, best_value = node, value
-        if best is None or not self._is_worth_drafting(view, best):
+                step_s = self.prices.draft_s(view.num_to_feed(node), beside_target=True)
+                reach_per_s = node.reach / max(step_s, 1e-9)
+                if reach_per_s > best_reach_per_s:
+                    best, best_reach_per_s = node, reach_per_s
+        if best is None:
             return None
-        return best
+        step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s)
+        return best if step_worth(best.reach, view.now_s) else None
 
-    def _is_worth_drafting(self, view: View, node: Node) -> bool:
-        assert view.due is not None
-        return self._worth(view, view.width(node), view.due)(node.reach, view.now)
-
-    def _worth(self, view: View, width: int, due: float) -> StepWorth:
-        prices = self.prices
-        step = prices.draft(1, beside=False)
-        # What can be drafted once the verdict is there, while the target has others' passes, saves it no time.
-        saved = 0.0 if self._num_wanted * step <= view.queue_slack_s and view.queue_slack_s > 0.0 else step
-        return StepWorth(prices.draft(width, beside=True), saved, prices.verify.delay, due)
+    def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
+        step_s = self.prices.draft_s(1, beside_target=False)
+        # A step saves the target no time if it can be done after the verdict, while the target has others' passes.
+        is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s
+        return StepWorth(
+            step_s=self.prices.draft_s(width, beside_target=True),
+            saved_step_s=0.0 if is_hidden else step_s,
+            target_slowdown=self.prices.verify.target_slowdown,
+            verdict_due_s=verdict_due_s,
+        )
 
     @property
-    def _num_wanted(self) -> int:
-        """How many tokens would be proposed if nobody had to wait for them, as far as can be said beforehand."""
-        mean, price = self.calibration.mean, self.prices.rate * self.prices.verify.per_token
-        if mean >= 1.0 or price <= 0.0:
+    def _expected_proposal(self) -> int:
+        """How many tokens would be proposed if waiting for them cost nothing, as far as can be said in advance."""
+        acceptance, price = self.calibration.mean_acceptance, self.prices.rate * self.prices.verify.per_token
+        if acceptance >= 1.0 or price <= 0.0:
             return MAX_LOOKAHEAD
-        return max(0, min(MAX_LOOKAHEAD, int(math.log(min(price, 1.0)) / math.log(max(mean, 1e-9)))))
+        return max(0, min(MAX_LOOKAHEAD, int(math.log(min(price, 1.0)) / math.log(max(acceptance, 1e-9)))))
 
-    def draft_budget(self, view: View, node: Node) -> DraftBudget:
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """See `Policy.draft_budget`."""
         if not self.prices.is_known or node.children:
-            # What comes after it is maybe not the drafter's choice, but what was looked up.
-            return NO_DRAFT_BUDGET
-        believe, mean = self.calibration.snapshot(), self.calibration.mean
-        further = -1 - view.tree.depth(node)
-        if view.due is None:
-            # Up to a proposal: as long as `_gain_by_drafting` will say to wait for another token.
-            step = self.prices.draft(1, beside=view.queue_slack_s > 0.0)
-            price = self.prices.rate * (self.prices.verify.per_token + self._late(view, 0.0, step))
-            most = min(view.limit, view.depth) + further
+            # Where tokens were looked up, the best token after the node may be one of those, not the drafter's choice.
+            return EMPTY_BUDGET
+        calibration = self.calibration.snapshot()
+        num_drafted = view.tree.depth(node) + 1
+        if view.verdict_due_s is None:
+            # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
+            step_s = self.prices.draft_s(1, beside_target=view.queue_slack_s > 0.0)
+            price = self.prices.rate * (self.prices.verify.per_token + self._target_delay_s(view, 0.0, step_s))
+            max_steps = min(view.max_proposal, view.max_depth) - num_drafted
             if view.queue_slack_s > 0.0:
-                # What a step costs then changes where others' passes end.
-                most = min(most, int(view.queue_slack_s / max(step, 1e-9)))
-            return DraftBudget(most, node.reach, least=price / max(mean, 1e-9), believe=believe, mean=mean)
-        worth = self._worth(view, 1, view.due)
-        return DraftBudget(view.depth + further, node.reach, LEAST_REACH, self._rival(view, node), worth, believe, mean)
+                # The price of a step changes where the others' passes end.
+                max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))
+            return DraftBudget(
+                max_steps,
+                node.reach,
+                min_reach=price / max(calibration.mean_acceptance, 1e-9),
+                calibrate=calibration,
+                mean_acceptance=calibration.mean_acceptance,
+            )
+        return DraftBudget(
+            view.max_depth - num_drafted,
+            node.reach,
+            MIN_REACH,
+            self._best_other_reach(view, node),
+            self._step_worth(view, 1, view.verdict_due_s),
+            calibration,
+            calibration.mean_acceptance,
+        )
 
-    def _rival(self, view: View, node: Node) -> float:
-        """The greatest reach of all else that could be drafted after, in steps of width 1."""
-        step, best = max(self.prices.draft(1, beside=True), 1e-9), 0.0
+    def _best_other_reach(self, view: PolicyView, node: Node) -> float:
+        """The greatest reach of every other node that could be drafted after, per step of width 1."""
+        step_s, best = max(self.prices.draft_s(1, beside_target=True), 1e-9), 0.0
         for other in view.tree.frontier():
-            if other.reach <= max(best, LEAST_REACH):
+            if other.reach <= max(best, MIN_REACH):
                 break
             if other is not node and view.is_open(other):
-                best = max(best, other.reach * step / max(self.prices.draft(view.width(other), beside=True), step))
+                other_step_s = max(self.prices.draft_s(view.num_to_feed(other), beside_target=True), step_s)
+                best = max(best, other.reach * step_s / other_step_s)
         return best
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""
-        prices = self.prices
+        prices, calibration = self.prices, self.calibration
         if not prices.is_known:
             return False
-        self._save_up()
+        self._grow_probe_budget()
         if not prices.speculative_rate:
-            prices.speculate_afresh()
-        if self._num_empty >= MOST_EMPTY:
-            self._num_empty = 0
+            prices.reset_speculative_rate()
+        if self._num_empty_proposals >= MAX_EMPTY_PROPOSALS:
+            self._num_empty_proposals = 0
             return True
-        modelled = prices.modelled_rate(self.calibration.mean)
-        self.calibration.trust += (min(1.0, prices.speculative_rate / modelled) - self.calibration.trust) / TRUST_MEMORY
-        # A few dozen rounds say little where the two are close, and the model says more.
-        if (prices.speculative_rate + 2 * self.calibration.trust * modelled) / 3 >= WORSE * prices.plain_rate:
+        modelled_rate = prices.modelled_rate(calibration.mean_acceptance)
+        measured_share = min(1.0, prices.speculative_rate / modelled_rate)
+        calibration.trust += (measured_share - calibration.trust) / TRUST_MEMORY_ROUNDS
+        # A few dozen rounds say little where the two rates are close, and the model says more.
+        rate = (prices.speculative_rate + 2 * calibration.trust * modelled_rate) / 3
+        if rate >= REST_BELOW * prices.plain_rate:
             return False
-        self.calibration.trust = min(1.0, prices.speculative_rate / modelled)
+        calibration.trust = measured_share
         return True
 
     def should_rest_on(self, num_behind: int) -> bool:
         """See `Policy.should_rest_on`."""
-        expected = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean)
-        if expected <= 0.0:
+        rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
+        if rate <= 0.0:
             return True
-        seconds = 1.0 / expected + self.prices.draft(num_behind, beside=False) / AMORTISED
-        if seconds * self.prices.plain_rate * BETTER > 1.0:
+        token_s = 1.0 / rate + self.prices.draft_s(num_behind, beside_target=False) / CATCH_UP_HORIZON
+        if token_s * self.prices.plain_rate * RESUME_ABOVE > 1.0:
             return True
-        self.prices.speculate_afresh()
-        self._patience = CATCH_UP
+        self.prices.reset_speculative_rate()
+        self._min_catch_up = MIN_CATCH_UP
         return False
 
     def should_catch_up(self, num_tokens: int) -> bool:
         """See `Policy.should_catch_up`."""
-        self.calibration.trust += (1.0 - self.calibration.trust) / TRUST_MEMORY
-        self._save_up()
-        cost = self.prices.verify.delay * self.prices.draft(num_tokens, beside=True)
-        if num_tokens < self._patience or cost > self._allowance:
+        self.calibration.trust += (1.0 - self.calibration.trust) / TRUST_MEMORY_ROUNDS
+        self._grow_probe_budget()
+        cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
+        if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
             return False
-        self._allowance -= cost
-        if cost > PROBING * num_tokens * self.prices.plain.value:
-            # So often it cannot be afforded for long.
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._probe_budget_s -= cost_s
+        if cost_s > PROBE_SHARE * num_tokens * self.prices.plain_decode_s.value:
+            # The budget does not last for probes as frequent as this one.
+            self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
         return True
 
-    def _save_up(self) -> None:
-        """Put the part of a round's time aside that may go into finding out."""
-        second = self.prices.plain.value
-        self._allowance = min(self._allowance + PROBING * second, MOST_SAVED * second)
+    def _grow_probe_budget(self) -> None:
+        """Add a round's share of the time to what may go into finding out whether a rest should end."""
+        token_s = self.prices.plain_decode_s.value
+        self._probe_budget_s = min(self._probe_budget_s + PROBE_SHARE * token_s, MAX_PROBE_TOKENS * token_s)
 
 
-def policy_for(setting: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
+def policy_for(lookahead: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
     """The policy that a setting asks for.
 
     Args:
-        setting: the session's `lookahead`.
+        lookahead: the session's setting.
         prices: of the runtime.
-        rule: tells acceptance rules apart, between which the drafter's confidence means different things.
+        rule: tells acceptance rules apart: the drafter's confidence means something else under each.
     """
-    if setting == "auto":
+    if lookahead == "auto":
         calibration = prices.calibration(rule)
         calibration.begin_text()
         return AutoPolicy(prices, calibration)
-    return ChainPolicy(setting)
+    return ChainPolicy(lookahead)

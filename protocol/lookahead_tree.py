@@ -1,10 +1,10 @@
-"""The lookahead tree: what has been drafted ahead of the committed text.
+"""The lookahead tree: the tokens that were drafted beyond the committed text.
 
-The root is the last committed token. A node is a token after its parent; `reach` is the modelled
-probability that the committed text will pass through it. Running the draft model on a node *expands* it: its own
-choice comes after it, and the runners-up as *corrections*, in case the choice falls. What was looked up in the text
-may come after a node without any model. A verdict moves the root along what was committed, and what hangs off other
-branches is dropped.
+The root is the last committed token. Every other node is a token that may come after its parent, and its `reach` is the
+modelled probability that the committed text will pass through it. Running the draft model on a node *expands* it: the
+model's choice comes after it, and its runners-up as *corrections*, in case the choice is rejected. Tokens that were
+looked up in the text may come after a node without any model. A verdict moves the root along the committed tokens and
+drops all other branches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mlx.core as mx
 from protocol.errors import ProtocolError
 from protocol.randomness import further
 
+# The rank of a guess that was looked up in the text.
 LOOKED_UP = -1
 
 
@@ -26,11 +27,11 @@ class Guess:
 
     Attributes:
         token: its id.
-        confidence: modelled probability, in [0, 1], that the committed text has it there.
+        confidence: modelled probability, in [0, 1], that the committed text has the token there.
         probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, for a correction,
-            and for a token that was looked up and not drawn.
-        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for
-            what came here earlier in the text.
+            and for a token that was looked up.
+        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for a
+            token that was looked up.
         raw: the drafter's own confidence, before calibration, in [0, 1].
     """
 
@@ -42,18 +43,18 @@ class Guess:
 
 
 class Node:
-    """A token of the tree. Its token and distribution never change: see `protocol.randomness`.
+    """A token of the tree. The token and the distribution that it was drawn from never change.
 
     Attributes:
         guess: the drafted token; None at a root that was not drafted.
         token: its id.
         position: absolute position of the token in the text.
-        trail: of the text up to here; see `protocol.randomness.further`.
+        trail: a hash of the text up to and including this token; see `protocol.randomness.further`.
         parent: None at the root.
         children: by token.
         is_expanded: whether the draft model has been run on it.
         reach: modelled probability, in [0, 1], that the committed text passes through here.
-        alive: False once a verdict has gone another way.
+        alive: False once a verdict has dropped it.
     """
 
     __slots__ = ("alive", "children", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
@@ -74,27 +75,32 @@ class Node:
 
     @property
     def choice(self) -> Node | None:
-        """What would be proposed after this: the drafter's own choice, or what was looked up if that is likelier.
+        """The node that would be proposed after this one: the drafter's own choice, or a likelier looked-up token.
 
-        Which of the two may not hang on the token that was drawn, and does not: under the rejection rule the
-        confidence of a draw is that of any draw from its distribution.
+        The decision between the two must not depend on which token was drawn. It does not: under the rejection rule
+        the confidence of a draw is the same for every draw from its distribution.
         """
         eligible = [child for child in self.children.values() if child.guess is not None and child.guess.rank <= 0]
         return max(eligible, key=lambda child: child.guess.confidence if child.guess else 0.0, default=None)
 
 
 class LookaheadTree:
-    """What is drafted beyond the committed text of one session."""
+    """The tokens that were drafted beyond the committed text of one session."""
 
     def __init__(self, last_token: int, position: int) -> None:
-        """A tree of its root alone: the last committed token, and its absolute position."""
+        """Make a tree of the root alone.
+
+        Args:
+            last_token: the last committed token.
+            position: its absolute position.
+        """
         self.root = Node(last_token, position, further(0, last_token), None, None)
 
     def expand(self, node: Node, *guesses: Guess) -> Node:
-        """Put drafted tokens after a node.
+        """Put drafted tokens after a node, which the draft model has been run on.
 
-        Returns: the node of the first of them.
-        Raises: ProtocolError: the node was dropped, or one of these tokens was drafted after it before.
+        Returns: the node of the first guess.
+        Raises: ProtocolError: the node was dropped, or one of the tokens was drafted after it before.
         """
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
@@ -107,13 +113,13 @@ class LookaheadTree:
             if known is None:
                 self._add(node, guess)
             elif guess.rank == 0 and known.guess is not None and guess.confidence > known.guess.confidence:
-                known.guess = guess  # the same token, and the likelier way to have come by it
+                known.guess = guess  # the same token was looked up, and the draft model is more confident
                 self._rescale(known, node.reach * guess.confidence)
         node.is_expanded = True
         return node.children[guesses[0].token]
 
     def look_up(self, guesses: Sequence[Guess]) -> None:
-        """Put a chain of tokens that were looked up after the root, of which nothing else is known yet."""
+        """Put a chain of looked-up tokens after the root, which has no other children yet."""
         node = self.root
         for guess in guesses:
             node = self._add(node, guess)
@@ -124,7 +130,7 @@ class LookaheadTree:
         return child
 
     def outcomes(self, tokens: Sequence[int]) -> Iterator[tuple[int, Guess, bool]]:
-        """What was guessed along tokens that were committed: (index of the token, guess, whether it was right)."""
+        """The guesses at committed tokens: (index of the token, guess, whether it was right)."""
         node: Node | None = self.root
         for index, token in enumerate(tokens):
             if node is None:
@@ -135,14 +141,14 @@ class LookaheadTree:
             node = node.children.get(token)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Move the root along tokens that were committed.
+        """Move the root along committed tokens.
 
-        Returns: True for a hit: the new root was in the tree, with whatever hangs below it.
-            False for a miss: the tree is its new root alone.
+        Returns: True for a hit: the new root was in the tree, and keeps the nodes below it. False for a miss: the tree
+            is the new root alone.
         Raises: ProtocolError: there are no tokens.
         """
         if not tokens:
-            raise ProtocolError("a verdict moves the root by one token at least")
+            raise ProtocolError("the root moves by at least one token, got none")
         old, trail = self.root, self.root.trail
         node: Node | None = old
         for token in tokens:
@@ -161,7 +167,7 @@ class LookaheadTree:
         return node is not None
 
     def chain(self) -> list[Node]:
-        """What would be proposed, one token after the other from the root on, root excluded."""
+        """The nodes that would be proposed, in order from the root on, root excluded."""
         path: list[Node] = []
         node = self.root.choice
         while node is not None:
@@ -170,7 +176,7 @@ class LookaheadTree:
         return path
 
     def frontier(self) -> list[Node]:
-        """Nodes that the draft model has not been run on, likeliest first."""
+        """The nodes that the draft model has not been run on, likeliest first."""
         return sorted((n for n in _below(self.root) if not n.is_expanded), key=lambda n: -n.reach)
 
     def path(self, node: Node) -> list[int]:
@@ -186,7 +192,7 @@ class LookaheadTree:
         return node.position - self.root.position
 
     def _rescale(self, top: Node, reach: float) -> None:
-        """Reach anew from a node that has become likelier."""
+        """Set a node's reach, and compute the reach of all nodes below it again."""
         top.reach = reach
         for node in _below(top):
             for child in node.children.values():
@@ -195,7 +201,7 @@ class LookaheadTree:
 
 
 def _below(node: Node) -> Iterator[Node]:
-    """A node and all beneath it, parents before children."""
+    """A node and all nodes below it, parents before children."""
     waiting = [node]
     while waiting:
         node = waiting.pop()

@@ -1,8 +1,8 @@
-"""What a forward pass costs, and what speculating brings, measured as it goes by.
+"""Prices: what a forward pass costs and what speculating gains, measured while the models work.
 
-T_v(m), the time to verify m tokens, is affine in m; T_d is a draft step; κ is the part of a draft step that it costs
-the target when both run; R is the rate of committed tokens. Machines, caches and neighbours change, so all of them
-are averages in which the past fades.
+T_v(m) is the time to verify m tokens, affine in m. T_d is the time of a draft step. κ is the share of a draft step by
+which it delays the target when both run. R is the rate of committed tokens. Machines, caches and other programs change,
+so all of these are averages in which the past fades.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from protocol.calibration import Calibration
 
 @attrs.define
 class WidthPrice:
-    """Seconds of a forward pass as an affine function of its width, fitted to the recent ones.
+    """Seconds of a forward pass, as an affine function of its width.
 
-    An exponentially weighted least-squares line. Machines, caches and neighbours change, so what was measured
-    `memory` passes ago counts for 1/e.
+    An exponentially weighted least-squares fit: a pass that was measured `memory` passes ago counts for 1/e.
 
     Attributes:
         memory: in passes, > 1.
@@ -28,74 +27,81 @@ class WidthPrice:
 
     memory: float = 50.0
     _weight: float = attrs.field(default=0.0, init=False)
-    _width: float = attrs.field(default=0.0, init=False)
-    _seconds: float = attrs.field(default=0.0, init=False)
-    _width_squared: float = attrs.field(default=0.0, init=False)
-    _product: float = attrs.field(default=0.0, init=False)
-    # Mean width, mean seconds, seconds per token; put in place at once, since other threads read it.
-    _line: tuple[float, float, float] = attrs.field(default=(0.0, 0.0, 0.0), init=False)
+    _mean_width: float = attrs.field(default=0.0, init=False)
+    _mean_s: float = attrs.field(default=0.0, init=False)
+    _mean_width_squared: float = attrs.field(default=0.0, init=False)
+    _mean_product: float = attrs.field(default=0.0, init=False)
+    # (mean width, mean seconds, seconds per token), assigned as one value, since other threads read it.
+    _fit: tuple[float, float, float] = attrs.field(default=(0.0, 0.0, 0.0), init=False)
 
     def observe(self, width: int, seconds: float) -> None:
-        """Take note of a pass of `width` tokens."""
+        """Add the measurement of a pass of `width` tokens."""
         keep = 1.0 - 1.0 / self.memory
         self._weight = keep * self._weight + 1.0
         share = 1.0 / self._weight
-        self._width += share * (width - self._width)
-        self._seconds += share * (seconds - self._seconds)
-        self._width_squared += share * (width * width - self._width_squared)
-        self._product += share * (width * seconds - self._product)
-        spread = self._width_squared - self._width**2
-        # 0 until passes of two widths were seen.
-        slope = max(0.0, (self._product - self._width * self._seconds) / spread) if spread > 1e-9 else 0.0
-        self._line = self._width, self._seconds, slope
+        self._mean_width += share * (width - self._mean_width)
+        self._mean_s += share * (seconds - self._mean_s)
+        self._mean_width_squared += share * (width * width - self._mean_width_squared)
+        self._mean_product += share * (width * seconds - self._mean_product)
+        spread = self._mean_width_squared - self._mean_width**2
+        # The slope is 0 until passes of two widths were measured.
+        slope = max(0.0, (self._mean_product - self._mean_width * self._mean_s) / spread) if spread > 1e-9 else 0.0
+        self._fit = self._mean_width, self._mean_s, slope
 
     @property
     def is_known(self) -> bool:
-        """Whether a pass was seen."""
+        """Whether a pass was measured."""
         return self._weight > 0
 
     @property
     def per_token(self) -> float:
-        """Seconds that one more token in a pass costs, >= 0; 0 until passes of two widths were seen."""
-        return self._line[2]
+        """Seconds that one more token in a pass costs, >= 0; 0 until passes of two widths were measured."""
+        return self._fit[2]
 
     def __call__(self, width: int) -> float:
         """Seconds that a pass of `width` tokens is expected to take, >= 0; 0 before the first."""
-        mean_width, mean_seconds, slope = self._line
+        mean_width, mean_seconds, slope = self._fit
         return max(0.0, mean_seconds + slope * (width - mean_width))
 
 
-# What is believed of passes before they were seen, as fractions of the time of the first, and for how many
-# observations' worth.
-PRIOR_SLOPE, SLOPE_WEIGHT = 0.1, 1.0
-PRIOR_DELAY, DELAY_WEIGHT = 0.1, 0.1
-# One pass in which the machine did something else shall not bend the line.
-MOST_SURPRISE = 3.0
+# What is assumed before anything was measured, and with the weight of how many observations: the cost of one more token
+# as a share of the first pass's time, and the target's slowdown.
+PRIOR_SLOPE, PRIOR_SLOPE_WEIGHT = 0.1, 1.0
+PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
+# A measurement counts for at most this many times what was expected: a pass during which the machine did something else
+# must not bend the fit.
+MAX_SURPRISE = 3.0
 
 
 def _solved(sums: Sequence[float]) -> tuple[float, float, float]:
-    """Of a `ContendedPrice`: the seconds of a pass of one token and of each further token, in units, and the delay."""
+    """The fit of a `ContendedPrice`.
+
+    Args:
+        sums: the weighted sums of 1, x, z, x², xz, z², y, xy and zy over the passes, with x = width - 1, z = overlap
+            and y = seconds; times are in units of the first pass.
+
+    Returns: (time of a pass of one token, time of each further token, target slowdown); times in the same units.
+    """
     n, x, z, xx, xz, zz, y, xy, zy = sums
-    xx, xy = xx + SLOPE_WEIGHT, xy + SLOPE_WEIGHT * PRIOR_SLOPE
-    zz, zy = zz + DELAY_WEIGHT, zy + DELAY_WEIGHT * PRIOR_DELAY
+    xx, xy = xx + PRIOR_SLOPE_WEIGHT, xy + PRIOR_SLOPE_WEIGHT * PRIOR_SLOPE
+    zz, zy = zz + PRIOR_SLOWDOWN_WEIGHT, zy + PRIOR_SLOWDOWN_WEIGHT * PRIOR_SLOWDOWN
     n = max(n, 1e-9)
-    # Eliminate the constant, then two unknowns are left.
-    # What was believed beforehand is a lower bound, but for rounding.
-    xx, xz, zz = max(SLOPE_WEIGHT, xx - x * x / n), xz - x * z / n, max(DELAY_WEIGHT, zz - z * z / n)
+    # Eliminate the constant, which leaves two unknowns. The prior's weights are lower bounds, but for rounding.
+    xx, xz, zz = max(PRIOR_SLOPE_WEIGHT, xx - x * x / n), xz - x * z / n, max(PRIOR_SLOWDOWN_WEIGHT, zz - z * z / n)
     xy, zy = xy - x * y / n, zy - z * y / n
-    determinant = max(SLOPE_WEIGHT * DELAY_WEIGHT, xx * zz - xz * xz)
+    determinant = max(PRIOR_SLOPE_WEIGHT * PRIOR_SLOWDOWN_WEIGHT, xx * zz - xz * xz)
     slope = max(0.0, (xy * zz - zy * xz) / determinant)
-    delay = min(0.9, max(0.0, (zy - xz * slope) / zz))
-    slope = max(0.0, (xy - xz * delay) / xx)
-    return (y - slope * x - delay * z) / n, slope, delay
+    slowdown = min(0.9, max(0.0, (zy - xz * slope) / zz))
+    slope = max(0.0, (xy - xz * slowdown) / xx)
+    return (y - slope * x - slowdown * z) / n, slope, slowdown
 
 
 @attrs.define
 class ContendedPrice:
-    """Seconds of a target's pass: affine in its width and in the time for which a drafter worked beside it.
+    """Seconds of a target's pass, as an affine function of its width and of the time a drafter worked beside it.
 
-    Exponentially weighted least squares over (1, width - 1, overlap), drawn a little towards what is likely, so that
-    what cannot be told apart (a width that never changes) stays where it was.
+    An exponentially weighted least-squares fit over (1, width - 1, overlap) with a weak prior. The prior keeps a
+    coefficient that the passes do not determine (where the width never changes) at its assumed value.
 
     Attributes:
         memory: in passes, > 1.
@@ -103,46 +109,57 @@ class ContendedPrice:
 
     memory: float = 60.0
     _sums: list[float] = attrs.field(factory=lambda: [0.0] * 9, init=False)
-    _unit: float = attrs.field(default=0.0, init=False)
-    # Solved as soon as a pass was seen, so that reading, which other threads do too, writes nothing.
+    _unit_s: float = attrs.field(default=0.0, init=False)
+    # Solved when a pass is added, so that reading, which other threads do too, writes nothing.
     _solution: tuple[float, float, float] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._solution = _solved(self._sums)
 
-    def observe(self, width: int, overlap: float, seconds: float) -> None:
-        """Take note of a pass of `width` tokens, for `overlap` of its `seconds` beside a busy drafter."""
-        if self._unit == 0.0:
-            self._unit = seconds
+    def observe(self, width: int, overlap_s: float, seconds: float) -> None:
+        """Add the measurement of a pass.
+
+        Args:
+            width: tokens, >= 1.
+            overlap_s: seconds of the pass for which a drafter worked beside it.
+            seconds: of the whole pass.
+        """
+        if self._unit_s == 0.0:
+            self._unit_s = seconds
             if seconds <= 0.0:
                 return
         elif self._sums[0] > 4.0:
-            seconds = min(seconds, MOST_SURPRISE * self(width, overlap))
+            seconds = min(seconds, MAX_SURPRISE * self(width, overlap_s))
         keep = 1.0 - 1.0 / self.memory
-        x, z, y = width - 1.0, overlap / self._unit, seconds / self._unit
+        x, z, y = width - 1.0, overlap_s / self._unit_s, seconds / self._unit_s
         for i, term in enumerate((1.0, x, z, x * x, x * z, z * z, y, x * y, z * y)):
             self._sums[i] = keep * self._sums[i] + term
         self._solution = _solved(self._sums)
 
     @property
     def is_known(self) -> bool:
-        """Whether a pass was seen."""
-        return self._unit > 0.0
+        """Whether a pass was measured."""
+        return self._unit_s > 0.0
 
     @property
     def per_token(self) -> float:
         """Seconds that one more token in a pass costs, >= 0."""
-        return self._solution[1] * self._unit
+        return self._solution[1] * self._unit_s
 
     @property
-    def delay(self) -> float:
-        """Seconds by which a pass is late for each second that a drafter works beside it, in [0, 0.9]."""
+    def target_slowdown(self) -> float:
+        """Seconds by which a pass takes longer for each second that a drafter works beside it, in [0, 0.9]."""
         return self._solution[2]
 
-    def __call__(self, width: int, overlap: float = 0.0) -> float:
-        """Seconds that a pass is expected to take, >= 0; 0 before the first was seen."""
-        base, slope, delay = self._solution
-        return max(0.0, (base + slope * (width - 1)) * self._unit + delay * overlap)
+    def __call__(self, width: int, overlap_s: float = 0.0) -> float:
+        """Seconds that a pass is expected to take, >= 0; 0 before the first was measured.
+
+        Args:
+            width: tokens, >= 1.
+            overlap_s: seconds for which a drafter will work beside it.
+        """
+        base, slope, slowdown = self._solution
+        return max(0.0, (base + slope * (width - 1)) * self._unit_s + slowdown * overlap_s)
 
 
 @attrs.define
@@ -159,28 +176,28 @@ class Mean:
     _weight: float = 0.0
 
     def observe(self, value: float) -> None:
-        """Take note of a value."""
+        """Add a value."""
         self._weight = min(self.memory, self._weight + 1.0)
         self.value += (value - self.value) / self._weight
 
     @property
     def is_known(self) -> bool:
-        """Whether a value was seen."""
+        """Whether there was a value."""
         return self._weight > 0
 
 
 @attrs.frozen
 class Estimates:
-    """What a runtime has measured of its two models; a snapshot, 0 where nothing was measured yet.
+    """A snapshot of what a runtime has measured of its two models; 0 where nothing was measured yet.
 
     Attributes:
-        verify_seconds: T_v(1), a verify pass over one token with nothing beside it.
+        verify_seconds: T_v(1): a verify pass over one token, with no drafter beside it.
         verify_seconds_per_token: what each further token adds to it.
-        draft_seconds: T_d, a draft step while the target waits.
-        contention: κ, the part of a draft step's time that it costs the target when both run; about in [0, 1].
+        draft_seconds: T_d: a draft step while the target waits.
+        contention: κ: the share of a draft step's time by which it delays the target when both run; about in [0, 1].
         plain_seconds: a token decoded without a drafter.
-        tokens_per_second: R, of late, while speculating.
-        acceptance: probability, of late, that a drafted token stands, in [0, 1].
+        tokens_per_second: R, recently, while speculating.
+        acceptance: the probability, recently, that a drafted token is accepted, in [0, 1].
     """
 
     verify_seconds: float
@@ -192,139 +209,143 @@ class Estimates:
     acceptance: float
 
 
-# Rules for which what was learnt of the drafter is remembered. Clients choose temperatures as they like, and each
-# makes a rule.
-MOST_RULES = 16
-# Rounds over which the rate of speculating is averaged.
-RATE_MEMORY = 40.0
+# Acceptance rules of which the calibration is remembered. Clients choose temperatures as they like, and each
+# temperature makes a rule of its own.
+MAX_RULES = 16
+# Rounds over which the speculative rate is averaged.
+RATE_MEMORY_ROUNDS = 40.0
 
 
 @attrs.define
 class Prices:
-    """All that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
+    """Everything that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
 
-    It outlives the streams: what one has learnt, the next begins with.
+    Prices outlive streams: a stream begins with what earlier ones have measured.
 
     Attributes:
-        verify: a target's pass.
-        draft_alone: a draft step by width, while the target waits.
-        slowdown: by what factor it takes longer while the target works.
-        plain: seconds of a token decoded without a drafter, the way through the event loop included.
-        round_overhead: seconds of a speculative round for which the target neither worked nor waited for a draft.
-        hits: how often, of late, a verdict's text had been drafted for, in [0, 1].
+        verify: seconds of a target's pass.
+        draft_alone: seconds of a draft step while the target waits, by width.
+        draft_slowdown: by what factor a draft step takes longer while the target works.
+        plain_decode_s: seconds of a token decoded without a drafter, the trip through the event loop included.
+        hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
     """
 
     verify: ContendedPrice = attrs.field(factory=ContendedPrice)
     draft_alone: WidthPrice = attrs.field(factory=WidthPrice)
-    slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    plain: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    round_overhead: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
-    hits: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
+    draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
+    plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
+    hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
-    _last: Calibration = attrs.field(factory=Calibration)
-    _tokens: float = 0.0
-    _seconds: float = 0.0
-    _drafts: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))
-    _unpriced: deque[tuple[int, float, float]] = attrs.field(factory=deque)
+    _last_calibration: Calibration = attrs.field(factory=Calibration)
+    # Tokens and seconds of speculative rounds, weighted alike.
+    _speculative_tokens: float = 0.0
+    _speculative_s: float = 0.0
+    _draft_steps: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))  # (began, ended)
+    _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
 
-    # --- what was seen ----------------------------------------------------------------------------
+    # --- measurements -----------------------------------------------------------------------------
 
-    def drafted(self, width: int, began: float, ended: float, *, beside: bool) -> None:
-        """Take note of a draft step, and of whether the target worked meanwhile."""
-        seconds = ended - began
-        if not beside or not self.draft_alone.is_known:
+    def observe_draft_step(self, width: int, began_s: float, ended_s: float, *, beside_target: bool) -> None:
+        """Add a draft step over `width` tokens, and whether the target worked meanwhile."""
+        seconds = ended_s - began_s
+        if not beside_target or not self.draft_alone.is_known:
             self.draft_alone.observe(width, seconds)
-        elif (expected := self.draft_alone(width)) > 0:
-            self.slowdown.observe(min(seconds / expected, MOST_SURPRISE))
-        self._drafts.append((began, ended))
-        self._price_passes(until=ended)
+        elif (expected_s := self.draft_alone(width)) > 0:
+            self.draft_slowdown.observe(min(seconds / expected_s, MAX_SURPRISE))
+        self._draft_steps.append((began_s, ended_s))
+        self._price_passes(until_s=ended_s)
 
-    def verified(self, width: int, began: float, ended: float) -> None:
-        """Take note of a verify pass."""
-        self._price_passes(until=ended)
-        # What was drafted beside its end is known once that step has ended.
-        self._unpriced.append((width, began, ended))
+    def observe_verify_pass(self, width: int, began_s: float, ended_s: float) -> None:
+        """Add a target's pass over `width` tokens."""
+        self._price_passes(until_s=ended_s)
+        # A draft step that ran beside the end of this pass is heard of only when that step has ended.
+        self._unpriced_passes.append((width, began_s, ended_s))
 
-    def round_over(self, num_tokens: int, seconds: float) -> None:
-        """Take note of a speculative round: what it committed, and the time from the last verdict to its own."""
-        keep = 1.0 - 1.0 / RATE_MEMORY
-        self._tokens = keep * self._tokens + num_tokens
-        self._seconds = keep * self._seconds + seconds
+    def observe_round(self, num_tokens: int, seconds: float) -> None:
+        """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
+        keep = 1.0 - 1.0 / RATE_MEMORY_ROUNDS
+        self._speculative_tokens = keep * self._speculative_tokens + num_tokens
+        self._speculative_s = keep * self._speculative_s + seconds
 
-    def speculate_afresh(self) -> None:
-        """Forget how speculating went, but for the model of it."""
+    def reset_speculative_rate(self) -> None:
+        """Replace the measured speculative rate by the modelled one, with the weight of a few rounds."""
         rounds = 3.0
-        self._seconds = rounds * self.verify(2)
-        self._tokens = self._seconds * self.modelled_rate(self._last.mean)
+        self._speculative_s = rounds * self.verify(2)
+        self._speculative_tokens = self._speculative_s * self.modelled_rate(self._last_calibration.mean_acceptance)
 
     def forget_drafter(self) -> None:
-        """Another drafter comes: forget what the last one cost, and how often it was right."""
+        """Forget what the last drafter cost and how often it was right, because another one comes."""
         self.draft_alone = WidthPrice()
-        self.slowdown = Mean(memory=50.0)
-        self.hits = Mean(memory=30.0)
+        self.draft_slowdown = Mean(memory=50.0)
+        self.hit_rate = Mean(memory=30.0)
         self._calibrations.clear()
-        self._last = Calibration()
-        self._tokens = self._seconds = 0.0
-        self._drafts.clear()
+        self._last_calibration = Calibration()
+        self._speculative_tokens = self._speculative_s = 0.0
+        self._draft_steps.clear()
 
     def calibration(self, rule: object) -> Calibration:
-        """How far the drafter is to be believed under a rule (anything that tells rules apart).
+        """The drafter's calibration under an acceptance rule.
 
-        The rules that were asked for last are remembered, `MOST_RULES` of them.
+        The `MAX_RULES` rules that were asked for last are remembered.
+
+        Args:
+            rule: anything hashable that tells rules apart.
         """
-        self._last = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
-        self._calibrations[rule] = self._last
-        if len(self._calibrations) > MOST_RULES:
-            # Sessions at work under the one that was asked for longest ago go on with theirs.
+        known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
+        self._last_calibration = self._calibrations[rule] = known
+        if len(self._calibrations) > MAX_RULES:
+            # Sessions that use the calibration of the rule that was asked for longest ago keep it.
             del self._calibrations[next(iter(self._calibrations))]
-        return self._last
+        return known
 
-    # --- what is expected -------------------------------------------------------------------------
+    # --- expectations -----------------------------------------------------------------------------
 
     @property
     def is_known(self) -> bool:
-        """Whether both models' passes were seen."""
+        """Whether passes of both models were measured."""
         return self.verify.is_known and self.draft_alone.is_known
 
-    def draft(self, width: int, *, beside: bool) -> float:
-        """Seconds of a draft step over `width` tokens."""
-        alone = self.draft_alone(width)
-        return alone * self.slowdown.value if beside and self.slowdown.is_known else alone
+    def draft_s(self, width: int, *, beside_target: bool) -> float:
+        """Seconds of a draft step over `width` tokens, while the target works or while it waits."""
+        alone_s = self.draft_alone(width)
+        return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
     @property
     def plain_rate(self) -> float:
         """Tokens per second without a drafter."""
-        seconds = self.plain.value if self.plain.is_known else self.verify(1) + self.round_overhead.value
+        seconds = self.plain_decode_s.value if self.plain_decode_s.is_known else self.verify(1)
         return 1.0 / seconds if seconds > 0 else 0.0
 
     @property
     def speculative_rate(self) -> float:
-        """Tokens per second, of late, while speculating; 0 before the first round."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        """Tokens per second, recently, while speculating; 0 before the first round."""
+        return self._speculative_tokens / self._speculative_s if self._speculative_s > 0 else 0.0
 
     @property
     def rate(self) -> float:
-        """R: what a second is worth, in tokens; plain decoding can always be had."""
+        """R: what a second is worth, in tokens. At least the plain rate, since plain decoding is always possible."""
         return max(self.plain_rate, self.speculative_rate)
 
     @property
     def best_rate(self) -> float:
-        """Tokens per second to be expected of the better of speculating and plain decoding."""
-        return max(self.rate, self.modelled_rate(self._last.mean)) if self.is_known else self.rate
+        """Tokens per second to expect of speculating or of plain decoding, whichever is faster."""
+        if not self.is_known:
+            return self.rate
+        return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, were each drafted token to stand with this probability."""
+        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability."""
         best, tokens, reach = 0.0, 1.0, 1.0
-        step, hits = self.draft(1, beside=False), self.hits.value if self.hits.is_known else 0.5
-        delayed = self.verify.delay * self.draft(1, beside=True)
+        step_s, hit_rate = self.draft_s(1, beside_target=False), self.hit_rate.value if self.hit_rate.is_known else 0.5
+        hidden_step_s = self.verify.target_slowdown * self.draft_s(1, beside_target=True)
         for k in range(1, 17):
             reach *= acceptance
             tokens += reach
-            verify = self.verify(k + 1)
-            # On a miss the target waits for the drafter; on a hit it was only delayed, unless the drafter cannot
+            verify_s = self.verify(k + 1)
+            # On a miss the target waits for the drafter. On a hit it was only slowed down, unless the drafter cannot
             # keep pace at all.
-            drafting = max(k * (hits * delayed + (1.0 - hits) * step), k * step - verify)
-            best = max(best, tokens / (verify + drafting + self.round_overhead.value))
+            drafting_s = max(k * (hit_rate * hidden_step_s + (1.0 - hit_rate) * step_s), k * step_s - verify_s)
+            best = max(best, tokens / (verify_s + drafting_s))
         return best
 
     def estimates(self) -> Estimates:
@@ -332,23 +353,27 @@ class Prices:
         return Estimates(
             verify_seconds=self.verify(1),
             verify_seconds_per_token=self.verify.per_token if self.verify.is_known else 0.0,
-            draft_seconds=self.draft(1, beside=False),
+            draft_seconds=self.draft_s(1, beside_target=False),
             contention=self.contention,
-            plain_seconds=self.plain.value,
+            plain_seconds=self.plain_decode_s.value,
             tokens_per_second=self.speculative_rate,
-            acceptance=self._last.mean,
+            acceptance=self._last_calibration.mean_acceptance,
         )
 
     @property
     def contention(self) -> float:
-        """κ: by how much of a draft step's own time the target is later for it."""
-        return self.verify.delay * (self.slowdown.value if self.slowdown.is_known else 1.0)
+        """κ: seconds by which the target is delayed for each second that a draft step takes when it runs alone."""
+        return self.verify.target_slowdown * (self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0)
 
-    # --- passes and what was drafted beside them ----------------------------------------------------
+    # --- passes, and the draft steps beside them --------------------------------------------------
 
-    def _price_passes(self, until: float) -> None:
-        """Price the passes of which it is known by now what was drafted beside them."""
-        while self._unpriced and self._unpriced[0][2] <= until:
-            width, began, ended = self._unpriced.popleft()
-            overlap = sum(max(0.0, min(ended, e) - max(began, b)) for b, e in reversed(self._drafts) if e > began)
-            self.verify.observe(width, overlap, ended - began)
+    def _price_passes(self, until_s: float) -> None:
+        """Price the passes that ended by then: every draft step beside them is known."""
+        while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
+            width, began_s, ended_s = self._unpriced_passes.popleft()
+            overlap_s = sum(
+                max(0.0, min(ended_s, step_ended) - max(began_s, step_began))
+                for step_began, step_ended in reversed(self._draft_steps)
+                if step_ended > began_s
+            )
+            self.verify.observe(width, overlap_s, ended_s - began_s)

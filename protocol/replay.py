@@ -1,8 +1,8 @@
-"""When to settle what a restored checkpoint left to be fed again.
+"""Replay: when to settle the tokens that a restored checkpoint left to be fed again.
 
-A checkpoint that is restored takes the accepted tokens with it, and they are put in front of the next window,
-where they cost width and not a pass. With every round that ends in a rejection more of them pile up. A round
-that feeds committed tokens only settles them, and still commits one token.
+Restoring a checkpoint removes accepted tokens from the cache. They are put in front of the next pass, where they cost
+width but no pass of their own. Every round that ends in a rejection adds more of them. A round that feeds committed
+tokens only *settles* them, and still commits one token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import attrs
 
 
 class Price(Protocol):
-    """What a forward pass takes, by its width."""
+    """Seconds of a forward pass, by its width."""
 
     @property
     def per_token(self) -> float:
@@ -27,29 +27,29 @@ class Price(Protocol):
 
 @attrs.define
 class ReplayDebt:
-    """What carrying pending tokens has cost since they were last settled.
+    """The cost of the pending tokens since they were last settled.
 
-    As in the ski-rental problem, one goes on paying the rent until it adds up to the price of buying; without
-    knowing what is to come, that costs at most twice what the best decision would have cost.
+    As in the ski rental problem, the rent is paid until it adds up to the price of buying. Without knowledge of the
+    future, that costs at most twice what the best decision would have cost.
     """
 
-    _rent: float = attrs.field(default=0.0, init=False)
+    _rent_s: float = attrs.field(default=0.0, init=False)
 
     def should_settle(self, num_pending: int, price: Price, seconds_per_token: float) -> bool:
-        """Decide for the round that begins, and charge it.
+        """Decide whether this round settles, and charge the round to the debt.
 
         Args:
-            num_pending: committed tokens to be fed again, >= 0, the last committed one not counted.
+            num_pending: committed tokens that must be fed again, >= 0, not counting the last committed one.
             price: of a pass, by width.
-            seconds_per_token: what a committed token takes at present; the pass that settles commits one.
+            seconds_per_token: what a committed token costs at present; a settling round commits one.
 
-        Returns: whether to feed committed tokens only in this round.
+        Returns: whether to feed only committed tokens in this round.
         """
         if num_pending == 0:
-            self._rent = 0.0
+            self._rent_s = 0.0
             return False
-        self._rent += num_pending * price.per_token
-        if self._rent <= price(num_pending + 1) - seconds_per_token:
+        self._rent_s += num_pending * price.per_token
+        if self._rent_s <= price(num_pending + 1) - seconds_per_token:
             return False
-        self._rent = 0.0
+        self._rent_s = 0.0
         return True

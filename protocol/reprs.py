@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-# Most characters of a `__repr__`, and of a value of a user's in an error message.
-MOST_CHARACTERS = 200
+# The most characters of a `__repr__`, and of a user's value in an error message.
+MAX_CHARACTERS = 200
 
 
 class _Bounded(reprlib.Repr):
@@ -16,15 +16,15 @@ class _Bounded(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 120
 
     def repr1(self, x: Any, level: int) -> str:
-        # reprlib goes by a type's name, and takes any `array` for one of the standard library's.
+        # reprlib dispatches on a type's name, and treats any `array` as one of the standard library's.
         return super().repr1(x, level) if type(x).__module__ == "builtins" else self.repr_instance(x, level)
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write a number of more than 4300 digits in decimal.
+        # Python raises ValueError when it converts an int of more than 4300 digits to decimal.
         return super().repr_int(x, level) if x.bit_length() <= 1000 else f"<a whole number of {x.bit_length()} bits>"
 
     def repr_instance(self, x: Any, level: int) -> str:
-        # Models and arrays are represented in many lines.
+        # The representations of models and arrays have many lines.
         return " ".join(super().repr_instance(x, level).split())
 
 
@@ -32,35 +32,35 @@ _bounded = _Bounded()
 
 
 def shown(value: Any) -> str:
-    """`repr` of any value, cut with "…" to about 120 characters and never more than 200."""
-    return _cut(_bounded.repr(value), MOST_CHARACTERS)
+    """`repr` of any value, cut with "…" to about 120 characters, and never more than 200."""
+    return _cut(_bounded.repr(value), MAX_CHARACTERS)
 
 
-def excerpt(text: str, most: int = 40) -> str:
-    """`repr` of a text, of at most so many characters between the quotes; where the text goes on, "…" ends it."""
-    piece = text[:most]
-    while len(repr(piece)) - 2 > most:  # a character that cannot be printed takes several
+def excerpt(text: str, max_characters: int = 40) -> str:
+    """`repr` of a text, cut with "…" to at most `max_characters` between the quotes."""
+    piece = text[:max_characters]
+    while len(repr(piece)) - 2 > max_characters:  # a character that cannot be printed takes several
         piece = piece[:-1]
     return repr(piece if piece == text else piece[:-1] + "…")
 
 
 def shown_path(path: str) -> str:
-    """`repr` of a path or a hub id: whole, unless it is longer than 1000 characters and hardly one."""
+    """`repr` of a path or a hub id, in full up to 1000 characters."""
     return excerpt(path, 1000)
 
 
 def brief(name: str, values: dict[str, Any]) -> str:
-    """A representation as a call, `Name(field=value, …)`, of at most 200 characters.
+    """A representation in the form of a call, `Name(field=value, …)`, of at most 200 characters.
 
     Args:
         name: of the class.
-        values: by field; those that say something.
+        values: the fields to show, by name.
     """
     said = ", ".join(
         f"{field}={excerpt(value) if isinstance(value, str) else shown(value)}" for field, value in values.items()
     )
-    return f"{name}({_cut(said, MOST_CHARACTERS - len(name) - 2)})"
+    return f"{name}({_cut(said, MAX_CHARACTERS - len(name) - 2)})"
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"

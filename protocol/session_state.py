@@ -1,23 +1,35 @@
-"""The state of one session, as a pure state machine of which each actor keeps a copy.
+"""The state machine of one session. Each actor keeps a copy, and both see the same messages.
 
-    state        event      next state
-    PROPOSING    Proposal   VERIFYING     the drafter's turn is over
-    VERIFYING    Verdict    PROPOSING     text is committed, or the session ends
-    PROPOSING    Rest       RESTING       for some rounds the target goes alone
-    RESTING      Rest       RESTING       … for some more
-    RESTING      Verdict    RESTING       or PROPOSING, once those rounds are over
-    PROPOSING    Overdue    RESTING       the target waits no longer, and goes alone for some rounds
-    VERIFYING    Overdue    RESTING       … and what is on the table has come too late (the drafter's copy alone)
-    RESTING      Overdue    RESTING
-    PROPOSING    Withdraw   UNDRAFTED     from here on the target goes alone
+A session is in one of five phases:
+
+    PROPOSING    it is the drafter's turn; where every session with a drafter begins
+    VERIFYING    it is the target's turn to answer the outstanding proposal
+    RESTING      for some rounds the target decodes alone, and the drafter may come back
+    UNDRAFTED    the target decodes alone to the end; where a session without a drafter begins
+    CLOSED       the session is over
+
+Messages move it from phase to phase:
+
+    in phase     message    next phase
+    PROPOSING    Proposal   VERIFYING
+    PROPOSING    Rest       RESTING      the drafter leaves some rounds to the target
+    PROPOSING    Overdue    RESTING      the target stops waiting, and decodes some rounds alone
+    PROPOSING    Withdraw   UNDRAFTED    the drafter leaves for good
+    VERIFYING    Verdict    PROPOSING    tokens are committed, and the next round begins
+    VERIFYING    Overdue    RESTING      the outstanding proposal came too late (in the drafter's copy only)
+    VERIFYING    Withdraw   UNDRAFTED    the next verdict still answers the outstanding proposal
+    RESTING      Verdict    RESTING      or PROPOSING, if the next round is the one that ends the rest
+    RESTING      Rest       RESTING      the rest is prolonged
+    RESTING      Overdue    RESTING      likewise
     RESTING      Withdraw   UNDRAFTED
-    VERIFYING    Withdraw   UNDRAFTED     … once it has judged what is on the table
     UNDRAFTED    Verdict    UNDRAFTED
     any          Close      CLOSED
 
-What is not in `TRANSITIONS` is a `ProtocolError`, and so is a message from a round that has not come
-yet. A message of this session from a round that is *over*, as all are once it is closed, is not an error:
-late and duplicated messages are what asynchrony looks like. It is dropped and counted (`stale`).
+A verdict that ends the text closes the session, too; closing it once more changes nothing.
+
+`TRANSITIONS` is this table. A message that it does not have in the present phase is a `ProtocolError`, and so is one
+from a round to come. A message from a round that is *over* is no error, since asynchronous messages can be late or
+duplicated: it is dropped and counted (`num_stale`). Once the session is closed, all rounds are over.
 """
 
 from __future__ import annotations
@@ -48,7 +60,7 @@ TRANSITIONS: dict[tuple[SessionPhase, type], SessionPhase] = {
     (SessionPhase.VERIFYING, Verdict): SessionPhase.PROPOSING,
     (SessionPhase.PROPOSING, Rest): SessionPhase.RESTING,
     (SessionPhase.RESTING, Rest): SessionPhase.RESTING,
-    (SessionPhase.RESTING, Verdict): SessionPhase.RESTING,  # and on to PROPOSING in the round that ends the rest
+    (SessionPhase.RESTING, Verdict): SessionPhase.RESTING,  # `apply` moves on to PROPOSING where the rest ends
     (SessionPhase.PROPOSING, Overdue): SessionPhase.RESTING,
     (SessionPhase.VERIFYING, Overdue): SessionPhase.RESTING,
     (SessionPhase.RESTING, Overdue): SessionPhase.RESTING,
@@ -70,17 +82,17 @@ class Commit:
     Attributes:
         session, round: which round it was.
         start: absolute position of the first token.
-        tokens: one at least.
-        num_from_draft: how many of them, from the front, the drafter had proposed.
-        num_rejected: proposed tokens that were judged and fell, or fell with one that did. Tokens
-            proposed beyond the end of the text were never needed and do not count.
+        tokens: at least one.
+        num_from_draft: how many of the tokens, from the front, the drafter had proposed.
+        num_rejected: judged tokens that were rejected, or came after a rejected one. Tokens proposed beyond the end of
+            the text do not count.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
-        resting: whether the target had the round to itself: the drafter had left it, or was late.
-        finish_reason: why the text ends with the last token, or None where it goes on.
-        likelihoods: of the tokens, where the session asks for log-probabilities.
-        stop_reason: the stop string or stop token that the user named and that ended it. None for the tokenizer's
-            own end of the text, unless it is among the user's stop tokens too.
+        resting: whether the target decoded the round alone because the drafter rested or was late.
+        finish_reason: why the text ends with the last token; None if it goes on.
+        likelihoods: one for each token, if the session asks for log-probabilities; else empty.
+        stop_reason: the user's stop string or stop token that ended the text. None for the tokenizer's end-of-text
+            token, unless it is among the user's stop tokens too.
     """
 
     session: int
@@ -103,13 +115,13 @@ class SessionState:
 
     Attributes:
         opened: the message that began the session.
-        state: see the module's table.
+        phase: see the module's table.
         round: the round that is under way, from 0.
         committed: the text so far, prompt included. It only ever grows.
         outstanding: the proposal that awaits its verdict, or None.
-        rests_until: the round that ends the last rest.
-        finish_reason: set by the commit that ended the text.
-        num_stale: messages dropped because their round was over.
+        rests_until: the first round after the last rest; 0 if there was none.
+        finish_reason: why the text ended, or None so far.
+        num_stale: messages that were dropped because their round was over.
     """
 
     def __init__(self, opened: Open) -> None:
@@ -134,7 +146,7 @@ class SessionState:
 
     @property
     def remaining(self) -> int | None:
-        """How many more tokens may be committed, >= 0; None where nothing bounds them."""
+        """How many more tokens may be committed, >= 0; None if there is no bound."""
         bounds = []
         if self.opened.settings.max_tokens is not None:
             bounds.append(self.opened.settings.max_tokens - self.opened.num_resumed - self.num_generated)
@@ -143,32 +155,32 @@ class SessionState:
         return min(bounds) if bounds else None
 
     def is_stale(self, message: Proposal | Verdict) -> bool:
-        """Whether a message's round is over; counts it if so.
+        """Whether a message's round is over. If it is, the message is counted in `num_stale`.
 
-        Raises: ProtocolError: it is of another session, of a round to come, or of this round but from
+        Raises: ProtocolError: the message is of another session, of a round to come, or of this round but from
             another position.
         """
         if message.session != self.opened.session:
-            raise ProtocolError(f"session {self.opened.session} was handed {message!r}")
+            raise ProtocolError(f"session {self.opened.session} got a message of another session: {message!r}")
         over = (
             message.round < self.round
             or self.phase is SessionPhase.CLOSED
-            # A second copy of the proposal on the table, or one from before the drafter withdrew.
+            # A second copy of the outstanding proposal, or one from before the drafter withdrew.
             or (isinstance(message, Proposal) and self.phase is not SessionPhase.PROPOSING)
         )
-        # Of a session that is closed, all rounds are over: in a rest, the other side may be some of them ahead.
+        # In a closed session every round is over, also one to come: in a rest, the other side may be rounds ahead.
         if over and (message.round <= self.round or self.phase is SessionPhase.CLOSED):
             self.num_stale += 1
             return True
         if message.round != self.round or message.start != self.next_position:
             raise ProtocolError(
                 f"session {self.opened.session} is in round {self.round} at position "
-                f"{self.next_position}, and was handed {message!r}"
+                f"{self.next_position}, and got {message!r}"
             )
         return False
 
     def propose(self, proposal: Proposal) -> bool:
-        """Put a proposal on the table. False if it was stale and nothing changed."""
+        """Record the drafter's proposal. False if it was stale, and nothing changed."""
         if self.is_stale(proposal):
             return False
         self._move(proposal)
@@ -176,7 +188,7 @@ class SessionState:
         return True
 
     def rest(self, message: Rest | Overdue) -> bool:
-        """Leave the rounds until another to the target alone. False if they are over and nothing changed."""
+        """Leave the rounds before `message.until` to the target alone. False if they are over, and nothing changed."""
         if message.until <= max(self.round, self.rests_until) or self.phase in (
             SessionPhase.UNDRAFTED,
             SessionPhase.CLOSED,
@@ -188,19 +200,20 @@ class SessionState:
         return True
 
     def withdraw(self, message: Withdraw) -> None:
-        """The drafter leaves; what it has on the table stays there."""
+        """The drafter leaves for good; its outstanding proposal stays."""
         if self.phase not in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
             self._move(message)
 
     def close(self, message: Close) -> None:
-        """The session is over. Closing twice is closing once."""
+        """End the session; does nothing if it is over."""
         if self.phase is not SessionPhase.CLOSED:
             self._move(message)
 
     def preview(self, verdict: Verdict) -> Commit:
-        """What a verdict on the round that is under way would commit; changes nothing.
+        """What a verdict on the current round would commit; changes nothing.
 
-        Raises: ProtocolError: it accepts more than was proposed, or ends the text beyond what it commits.
+        Raises: ProtocolError: the verdict accepts more tokens than were proposed, or ends the text beyond the tokens
+            that it commits.
         """
         proposed = self.outstanding.tokens if self.outstanding else ()
         if verdict.num_accepted > len(proposed):
@@ -208,9 +221,9 @@ class SessionState:
         return self._cut(verdict, proposed)
 
     def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit what a verdict says. None if it was stale and nothing changed.
+        """Commit the tokens of a verdict, and begin the next round. None if it was stale, and nothing changed.
 
-        Raises: ProtocolError: no verdict is due, or it is one that `preview` refuses.
+        Raises: ProtocolError: no verdict is due; or see `preview`.
         """
         if self.is_stale(verdict):
             return None
@@ -227,43 +240,43 @@ class SessionState:
         return commit
 
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
-        """The round's tokens up to the first stop, or to the most that may be generated."""
+        """The commit of a verdict: its tokens, cut at the first stop and at the most that may still be committed."""
         tokens = proposed[: verdict.num_accepted]
         if verdict.token is not None:
             tokens += (verdict.token,)
         remaining = self.remaining
-        most = len(tokens) if remaining is None else min(len(tokens), remaining)
-        finish_reason: FinishReason | None = "length" if remaining is not None and most == remaining else None
+        num_tokens = len(tokens) if remaining is None else min(len(tokens), remaining)
+        finish_reason: FinishReason | None = "length" if remaining is not None and num_tokens == remaining else None
         stop_reason: str | int | None = None
-        for i, token in enumerate(tokens[:most]):
+        for i, token in enumerate(tokens[:num_tokens]):
             if token in self.opened.stop_tokens:
-                most, finish_reason = i + 1, "stop"
+                num_tokens, finish_reason = i + 1, "stop"
                 stop_reason = token if token in self.opened.settings.stop_tokens else None
                 break
         if verdict.stop is not None:
-            if verdict.stop.num_tokens > most:
-                raise ProtocolError(f"{verdict!r} ends the text beyond the {most} tokens that it commits")
-            most, finish_reason, stop_reason = verdict.stop.num_tokens, "stop", verdict.stop.text
-        judged = 1 if verdict.single_step and proposed else len(proposed)
-        whole = most == verdict.num_accepted + 1  # the verdict's own token is still in
+            if verdict.stop.num_tokens > num_tokens:
+                raise ProtocolError(f"{verdict!r} ends the text beyond the {num_tokens} tokens that it commits")
+            num_tokens, finish_reason, stop_reason = verdict.stop.num_tokens, "stop", verdict.stop.text
+        num_judged = 1 if verdict.single_step and proposed else len(proposed)
+        has_own_token = num_tokens == verdict.num_accepted + 1  # the verdict's own token was not cut off
         return Commit(
             session=verdict.session,
             round=verdict.round,
             start=verdict.start,
-            tokens=tokens[:most],
-            num_from_draft=min(most, verdict.num_accepted),
-            num_rejected=judged - verdict.num_accepted if whole else 0,
-            bonus=whole and judged > 0 and judged == verdict.num_accepted,
+            tokens=tokens[:num_tokens],
+            num_from_draft=min(num_tokens, verdict.num_accepted),
+            num_rejected=num_judged - verdict.num_accepted if has_own_token else 0,
+            bonus=has_own_token and num_judged > 0 and num_judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,
             resting=self.phase is SessionPhase.RESTING,
             finish_reason=finish_reason,
-            likelihoods=verdict.likelihoods[:most],
+            likelihoods=verdict.likelihoods[:num_tokens],
             stop_reason=stop_reason,
         )
 
     def _move(self, message: Message) -> None:
-        following = TRANSITIONS.get((self.phase, type(message)))
-        if following is None:
-            raise ProtocolError(f"session {self.opened.session} is {self.phase.value}; {message!r} has no place there")
-        self.phase = following
+        next_phase = TRANSITIONS.get((self.phase, type(message)))
+        if next_phase is None:
+            raise ProtocolError(f"session {self.opened.session} is {self.phase.value}, and got {message!r}")
+        self.phase = next_phase

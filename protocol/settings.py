@@ -1,10 +1,11 @@
-"""What a user can ask of one generation, checked before any model work."""
+"""Settings of one generation, checked before any model work."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -13,6 +14,7 @@ from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
 from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
+from protocol.validation import check_integer, check_number, is_integer, is_number, validator
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -21,53 +23,18 @@ MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128
 MAX_STOP_LENGTH = 1000
 
-# What stands for prompt lookup where a draft model could be named; a directory of that name is "./ngram".
+# The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
 
-# The default of an argument that must be given. Python would refuse a call without it before a name that the argument
-# has elsewhere (`target_model`) could get its hint.
+# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
+# synonym (`target_model`) before the synonym could get its hint.
 MISSING: Any = attrs.NOTHING
 
 
-def _integer(low: int, high: int | None = None, *, or_none: str | None = None, or_auto: bool = False) -> Any:
-    """A validator for whole numbers; `or_none` says what None means where it is allowed."""
+_integer = partial(validator, check_integer)
+_number = partial(validator, check_number)
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if (value is None and or_none) or (or_auto and isinstance(value, str) and value == "auto"):
-            return
-        allowed = f"a whole number of at least {low}" if high is None else f"a whole number in [{low}, {high}]"
-        if or_none:
-            allowed += f", or None for {or_none}"
-        if or_auto:
-            allowed += ', or "auto"'
-        # bool is an int to Python, and never what was meant here.
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
-        if value < low or (high is not None and value > high):
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}")
-
-    return check
-
-
-def _number(low: float, high: float, hint: str, *, or_none: str | None = None) -> Any:
-    """A validator for numbers; `or_none` says what None means where it is allowed."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and or_none:
-            return
-        # Compared and not asked with isfinite, which a whole number too large for a float would break.
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            if high < sys.float_info.max:
-                allowed = f"a number in [{low:g}, {high:g}]"
-            else:
-                allowed = "a finite number" if low < 0 else f"a finite number of at least {low:g}"
-            allowed += f", or None for {or_none}" if or_none else ""
-            raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)}; {hint}")
-
-    return check
-
-
-_MOST = sys.float_info.max
+_LARGEST = sys.float_info.max
 
 
 def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -81,7 +48,7 @@ def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
-    """A tuple of what can be listed; what cannot is left to the validator. None is mlx-lm's empty list."""
+    """A tuple of an iterable's values; () for None, as in mlx-lm. Other values are left to the validator."""
     if value is None:
         return ()
     is_list = hasattr(value, "__iter__") and not isinstance(value, (str, bytes, Mapping))
@@ -93,11 +60,12 @@ def _strings_tupled(value: Any) -> tuple[str, ...]:
 
 
 def _real(value: Any) -> Any:
-    """A whole number as a float, since MLX takes none beyond 64 bits; what is no number is left to the validator."""
-    return float(value) if type(value) is int and -_MOST <= value <= _MOST else value
+    """An int as a float, because MLX takes no ints beyond 64 bits; other values are left to the validator."""
+    return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 
 
 def _copied(value: Any) -> Mapping[int, float]:
+    """A copy of a mapping; an empty one for None. Other values are left to the validator."""
     if isinstance(value, Mapping):
         return {token: _real(bias) for token, bias in value.items()}
     return {} if value is None else value
@@ -107,7 +75,7 @@ def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
         raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
     for i in value:
-        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+        if not is_integer(i) or i < 0:
             raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
 
 
@@ -129,13 +97,12 @@ def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
         raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
     for id, bias in value.items():
-        if not isinstance(id, int) or isinstance(id, bool) or id < 0:
+        if not is_integer(id) or id < 0:
             raise SettingsError(
                 f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
             )
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        # Minus infinity forbids a token; plus infinity and NaN leave nothing to choose by.
-        if not is_number or math.isnan(bias) or not bias <= _MOST:
+        # -inf forbids a token; +inf and NaN would make the choice meaningless.
+        if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
             raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
@@ -160,7 +127,7 @@ def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
-# What a sampler of the user's takes the place of.
+# The settings that a user's sampler replaces.
 _OF_SAMPLING = (
     *("temperature", "draft_temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k"),
     *("xtc_probability", "xtc_threshold", "xtc_special_tokens", "seed"),
@@ -172,79 +139,81 @@ class Settings:
     """Settings of one generation.
 
     Names, defaults and the order in which they take effect are mlx-lm's: the logits go through `logit_bias`, the
-    penalties and `logits_processors`; what comes out, as log-probabilities, through `top_p`, `min_p`, XTC and
-    `top_k`; then the temperature.
+    penalties and `logits_processors`; the resulting log-probabilities go through `top_p`, `min_p`, XTC and `top_k`;
+    then the temperature is applied.
 
     Attributes:
-        max_tokens: most tokens to generate, >= 1; None goes on until a stop or the end of the
-            context. A generation never runs past the target's context either way.
+        max_tokens: the most tokens to generate, >= 1; None for no limit. A text also ends where the target's context
+            does.
         temperature: >= 0; 0 is greedy, and then the filters (`top_p` to `xtc_special_tokens`) do nothing.
-        draft_temperature: the drafter's own, >= 0; None takes `temperature`. At 0 it drafts its likeliest tokens. It
-            changes how many drafts stand, and no distribution: of either rule, exact for any drafter. At a
-            `temperature` of 0 both models are greedy, and this does nothing, like the filters.
+        draft_temperature: the drafter's own temperature, >= 0; None takes `temperature`. At 0 it drafts its likeliest
+            tokens. It changes how many drafted tokens are accepted, never the distribution of the text. At a
+            `temperature` of 0 both models are greedy, and it does nothing.
         top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1
             keep all.
-        min_p: keep tokens that are at least so likely, as a part of the likeliest's probability, in [0, 1]; 0 keeps
+        min_p: keep tokens at least this likely, as a fraction of the likeliest token's probability, in [0, 1]; 0 keeps
             all.
         min_tokens_to_keep: tokens that `min_p` always keeps, >= 1.
-        top_k: keep so many of the likeliest tokens, >= 0; 0 keeps all.
-        xtc_probability: how often, in [0, 1], a position leaves out its top choices (XTC): of the tokens above
-            `xtc_threshold` all but the least likely.
+        top_k: keep this many of the likeliest tokens, >= 0; 0 keeps all.
+        xtc_probability: how often, in [0, 1], XTC removes a position's top choices: all tokens above `xtc_threshold`
+            except the least likely of them.
         xtc_threshold: in [0, 0.5].
-        xtc_special_tokens: ids that XTC never leaves out.
-        seed: in [0, 2**64), or None for a fresh one. With a seed, `acceptance="auto"` takes the match
-            rule, under which the text depends on target, prompt, settings and seed alone.
+        xtc_special_tokens: ids that XTC never removes.
+        seed: in [0, 2**64), or None for a fresh one. With a seed, `acceptance="auto"` takes the match rule, under which
+            the text depends on target, prompt, settings and seed alone.
         stop: texts that end the generation where one of them appears; the text is given up to there. A single one may
-            be given as it is. Needs a tokenizer.
-        stop_tokens: ids that end the text, beside the tokenizer's own end-of-text ids.
+            be given without a list. Needs a tokenizer.
+        stop_tokens: ids that end the text, beside the tokenizer's end-of-text ids.
         ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still count.
-        logit_bias: what to add to the logits of tokens, by id; -inf forbids one.
+        logit_bias: numbers to add to the logits of tokens, by id; -inf forbids a token.
         repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
             negative ones, >= 0; None or 0 does nothing, 1 changes nothing.
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
-        frequency_penalty: likewise, once for each time that they occur there.
-        repetition_context_size, presence_context_size, frequency_context_size: tokens, prompt included, that the
+        frequency_penalty: is subtracted once for each time that a token is among the last `frequency_context_size`.
+        repetition_context_size, presence_context_size, frequency_context_size: how many tokens, prompt included, the
             penalties look back, >= 1; None for the whole text.
-        logits_processors: functions `f(tokens, logits)` as mlx-lm's: (n,) ids of the text so far, prompt included, and
-            (1, V) logits of the target's width; each returns (1, V) logits. They run on the models' threads, in any
-            order of texts and also for texts that are never committed. That is right for one that is marked with
-            `runtime.stateless`, and for one that has `save()` and `restore(state)` (see `runtime.Checkpointed`); any
-            other is taken to keep a state, and called on committed text alone, which means a lookahead of 0.
-        sampler: a function `f(logprobs)` as mlx-lm's, which chooses in the place of the temperature: (1, V)
-            log-probabilities of the target's, after `logits_processors`; returns (1,) ids. A drafted token stands
-            where it is what the function chooses (the match rule), so that each token is its choice by the target's
-            log-probabilities, be that drawn at random or not. One marked with `runtime.stateless` chooses for drafts
-            as well, on both models' threads; any other is called once for each token of the text alone, which means a
-            lookahead of 0. With a sampler, the temperature, the filters and the seed are to be left alone.
+        logits_processors: functions `f(tokens, logits)` as in mlx-lm: they take (n,) ids of the text so far, prompt
+            included, and (1, V) logits of the target's width, and return (1, V) logits. They run on the models'
+            threads, in any order of texts, and also for texts that are never committed. That suits a function marked
+            with `runtime.stateless`, and one that has `save()` and `restore(state)` (see `runtime.Checkpointed`). Any
+            other is assumed to keep a state and is called on committed text only, which means a lookahead of 0.
+        sampler: a function `f(logprobs)` as in mlx-lm, which chooses in place of the temperature: it takes (1, V)
+            log-probabilities of the target, after `logits_processors`, and returns (1,) ids. A drafted token is
+            accepted if it is the function's choice (the match rule), so each token is chosen by the function from the
+            target's log-probabilities, at random or not. A function marked with `runtime.stateless` also chooses for
+            drafts, on both models' threads. Any other is called only once for each token of the text, which means a
+            lookahead of 0. With a sampler, leave the temperature, the filters and the seed alone.
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
-        prefill_step_size: prompt tokens per forward pass during prefill, >= 1, or "auto": as many as measurement shows
-            to be cheap, in 0.2 s at most (where the text depends on it, as with `kv_bits`: 2048). A cancellation takes
-            effect between two such passes, and other streams have their turn.
-        acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else
-            rejection. At temperature 0 the two rules are the same.
-        lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
-        reuse_prefix: begin with what is still cached of an earlier text that began alike, and keep what is cached of
-            this one for later.
+        prefill_step_size: prompt tokens per forward pass during prefill, >= 1; or "auto": as many as were measured to
+            be cheap, in at most 0.2 s (where the text depends on it, as with `kv_bits`: 2048). Between two passes a
+            cancellation takes effect, and other streams have their turn.
+        acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else rejection. At
+            temperature 0 the two rules are the same.
+        lookahead: the most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
+        reuse_prefix: begin with the cached tokens of an earlier text that shares a prefix with this one, and keep this
+            text's cached tokens for later ones.
 
     Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
     """
 
     max_tokens: int | None = attrs.field(default=256, validator=_integer(1, or_none="no limit"))
     temperature: float = attrs.field(
-        default=0.0, converter=_real, validator=_number(0, _MOST, "use 0 for greedy decoding")
+        default=0.0, converter=_real, validator=_number(0, remedy="use 0 for greedy decoding")
     )
     draft_temperature: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, _MOST, "0 drafts greedily", or_none="the temperature")
+        default=None, converter=_real, validator=_number(0, remedy="0 drafts greedily", or_none="the temperature")
     )
-    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 and 1 keep all tokens"))
-    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 keeps all tokens"))
+    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 and 1 keep all tokens"))
+    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 keeps all tokens"))
     min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
     top_k: int = attrs.field(default=0, validator=_integer(0))
-    xtc_probability: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, "0 turns XTC off"))
+    xtc_probability: float = attrs.field(
+        default=0.0, converter=_real, validator=_number(0, 1, remedy="0 turns XTC off")
+    )
     xtc_threshold: float = attrs.field(
-        default=0.1, converter=_real, validator=_number(0, 0.5, "above a half it could not act")
+        default=0.1, converter=_real, validator=_number(0, 0.5, remedy="above a half it could not act")
     )
     xtc_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     seed: int | None = attrs.field(default=None, validator=_integer(0, MAX_SEED, or_none="a fresh seed"))
@@ -253,15 +222,15 @@ class Settings:
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
     repetition_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, _MOST, "1 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(0, remedy="1 changes nothing", or_none="no penalty")
     )
     repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     presence_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
     )
     presence_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     frequency_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(-_MOST, _MOST, "0 changes nothing", or_none="no penalty")
+        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
     )
     frequency_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
@@ -269,7 +238,9 @@ class Settings:
     logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
     prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
-    lookahead: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True))
+    lookahead: int | Literal["auto"] = attrs.field(
+        default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding")
+    )
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
@@ -287,7 +258,7 @@ class Settings:
             )
 
     def __repr__(self) -> str:
-        """What is not the default."""
+        """The settings that differ from their defaults."""
         usual = {field.name: field.default for field in attrs.fields(Settings)} | {"logit_bias": {}}
         told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
         return brief("Settings", told)
@@ -310,7 +281,7 @@ class Settings:
 
     @property
     def manner(self) -> tuple[object, ...]:
-        """How both models choose, so far as it decides what a drafter's confidence means."""
+        """The settings on which the meaning of the drafter's confidence depends; see `Prices.calibration`."""
         temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
         return self.rule, *temperatures, self.sampler is not None
 
@@ -319,9 +290,13 @@ SettingsLike = Settings | Mapping[str, Any]
 
 
 def keywords_of(settings: Any, what: str) -> dict[str, Any]:
-    """Settings as keyword arguments: of a `Settings` all of them, of a mapping those that it names; None has none.
+    """Settings as keyword arguments: all of a `Settings`, those that a mapping names, none for None.
 
-    Raises: SettingsError: as `settings_from`, and for another type; `what` the settings are is in the message.
+    Args:
+        settings: anything.
+        what: what the message calls the settings.
+
+    Raises: SettingsError: as `settings_from`, and for another type.
     """
     if settings is None:
         return {}
@@ -345,7 +320,7 @@ def with_overrides(settings: SettingsLike | None, overrides: Mapping[str, Any]) 
 def settings_from(keywords: dict[str, Any]) -> Settings:
     """Settings from keyword arguments.
 
-    Raises: SettingsError: as `Settings`, and for a name that is not a setting.
+    Raises: SettingsError: as `Settings`, and for an unknown name.
     """
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
@@ -361,9 +336,9 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
 
 
 def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
-    """Compare what settings say of tokens with the target's vocabulary.
+    """Check the ids and numbers of tokens in settings against the target's vocabulary.
 
-    Raises: SettingsError: an id is outside, or more tokens are to be kept than there are.
+    Raises: SettingsError: an id is outside the vocabulary, or more tokens are to be kept than it has.
     """
     named: dict[str, Iterable[int]] = {
         "stop_tokens": settings.stop_tokens,

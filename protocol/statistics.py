@@ -1,7 +1,7 @@
-"""Counts and rates, as frozen snapshots, and the accumulators behind them.
+"""Statistics: counts and rates as frozen snapshots, and the counters behind them.
 
-Tokens are counted when the consumer is given them. What the models did beyond that (tokens drafted
-past a stop, a round that a cancellation made useless) shows in the busy fractions only.
+Tokens are counted when the consumer is given them. Other work of the models (tokens drafted past a stop, a round that a
+cancellation made useless) shows in the busy fractions only.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ class Statistics:
 
     Attributes:
         prompt_tokens: prompt length in tokens.
-        cached_tokens: of those, the ones that the target need not read, since they were still cached.
-        prefilled_tokens: of those, the ones that the target's prefill has read by now. The first round reads the last
-            token, so a prompt has been read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
+        cached_tokens: prompt tokens that the target need not read, since they were still cached.
+        prefilled_tokens: prompt tokens that the target's prefill has read so far. The first round reads the last token,
+            so the prompt is read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
         generated_tokens: tokens given to the consumer.
-        proposed: drafted tokens that were judged; accepted + rejected.
-        accepted: of those, the ones that stood.
-        rejected: of those, the ones that fell.
+        proposed: drafted tokens that were judged: accepted + rejected.
+        accepted: proposed tokens that were accepted.
+        rejected: proposed tokens that were rejected.
         bonus: tokens of the target's own after a full acceptance.
         rounds: verify passes that gave the consumer a token.
-        n1_rounds: of those, the ones in which nothing could be undone (lookahead 1, nothing rewound).
-        resting_rounds: rounds that were left to the target alone, where speculating did not pay.
-        settling_rounds: rounds that fed committed tokens only, to settle what was to be replayed.
-        replayed_tokens: committed tokens that the target had to process again after restoring a checkpoint.
-        draft_replayed_tokens: likewise the drafter.
-        stale_proposals: messages dropped because their round was over.
+        n1_rounds: rounds in which the caches could undo nothing (lookahead 1, nothing rewound).
+        resting_rounds: rounds that were left to the target alone, because speculating did not pay or the drafter was
+            late.
+        settling_rounds: rounds that fed committed tokens only, to settle tokens that had to be replayed.
+        replayed_tokens: committed tokens that the target processed again after restoring a checkpoint.
+        draft_replayed_tokens: committed tokens that the drafter processed again, likewise.
+        stale_proposals: messages that were dropped because their round was over.
         lookahead_hits: verdicts whose text had been drafted for already.
         lookahead_misses: verdicts whose text had not.
-        draft_failures: drafters that failed and were left behind.
-        draft_timeouts: times that the target stopped waiting for the drafter, which was late with a proposal or was
-            still reading the prompt, and went on alone until the drafter had caught up.
-        acceptance_rate: accepted / proposed, in [0, 1]; None where nothing was proposed.
+        draft_failures: drafters that failed; the rest was decoded without them.
+        draft_timeouts: how often the target stopped waiting for a drafter that was late with a proposal or was still
+            reading the prompt, and went on alone until the drafter had caught up.
+        acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
-        prompt_tps: prompt tokens that the target's prefill has read, per second of it.
-        generation_tps: generated tokens per second, from the end of the first round to the last token: tokens of one
-            round arrive together, so those of the first have taken no time that could be measured. None until a
-            second round has given a token. Of a whole runtime: all tokens over its whole life.
+        prompt_tps: prompt tokens per second of the target's prefill.
+        generation_tps: generated tokens per second, from the end of the first round to the last token. The tokens of
+            one round arrive together, so no time can be measured for those of the first. None until a second round has
+            given a token. For a whole runtime: all tokens over its whole life.
         time_to_first_token: seconds from the call to the first token; None before it.
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
         elapsed: seconds from the call to the last token, or to now while the stream runs.
-        peak_memory: most bytes that MLX has held at once in this process.
-        estimates: what the runtime has measured of its models by now.
-        advice: what would be faster, in sentences, most important first; mostly empty.
+        peak_memory: the most bytes that MLX has held at once in this process.
+        estimates: what the runtime has measured of its models so far.
+        advice: sentences on what would be faster, most important first; usually empty.
     """
 
     prompt_tokens: int
@@ -99,7 +100,7 @@ class Statistics:
 
 @attrs.define
 class Counts:
-    """Counts that grow; they add up over streams."""
+    """Counters that only grow, and that can be added up over streams; see `Statistics`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -124,7 +125,7 @@ class Counts:
     draft_seconds: float = 0.0
 
     def give(self, commit: Commit, index: int) -> None:
-        """Count the token at `index` of a commit as given to the consumer."""
+        """Count the token at `index` of a commit, which the consumer is given."""
         self.generated_tokens += 1
         if index == 0:
             self.rounds += 1
@@ -138,7 +139,7 @@ class Counts:
             self.bonus += commit.bonus
 
     def add(self, other: Counts) -> None:
-        """Add another's counts to these."""
+        """Add other counters to these."""
         for field in attrs.fields(Counts):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
@@ -153,15 +154,15 @@ class Counts:
         estimates: Estimates,
         lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:
-        """The counts with their rates.
+        """The statistics of these counters.
 
         Args:
-            elapsed: seconds since it all began.
-            generation_seconds: of those, the ones in which tokens were generated.
-            num_untimed: generated tokens that were there when those seconds began.
+            elapsed: seconds since the stream or the runtime began.
+            generation_seconds: the part of `elapsed` in which tokens were generated.
+            num_untimed: generated tokens that had come before that part began.
             time_to_first_token: seconds, or None.
             peak_memory: bytes.
-            estimates: what the runtime has measured by now.
+            estimates: what the runtime has measured so far.
             lookahead: see `protocol.advice.advise`.
         """
         proposed = self.accepted + self.rejected

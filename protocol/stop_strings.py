@@ -1,8 +1,8 @@
-"""Where a text ends by a stop string.
+"""Stop strings: where they end a text.
 
-A text grows token by token, and ends with the first token after which a stop string occurs in what can be read of it.
-Of several that do by then, the one that begins earliest counts; of those that begin together, the one listed first.
-What is given is the text before it.
+A text grows token by token, and ends with the first token after which a stop string occurs in the decoded text. If
+several occur by then, the one that begins earliest counts; of those that begin together, the one listed first. The
+consumer is given the text before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Stop:
 
     Attributes:
         text: the stop string.
-        num_tokens: how many of a round's tokens, >= 1, the text has to its end; what follows them falls away.
+        num_tokens: how many of the round's tokens belong to the text, >= 1; the rest are dropped.
     """
 
     text: str
@@ -27,17 +27,17 @@ class Stop:
 
 
 class StopMatcher:
-    """Looks for stop strings in a text that comes in pieces, and withholds what may become one.
+    """Finds stop strings in a text that comes in pieces, and withholds an end that may become one.
 
     Attributes:
         found: the stop string that ended the text, or None so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """For one text.
+        """Make a matcher for one text.
 
         Args:
-            stops: one at least, none of them empty.
+            stops: at least one, none of them empty.
         """
         self.found: str | None = None
         self._stops = tuple(stops)
@@ -46,17 +46,17 @@ class StopMatcher:
 
     @property
     def withheld(self) -> str:
-        """The end of the text so far that may be the beginning of a stop string."""
+        """The end of the text so far, if it may be the beginning of a stop string."""
         return self._withheld
 
     def add(self, piece: str, ahead: str = "") -> str:
-        """What may be given once a piece has come.
+        """Add a piece of the text.
 
         Args:
-            piece: what comes next; may be empty.
-            ahead: what is known to come after it and may not be given yet. The pieces that follow have it again.
+            piece: the next piece; may be empty.
+            ahead: text that is known to come after it but may not be given yet. The next pieces contain it again.
 
-        Returns: what is certain to come before any stop string; nothing more once one was found.
+        Returns: the text that may be given now, which is certainly before any stop string; "" once one was found.
         """
         if self.found is not None:
             return ""
@@ -72,13 +72,16 @@ class StopMatcher:
         return text[:begin]
 
     def finish(self, rest: str = "") -> str:
-        """What is left to give, where the text is over after its rest; what was withheld, unless a stop is found."""
+        """Add the last piece of the text.
+
+        Returns: the text that is still to be given, with what was withheld unless a stop string was found.
+        """
         given = self.add(rest)
         given, self._withheld = given + self._withheld, ""
         return given
 
     def _may_begin(self, text: str) -> int:
-        """Where the longest suffix begins that more text could make a stop string; at the end, if there is none."""
+        """The begin of the longest suffix that more text could turn into a stop string; the end if there is none."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             suffix = text[begin:]
             if any(stop.startswith(suffix) for stop in self._stops):

@@ -1,7 +1,7 @@
-"""What arguments are called elsewhere: in mlx-lm, vLLM, transformers, llama.cpp, and on their command lines.
+"""Synonyms: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their command lines.
 
-One table for all places where a name may be given that does not exist here: options of `runtime.open`, settings of a
-stream, fields of a request, and flags.
+One table serves every place where a user may give a name that does not exist here: options of `runtime.open`, settings
+of a stream, fields of a request, and flags.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Arguments that say which models, and with which options: those of `runtime.open`.
+# The arguments of `runtime.open`.
 OPEN_ARGUMENTS = (
     "target",
     "draft",
@@ -90,7 +90,7 @@ SYNONYMS = {
     "top_logprobs": "logprobs",
 }
 
-# What there is to say beside the name.
+# Hints to give beside the name.
 NOTES = {
     "method": 'draft="ngram" looks up, any other names a draft model',
     "prompt_lookup": 'draft="ngram"',
@@ -100,14 +100,14 @@ NOTES = {
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """What somebody may have meant who gave an argument that does not exist.
+    """The argument that a user may have meant by a name that does not exist.
 
     Args:
-        name: as it was given.
-        known: names that there are.
-        cutoff: how alike a misspelt name must be to a known one, in [0, 1]; see `difflib.get_close_matches`.
+        name: as the user gave it.
+        known: the names that exist.
+        cutoff: how similar a misspelt name must be to a known one, in [0, 1]; see `difflib.get_close_matches`.
 
-    Returns: what it is called here, if that is known; else what is spelt alike; else None.
+    Returns: the name's synonym, if it is known; else the most similar known name; else None.
     """
     known = tuple(known)
     if (here := SYNONYMS.get(name)) in known:

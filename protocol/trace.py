@@ -1,4 +1,4 @@
-"""What happened, when, as typed values; who draws or writes them is not decided here."""
+"""Trace events: what the actors did and when, as typed values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 from protocol.reprs import brief
 
 if TYPE_CHECKING:
-    # Not at run time: it would bring in MLX, which a mistake on the command line need not wait for.
+    # Not at run time: it would import MLX, and an error on the command line should not wait for that.
     from protocol.session_state import Commit
 
 Actor = Literal["target", "draft"]
@@ -32,15 +32,15 @@ InstantKind = Literal[
 
 @attrs.frozen
 class Span:
-    """Time that an actor's worker spent on one job.
+    """The time that an actor's worker spent on one job.
 
     Attributes:
         actor: whose worker.
         kind: what the job was.
-        session: which session it was for, or None for one that is for all.
+        session: which session it was for; None for a job that is not for one session.
         began, ended: seconds on the runtime's clock.
-        num_tokens: tokens that went through the model, 0 where none did.
-        round: of the session, which was under way when the job was handed in; None for a job of no round.
+        num_tokens: tokens that went through the model.
+        round: the session's round when the job was handed to the worker; None for a job outside rounds.
     """
 
     actor: Actor
@@ -57,11 +57,11 @@ class Instant:
     """A decision of an actor.
 
     Attributes:
-        actor, session: whose, for which session.
+        actor, session: whose decision, for which session.
         kind: what was decided.
         at: seconds on the runtime's clock.
         round: of the session.
-        num_tokens: tokens proposed, accepted, rewound or drafted for, as the kind has it.
+        num_tokens: tokens proposed, accepted, rewound or drafted, depending on the kind.
         tokens: ids: the prompt of an "open", what a "proposal" proposes; empty for every other kind.
         commit: what a "verdict" committed; None for every other kind.
     """

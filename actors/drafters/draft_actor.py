@@ -139,13 +139,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return session.next_expansion(now, self._slack(session, now))
 
     def _slack(self, session: DraftSession, now: float) -> float:
-        """See `View.queue_slack_s`."""
+        """See `PolicyView.queue_slack_s`."""
         if session.state.phase is not SessionPhase.VERIFYING:
-            return self._target_queue.left(now)
+            return self._target_queue.remaining_s(now)
         if self._other_sessions_wait(session):
             # What they need is sure to be of use, and the target will have it.
             return math.inf
-        return self._target_queue.of_others(session.id)
+        return self._target_queue.others_s(session.id)
 
     def _other_sessions_wait(self, session: DraftSession) -> bool:
         return any(
@@ -189,8 +189,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
         running.node = node
         running.overlaps_target = session.state.phase is SessionPhase.VERIFYING
-        running.expected_end = self.worker.clock() + self.prices.draft(
-            num_tokens, beside=running.overlaps_target or self._target_queue.is_busy
+        running.expected_end = self.worker.clock() + self.prices.draft_s(
+            num_tokens, beside_target=running.overlaps_target or self._target_queue.is_busy
         )
         running.steps.round = session.state.round
 
@@ -203,7 +203,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 # By now, since a step may have waited for others'.
                 beside = running.overlaps_target or self._target_queue.was_busy_since(job.began)
-                self.prices.drafted(job.num_tokens, job.began, job.ended, beside=beside)
+                self.prices.observe_draft_step(job.num_tokens, job.began, job.ended, beside_target=beside)
                 session.can_look_ahead = outcome.can_look_ahead
                 session.cached_tokens.follow(outcome.fed)
                 # The text may have gone another way meanwhile, and taken the node with it.
@@ -250,7 +250,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.shared.counts.draft_replayed_tokens += outcome.wanted - outcome.length
             session.cached_tokens.rewind(outcome.length)
             return
-        self.prices.drafted(len(plan.feed), job.began, job.ended, beside=True)
+        self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         session.cached_tokens.follow(plan)
         # Of the last, what comes is not known yet.
         came = session.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
@@ -259,7 +259,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if by_match:
                 session.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
             else:
-                session.policy.calibration.expect(raw)
+                session.policy.calibration.observe_unjudged(raw)
 
     def _begin_turn(self, session: DraftSession) -> None:
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target alone."""
@@ -275,7 +275,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _send(self, session: DraftSession, proposal: Proposal) -> None:
         now = self.worker.clock()
-        session.verdict_expected_at = now + self._target_queue.left(now) + self.prices.verify(1 + len(proposal.tokens))
+        pass_s = self.prices.verify(1 + len(proposal.tokens))
+        session.verdict_expected_at = now + self._target_queue.remaining_s(now) + pass_s
         self._send_proposal(session, proposal)
 
     def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
@@ -317,7 +318,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._rest(session)
         else:
             # Passes of other sessions hide a miss as well as a hit does.
-            self.prices.hits.observe(float(was_hit or self._target_queue.is_busy))
+            self.prices.hit_rate.observe(float(was_hit or self._target_queue.is_busy))
             self._count_hit(session, verdict, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

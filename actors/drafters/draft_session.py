@@ -10,7 +10,7 @@ from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
 from actors.workers.worker import Steps
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Overdue, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
@@ -96,19 +96,19 @@ class DraftSession(DrafterSession):
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now: float, queue_slack_s: float = 0.0) -> View:
-        """What the policy may look at; see `View` for the slack."""
+    def view(self, now: float, queue_slack_s: float = 0.0) -> PolicyView:
+        """What the policy may look at; see `PolicyView` for the slack."""
         running = self.running_steps
-        return View(
+        return PolicyView(
             tree=self.tree,
-            limit=self.max_proposed_tokens,
-            depth=self.useful_depth,
+            max_proposal=self.max_proposed_tokens,
+            max_depth=self.useful_depth,
             can_expand=self._can_continue,
-            width=self._num_to_feed,
-            now=now,
-            due=self.verdict_expected_at if self.state.phase is SessionPhase.VERIFYING else None,
-            in_flight=running.node if running else None,
-            in_flight_until=running.expected_end if running else 0.0,
+            num_to_feed=self._num_to_feed,
+            now_s=now,
+            verdict_due_s=self.verdict_expected_at if self.state.phase is SessionPhase.VERIFYING else None,
+            drafting_node=running.node if running else None,
+            drafting_until_s=running.expected_end if running else 0.0,
             queue_slack_s=queue_slack_s,
         )
 
@@ -127,7 +127,7 @@ class DraftSession(DrafterSession):
 
     def proposal_by_now(self) -> Proposal:
         """A proposal of what has been drafted by now, as much as can be of use; may be empty."""
-        num_wanted = self.policy.most if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
+        num_wanted = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
         return self.proposal(self.tree.chain()[: min(num_wanted, self.max_proposed_tokens)])
 
     def learn(self, commit: Commit, num_judged: int) -> None:
@@ -147,7 +147,7 @@ class DraftSession(DrafterSession):
         # Not while `index_committed` is under way, which adds this commit, too.
         if isinstance(self.policy, AutoPolicy) and len(self.index) == commit.start:
             self.index.append(commit.tokens)
-            if not was_hit and (found := self.index.lookup(most=LOOKUP_TOKENS)) is not None:
+            if not was_hit and (found := self.index.lookup(num_tokens=LOOKUP_TOKENS)) is not None:
                 self.tree.look_up(
                     [
                         Guess(token, self.policy.calibration(LOOKED_UP, raw), rank=LOOKED_UP, raw=raw)

@@ -17,7 +17,7 @@ from actors.session import Session
 from actors.workers.worker import Step
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
-from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
 from protocol.messages import Open
 from protocol.randomness import Purpose, further, key_for
@@ -133,7 +133,7 @@ class DraftSteps:
             # The device is at work on it, wanted or not.
             return Step(
                 drafted,
-                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, left or NO_DRAFT_BUDGET),
+                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, left or EMPTY_BUDGET),
             )
         if left is not None:
             return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, history, left))

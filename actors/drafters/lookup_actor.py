@@ -8,7 +8,7 @@ import trio
 
 from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
-from protocol.lookahead_policy import LEAST_REACH, UNPRICED, AutoPolicy, ChainPolicy, Policy, View
+from protocol.lookahead_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy, ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Ready, Verdict
 from protocol.prices import Prices
@@ -68,10 +68,10 @@ class LookupSession(DrafterSession):
         state, policy = self.state, self.policy
         self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
         # One token more than may be proposed: a guess at the token that the target adds to the proposal.
-        max_tokens = 1 + (policy.most if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
+        max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if state.remaining is not None:
             max_tokens = min(max_tokens, state.remaining)
-        if (found := self.index.lookup(most=max_tokens)) is None:
+        if (found := self.index.lookup(num_tokens=max_tokens)) is None:
             return
         node, min_reach = self.tree.root, self._min_reach()
         for token, raw in zip(found.tokens, found.confidences, strict=True):
@@ -86,15 +86,22 @@ class LookupSession(DrafterSession):
         if not isinstance(self.policy, AutoPolicy):
             return 0.0
         prices = self.policy.prices
-        return max(LEAST_REACH, prices.rate * prices.verify.per_token)
+        return max(MIN_REACH, prices.rate * prices.verify.per_token)
 
     def worth_proposing(self, now: float) -> list[Node]:
         """The nodes that the policy wants proposed, of those that were found."""
         limit = self.max_proposed_tokens
         if isinstance(self.policy, AutoPolicy) and not self.policy.prices.is_known:
-            limit = min(limit, UNPRICED)
+            limit = min(limit, UNPRICED_LOOKAHEAD)
         # The tree is complete, so waiting gains nothing.
-        view = View(tree=self.tree, limit=limit, depth=limit, can_expand=lambda _: False, width=lambda _: 0, now=now)
+        view = PolicyView(
+            tree=self.tree,
+            max_proposal=limit,
+            max_depth=limit,
+            can_expand=lambda _: False,
+            num_to_feed=lambda _: 0,
+            now_s=now,
+        )
         return self.policy.proposal(view) or []
 
 
@@ -124,7 +131,7 @@ class LookupActor(Drafter[LookupSession]):
         """
         super().__init__(on_event, prices, clock)
         # A lookup takes next to no time, and no other duration is ever measured.
-        prices.drafted(1, 0.0, 0.0, beside=False)
+        prices.observe_draft_step(1, 0.0, 0.0, beside_target=False)
         self._target = target
         self._make_policy = make_policy
 

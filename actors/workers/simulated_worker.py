@@ -15,9 +15,8 @@ import outcome
 import trio
 
 from actors.workers.worker import Job, Steps, as_job_error
-from protocol.errors import SettingsError
-from protocol.reprs import shown
 from protocol.trace import Actor, Event, Span, SpanKind
+from protocol.validation import check_number
 
 T = TypeVar("T")
 
@@ -49,8 +48,7 @@ class Contention:
 
         Raises: SettingsError: `kappa` is outside this range.
         """
-        if not 0 <= kappa <= 1:
-            raise SettingsError(f"contention must be in [0, 1], got {shown(kappa)}; use 0 for separate hardware")
+        check_number("contention", kappa, 0, 1, remedy="use 0 for separate hardware")
         self.kappa = kappa
         self._running: list[_Running] = []
         self._changed_at = 0.0

@@ -17,12 +17,12 @@ import attrs
 from actors.workers.worker import JobError
 from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
+from protocol.validation import check_integers, validator
 from runtime.bench.contenders import PLAIN, Contender, Lookahead
 from runtime.bench.many_stream_contenders import BATCHED, Group, StreamStage, Way
 from runtime.bench.setup import (
     BenchmarkRequest,
     Circumstances,
-    numbers,
     once_each,
     order,
     ratio,
@@ -50,10 +50,10 @@ class StreamsPlan(BenchmarkRequest):
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=STREAM_PROMPTS, converter=tuple)
     streams: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 8, 16), converter=once_each, validator=numbers(1, MOST_STREAMS, or_auto=False)
+        default=(1, 2, 4, 8, 16), converter=once_each, validator=validator(check_integers, 1, MOST_STREAMS)
     )
     lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=("auto",), converter=once_each, validator=numbers(0, MAX_LOOKAHEAD, or_auto=True)
+        default=("auto",), converter=once_each, validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True)
     )
 
     def __attrs_post_init__(self) -> None:

@@ -17,11 +17,11 @@ import attrs
 from actors.workers.worker import JobError
 from protocol.errors import ModelError
 from protocol.settings import MAX_LOOKAHEAD, NGRAM
+from protocol.validation import check_integers, validator
 from runtime.bench.contenders import PLAIN, Contender, Lookahead, Run, Stage
 from runtime.bench.setup import (
     BenchmarkRequest,
     Circumstances,
-    numbers,
     once_each,
     order,
     ratio,
@@ -44,10 +44,12 @@ class Plan(BenchmarkRequest):
     """
 
     num_draft_tokens: tuple[int, ...] = attrs.field(
-        default=tuple(range(1, 9)), converter=once_each, validator=numbers(1, MAX_LOOKAHEAD, or_auto=False)
+        default=tuple(range(1, 9)), converter=once_each, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
     )
     lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=(0, 1, 2, 3, 4, 6, 8, "auto"), converter=once_each, validator=numbers(0, MAX_LOOKAHEAD, or_auto=True)
+        default=(0, 1, 2, 3, 4, 6, 8, "auto"),
+        converter=once_each,
+        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
 
     @property

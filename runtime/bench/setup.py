@@ -22,6 +22,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
 from protocol.trace import Actor
+from protocol.validation import check_integer, validator
 from runtime.bench.contenders import ModelPair, Switch, blas_threads
 from runtime.generation.text import check_vocabularies, encode_prompt
 from runtime.loading import blas
@@ -40,29 +41,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # So that there is something to time behind the first round.
 MIN_TOKENS = 16
-
-
-def numbers(low: int, high: int, *, or_auto: bool) -> Any:
-    """A validator for sequences of whole numbers in [low, high], and "auto" where that is allowed."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], values: Any) -> None:
-        for value in values:
-            is_number = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-            if not is_number and not (or_auto and value == "auto"):
-                allowed = f"whole numbers in [{low}, {high}]" + (' or "auto"' if or_auto else "")
-                raise SettingsError(f"{attribute.name} must be {allowed}, got {shown(value)} among them")
-
-    return check
-
-
-def at_least(low: int) -> Any:
-    """A validator for whole numbers."""
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise SettingsError(f"{attribute.name} must be a whole number of at least {low}, got {shown(value)}")
-
-    return check
 
 
 def once_each(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -87,8 +65,8 @@ class BenchmarkRequest:
     """
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
-    max_tokens: int = attrs.field(default=96, validator=at_least(MIN_TOKENS))
-    repeats: int = attrs.field(default=3, validator=at_least(1))
+    max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
+    repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
     rewind: str = "auto"

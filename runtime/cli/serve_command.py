@@ -20,6 +20,7 @@ import trio
 
 from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown
+from protocol.validation import check_integer
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.terminal.display import Display, Outcome, say, show
@@ -148,8 +149,8 @@ def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
     for option in _LIMITS:
         value = getattr(arguments, option.name)
-        if value is not None and value < option.low:
-            raise SettingsError(f"{option.flag} must be at least {option.low}, got {value}")
+        if value is not None:
+            check_integer(option.flag, value, option.low)
     for origin in arguments.allow_origin:
         _check_origin(origin)
     key = _key(arguments)
@@ -305,8 +306,7 @@ def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         SettingsError: the address makes no sense, or is not this machine's own and there is no key.
         ServerError: it cannot be had.
     """
-    if not 0 <= port <= 65535:
-        raise SettingsError(f"--port must be from 0 to 65535, got {port}")
+    check_integer("--port", port, 0, 65535)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

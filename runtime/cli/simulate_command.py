@@ -15,6 +15,7 @@ from typing import Any
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD
+from protocol.validation import check_integer
 from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare, in_words
 from runtime.terminal.display import Display, Output, printing, warnings_at_the_end
 from runtime.terminal.tables import Row, Sheet, show_table
@@ -125,8 +126,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _num_tokens(value: int) -> int:
-    if value < 1:
-        raise SettingsError(f"tokens must be at least 1, got {value}")
+    check_integer("tokens", value, 1)
     return value
 
 
@@ -136,8 +136,8 @@ def _lookaheads(text: str) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
-                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
-                "plain decoding and the automatic lookahead are always compared"
+                f"lookahead must be whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas, "
+                f"got {shown(text)}; plain decoding and the automatic lookahead are always compared"
             )
         values.add(int(part))
     return sorted(values)

@@ -25,6 +25,7 @@ from protocol.errors import WrongEventLoopError
 from protocol.prices import Prices
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
+from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.events import Events
 from runtime.engine.nursery import interrupts_unwrapped
@@ -38,7 +39,6 @@ from runtime.loading.model_sources import (
     Source,
     check_cache_options,
     check_device,
-    check_integer,
     check_source,
     check_unknown,
     load_onto,

@@ -11,11 +11,11 @@ from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
+from protocol.validation import check_integer
 from runtime.generation.merged_streams import Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion, TokenStream, complete
-from runtime.loading.model_sources import check_integer
 
 ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 """One of many prompts, alone or with its own settings."""

@@ -23,6 +23,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.synonyms import NOTES, SYNONYMS, meant
+from protocol.validation import check_integer
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
@@ -163,12 +164,6 @@ def check_unknown(
         else:
             hint = f"the options are {', '.join(known)}"
         raise SettingsError(f"{function}() has no option {shown(name)}; {hint}")
-
-
-def check_integer(name: str, value: Any, low: int) -> None:
-    """Raises: SettingsError: not a whole number, or less than `low`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise SettingsError(f"{name} must be a whole number of at least {low}, got {shown(value)}")
 
 
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:

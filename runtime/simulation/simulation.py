@@ -33,6 +33,7 @@ from protocol.prices import Prices
 from protocol.reprs import shown
 from protocol.settings import MAX_SEED
 from protocol.statistics import Statistics
+from protocol.validation import check_integer, check_number, is_integer, validator
 from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
@@ -53,42 +54,16 @@ _NEVER_AT_ONCE = 1.0 + 2.0**-30
 # --- what is simulated ----------------------------------------------------------------------------
 
 
-def _number(low: float, high: float = math.inf, *, above: bool = False) -> Any:
-    """A validator for finite numbers in [low, high], or above `low` alone."""
-    bound = f"above {low:g}" if above else f"of at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None:
-            _check_number(attribute.name, value, low, high, bound, above=above)
-
-    return check
-
-
-def _check_number(name: str, value: Any, low: float, high: float, bound: str, *, above: bool = False) -> None:
-    if (
-        not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not low <= value <= high
-        or (above and value == low)
-    ):
-        raise SettingsError(f"{name} must be a finite number {bound}, got {shown(value)}")
-
-
 def _changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
     before = 0
     for change in value:
-        if not isinstance(change, tuple) or len(change) != 2 or not isinstance(change[0], int) or change[0] <= before:
+        if not isinstance(change, tuple) or len(change) != 2 or not is_integer(change[0]) or change[0] <= before:
             raise SettingsError(
                 f"{attribute.name} must be pairs of a token from which on it holds, from 1 and rising, and an "
                 f"acceptance, got {shown(change)}"
             )
         before = change[0]
-        _check_number(f"an acceptance in {attribute.name}", change[1], 0.0, 1.0, "in [0, 1]")
-
-
-def _seed(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int) or not 0 <= value <= MAX_SEED:
-        raise SettingsError(f"{attribute.name} must be a whole number in [0, {MAX_SEED}], got {shown(value)}")
+        check_number(f"an acceptance in {attribute.name}", change[1], 0, 1)
 
 
 @attrs.frozen
@@ -117,17 +92,19 @@ class Scenario:
     Raises: SettingsError: a value is out of its range.
     """
 
-    acceptance: float = attrs.field(validator=_number(0.0, 1.0))
-    cost_ratio: float = attrs.field(validator=_number(0.0, above=True))
-    contention: float = attrs.field(default=0.0, validator=_number(0.0, 1.0))
-    verify_slope: float = attrs.field(default=0.06, validator=_number(0.0))
-    draft_slope: float | None = attrs.field(default=None, validator=_number(0.0))
-    overhead: float = attrs.field(default=0.0, validator=_number(0.0))
-    second_choice: float = attrs.field(default=0.45, validator=_number(0.0, 1.0))
-    spread: float = attrs.field(default=1.3, validator=_number(0.0, above=True))
-    overconfidence: float = attrs.field(default=0.0, validator=_number(0.0))
+    acceptance: float = attrs.field(validator=validator(check_number, 0, 1))
+    cost_ratio: float = attrs.field(validator=validator(check_number, above=0))
+    contention: float = attrs.field(default=0.0, validator=validator(check_number, 0, 1))
+    verify_slope: float = attrs.field(default=0.06, validator=validator(check_number, 0))
+    draft_slope: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(validator(check_number, 0))
+    )
+    overhead: float = attrs.field(default=0.0, validator=validator(check_number, 0))
+    second_choice: float = attrs.field(default=0.45, validator=validator(check_number, 0, 1))
+    spread: float = attrs.field(default=1.3, validator=validator(check_number, above=0))
+    overconfidence: float = attrs.field(default=0.0, validator=validator(check_number, 0))
     acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_changes)
-    seed: int = attrs.field(default=0, validator=_seed)
+    seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED))
 
     def verify_seconds(self, num_tokens: int) -> float:
         """What a pass of the target over so many tokens takes, in units of T_v(1)."""
@@ -447,8 +424,7 @@ def played_streams(
 
     Raises: SettingsError: a setting is out of its range.
     """
-    if not 1 <= num_streams <= VOCAB_SIZE:
-        raise SettingsError(f"num_streams must be in [1, {VOCAB_SIZE}], got {shown(num_streams)}")
+    check_integer("num_streams", num_streams, 1, VOCAB_SIZE)
 
     async def main() -> PlayedStreams:
         done: list[Statistics] = []

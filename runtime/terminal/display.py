@@ -254,9 +254,9 @@ class Display:
         if _is_terminal():
             # The last token is read together with the first that is generated. Where all others make one
             # step, there is nothing to measure.
-            from protocol.prefill_chunks import SMALLEST
+            from protocol.prefill_chunks import MIN_CHUNK_TOKENS
 
-            pass_tokens = SMALLEST if step_size == "auto" else step_size
+            pass_tokens = MIN_CHUNK_TOKENS if step_size == "auto" else step_size
             self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
 
     def writing(self) -> None:

@@ -180,7 +180,7 @@ class Hanging(nn.Module):
 
 @pytest.fixture
 def impatience(monkeypatch: Any) -> None:
-    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 0.05)
+    monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 0.05)
     monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.05)
 
 

@@ -32,8 +32,8 @@ from scripted import (
     within,
 )
 
-from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget
-from protocol.lookahead_policy import View
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
+from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Node
 
 # Near the target, so that much of what is proposed stands, and it matters which.
@@ -41,7 +41,7 @@ NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for ro
 DEEPEST = 4
 NUM_TOKENS = 1600
 
-Allows = Callable[[View, Node], bool]
+Allows = Callable[[PolicyView, Node], bool]
 
 
 @attrs.define
@@ -67,10 +67,10 @@ class Hostile:
     _dice: random.Random = attrs.field(factory=lambda: random.Random(0))
     _allowed: dict[int, bool] = attrs.field(factory=dict)
 
-    def proposal(self, view: View) -> list[Node] | None:
+    def proposal(self, view: PolicyView) -> list[Node] | None:
         if self._open(view) and self._dice.random() < 0.4:
             return None
-        chain = view.tree.chain()[: view.limit]
+        chain = view.tree.chain()[: view.max_proposal]
         nodes = []
         for node in chain:
             assert node.parent is not None
@@ -82,9 +82,9 @@ class Hostile:
         self.num_from_branch += bool(nodes) and root is not None and root.rank > 0
         return nodes
 
-    def expansion(self, view: View) -> Node | None:
+    def expansion(self, view: PolicyView) -> Node | None:
         nodes = self._open(view)
-        if not nodes or (view.due is not None and self._dice.random() < 0.1):
+        if not nodes or (view.verdict_due_s is not None and self._dice.random() < 0.1):
             return None
         # The chain more often than what branches off it.
         node = view.growable() if self._dice.random() < 0.5 else None
@@ -93,10 +93,10 @@ class Hostile:
         self._allowed.setdefault(node.trail, self.allows(view, node))
         return node
 
-    def draft_budget(self, view: View, node: Node) -> DraftBudget:
-        return NO_DRAFT_BUDGET
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
+        return EMPTY_BUDGET
 
-    def _open(self, view: View) -> list[Node]:
+    def _open(self, view: PolicyView) -> list[Node]:
         return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
 
     def should_rest(self) -> bool:
@@ -109,7 +109,7 @@ class Hostile:
         return False
 
 
-def nodes_of(view: View) -> list[Node]:
+def nodes_of(view: PolicyView) -> list[Node]:
     """All of a tree."""
     waiting, found = [view.tree.root], []
     while waiting:
@@ -118,7 +118,7 @@ def nodes_of(view: View) -> list[Node]:
     return found
 
 
-def cousins(view: View, node: Node) -> list[Node]:
+def cousins(view: PolicyView, node: Node) -> list[Node]:
     """What was drawn for the same position after another text."""
     return [other for other in nodes_of(view) if other.position == node.position + 1 and other is other.parent.choice]
 
@@ -130,8 +130,8 @@ LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "the text before": (lambda view, node: node.trail % 2 == 0, lambda node: True),
     "the position": (lambda view, node: node.position % 2 == 0, lambda node: True),
     "the depth": (lambda view, node: view.tree.depth(node) % 2 == 0, lambda node: True),
-    "the time": (lambda view, node: int(view.now * 2) % 3 == 0, lambda node: True),
-    "whose turn it is": (lambda view, node: view.due is None, lambda node: True),
+    "the time": (lambda view, node: int(view.now_s * 2) % 3 == 0, lambda node: True),
+    "whose turn it is": (lambda view, node: view.verdict_due_s is None, lambda node: True),
     "the size of the tree": (lambda view, node: len(nodes_of(view)) % 2 == 0, lambda node: True),
     "the rank of what comes before": (lambda view, node: node.guess is None or node.guess.rank > 0, lambda node: True),
     "whether the root was drafted": (lambda view, node: view.tree.root.guess is not None, lambda node: True),
@@ -225,13 +225,13 @@ class Straying(Hostile):
 
     least: float = 0.0
 
-    def draft_budget(self, view: View, node: Node) -> DraftBudget:
-        def believe(rank: int, raw: float) -> float:
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
+        def calibrate(rank: int, raw: float) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
-        return DraftBudget(self._dice.randrange(5), 1.0, self.least, believe=believe)
+        return DraftBudget(self._dice.randrange(5), 1.0, self.least, calibrate=calibrate)
 
-    def proposal(self, view: View) -> list[Node] | None:
+    def proposal(self, view: PolicyView) -> list[Node] | None:
         # Where it went on by itself, it allows what comes.
         for node in view.tree.chain():
             assert node.parent is not None
@@ -252,20 +252,20 @@ def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, hop: float | None)
 class Spying(Hostile):
     """Drafts after the corrections first, and allows what comes after its choice by what was drawn after them."""
 
-    def proposal(self, view: View) -> list[Node] | None:
+    def proposal(self, view: PolicyView) -> list[Node] | None:
         return None if self._next(view) is not None else super().proposal(view)
 
-    def expansion(self, view: View) -> Node | None:
+    def expansion(self, view: PolicyView) -> Node | None:
         node = self._next(view)
         if node is not None:
             seen = [cousin.token for cousin in cousins(view, node)]
             self._allowed.setdefault(node.trail, view.tree.depth(node) == 0 or 0 in seen)
         return node
 
-    def _open(self, view: View) -> list[Node]:
+    def _open(self, view: PolicyView) -> list[Node]:
         return [node for node in super()._open(view) if view.tree.depth(node) < 2]
 
-    def _next(self, view: View) -> Node | None:
+    def _next(self, view: PolicyView) -> Node | None:
         return min(self._open(view), key=lambda n: (view.tree.depth(n), -n.guess.rank if n.guess else 0), default=None)
 
 

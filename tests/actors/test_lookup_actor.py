@@ -36,7 +36,7 @@ from scripted import (
 
 from actors.drafters.drafter import TOKENS_PER_INDEXING
 from actors.drafters.lookup_actor import MAX_IDLE_ROUNDS, LookupActor
-from protocol.lookahead_policy import UNPRICED
+from protocol.lookahead_policy import UNPRICED_LOOKAHEAD
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
 
@@ -297,8 +297,8 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
     async with simulated(ScriptedModel(counting(9)), "ngram", price=sloped(0.0)) as simulation:
         await text_of(simulation, prompt, max_tokens=100)
         first, *others = sizes(simulation)
-    assert first == UNPRICED
-    assert max(others) > 3 * UNPRICED
+    assert first == UNPRICED_LOOKAHEAD
+    assert max(others) > 3 * UNPRICED_LOOKAHEAD
 
 
 async def test_where_prices_decide_a_single_word_may_be_enough(autojump_clock: Any) -> None:

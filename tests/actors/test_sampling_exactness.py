@@ -219,7 +219,7 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Each token is to have been drafted, however long that took.
-    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 1e9)
+    monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
     (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
     pairs = judged(tokens)
     overlaps = [sum(map(min, TARGET[last], DRAFT[last])) for last, _ in pairs]
@@ -235,7 +235,7 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Each token is to have been drafted, however long that took.
-    monkeypatch.setattr("protocol.deadlines.LEAST_PROPOSAL_WAIT_S", 1e9)
+    monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
 
     # Tables for which it would show, were the two drawn with the same noise: one row, turned by its context.
     def turned(row: Sequence[float]) -> list[list[float]]:

@@ -260,5 +260,5 @@ async def test_an_error_of_the_one_who_hears_of_a_step_comes_out(autojump_clock)
 
 @pytest.mark.parametrize("kappa", [-0.1, 1.5, float("nan"), float("inf")])
 def test_contention_outside_its_range_is_refused(kappa):
-    with pytest.raises(SettingsError, match=r"contention must be in \[0, 1\]"):
+    with pytest.raises(SettingsError, match="contention must be a number between 0 and 1"):
         Contention(kappa)

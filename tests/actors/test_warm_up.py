@@ -65,11 +65,11 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     # What is taken to be likely beforehand still counts a little.
     assert prices.verify(1) == pytest.approx(base, rel=0.15)
     assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.15)
-    assert prices.draft(1, beside=False) == pytest.approx(step, rel=1e-6)
-    assert prices.draft(4, beside=False) == pytest.approx(2.5 * step, rel=1e-6)
-    assert prices.plain.value == pytest.approx(base, rel=1e-6)
+    assert prices.draft_s(1, beside_target=False) == pytest.approx(step, rel=1e-6)
+    assert prices.draft_s(4, beside_target=False) == pytest.approx(2.5 * step, rel=1e-6)
+    assert prices.plain_decode_s.value == pytest.approx(base, rel=1e-6)
     # A job that shares the device takes its time and as much of the other's as they share it.
-    assert prices.slowdown.value == pytest.approx(1 + kappa, rel=0.25)
+    assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
     assert prices.contention == pytest.approx(kappa, abs=0.25)
 
 

@@ -54,7 +54,7 @@ def test_by_default_up_to_sixteen_streams_have_a_prompt_each():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"streams": (0,)}, r"streams must be whole numbers in \[1, 256\], got 0 among them"),
+        ({"streams": (0,)}, r"streams must be whole numbers between 1 and 256, got 0 among them"),
         ({"streams": ("many",)}, "got 'many' among them"),
         ({"lookaheads": (65,)}, "lookaheads must be whole numbers"),
         ({"max_tokens": 15}, "max_tokens must be a whole number of at least 16, got 15"),
@@ -293,7 +293,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        (["--streams", "0"], "streams must be whole numbers in [1, 256], got 0 among them"),
+        (["--streams", "0"], "streams must be whole numbers between 1 and 256, got 0 among them"),
         (["--streams", "2,many"], "got 'many' among them"),
         (["--num-draft-tokens", "2"], "mlx-lm's BatchGenerator cannot speculate"),
         (["--lookahead", "2,always"], "got 'always' among them"),

@@ -352,7 +352,7 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
         (["--host", "0.0.0.0"], "lets other machines in"),
         (["--host", "::"], "give one with --api-key, or in OUTRIDER_API_KEY"),
         (["--host", "no such host"], "is no address"),
-        (["--port", "65536"], "--port must be from 0 to 65535, got 65536"),
+        (["--port", "65536"], "--port must be a whole number between 0 and 65535, got 65536"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "with blank"], "printable ASCII"),
         (["--allow-origin", "https://example.org/"], "'https://example.org/' is not what a browser calls an origin"),
@@ -361,9 +361,9 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
         (["--allow-origin", "https://example.org:443"], "where it is not the usual one"),
         (["--allow-origin", "example.org"], "such as https://example.org"),
         (["--allow-origin", "https://a.example", "--allow-origin", ""], "--allow-origin '' is not"),
-        (["--max-streams", "0"], "--max-streams must be at least 1, got 0"),
-        (["--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
-        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1, got 0"),
+        (["--max-streams", "0"], "--max-streams must be a whole number of at least 1, got 0"),
+        (["--max-waiting", "-1"], "--max-waiting must be a whole number of at least 0, got -1"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be a whole number of at least 1, got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(

@@ -174,7 +174,7 @@ def test_a_token_as_likely_to_both_always_stands():
 
 @pytest.mark.parametrize("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
 def test_lengths_that_differ_are_an_error(lengths):
-    with pytest.raises(ProtocolError, match="one probability and one uniform number a token"):
+    with pytest.raises(ProtocolError, match="two probabilities and a uniform number for each token"):
         count_accepted(*(mx.ones((n,)) for n in lengths))
 
 
@@ -307,7 +307,7 @@ def test_a_token_the_target_never_takes_is_never_accepted():
 
 @pytest.mark.slow
 def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
-    # Rounds end at every place, and what was drafted beyond a rejection is drawn anew with the same keys.
+    # Rounds end at every position, and tokens beyond a rejection are drawn again with the same keys.
     size, length, lookahead = 3, 3, 2
     random = np.random.default_rng(45)
     targets = normalised(random.gamma(0.7, size=(size, size)))  # by the token before
@@ -353,7 +353,7 @@ def test_the_verdicts_token_is_missing_only_after_a_full_acceptance_without_a_ro
 
 
 def test_a_draft_with_fewer_ids_than_the_target_has_no_probability_for_the_rest():
-    # All that the draft cannot propose stays in the residual.
+    # Tokens that the draft cannot propose keep their whole probability in the residual.
     logits = logits_of([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
     judgement = judge_by_rejection(logits, (0,), (mx.array([1.0, 0.0]),), temperature=1.0, seed=2, start=1)
     assert judgement == Judgement(0, 2)
@@ -380,7 +380,7 @@ def test_each_decision_takes_the_number_for_its_purpose_and_position():
 def test_judging_again_gives_the_same_judgement():
     rows, starts = TARGET_ROWS[:3], range(50)
     first = judge_fresh_draws(rows, DRAFT_ROWS[:2], seed=46, starts=starts)
-    mx.random.uniform()  # the global random state has no part in it
+    mx.random.uniform()  # the global random state must not matter
     again = judge_fresh_draws(rows, DRAFT_ROWS[:2], seed=46, starts=starts[::-1])
     assert again[::-1] == first
 
@@ -398,7 +398,9 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
     logits = mx.zeros((num_rows, 4))
     drafted = (1,) * num_drafted
     probs = (mx.array([0.25] * 4),) * num_drafted
-    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens need as many rows of logits or one more"):
+    with pytest.raises(
+        ProtocolError, match=f"{num_drafted} drafted tokens need {num_drafted} or {num_drafted + 1} rows of logits"
+    ):
         judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=1, start=1)
     with pytest.raises(ProtocolError, match=f"got {num_rows}"):
         judge_by_match(logits, drafted, temperature=0.0, seed=1, start=1)
@@ -406,7 +408,9 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
 
 @pytest.mark.parametrize(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
 def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, num_probs):
-    with pytest.raises(ProtocolError, match=f"{num_drafted} drafted tokens came with {num_probs} distributions"):
+    with pytest.raises(
+        ProtocolError, match=f"{num_drafted} drafted tokens need as many distributions, got {num_probs}"
+    ):
         judge_by_rejection(
             mx.zeros((num_drafted + 1, 4)),
             (1,) * num_drafted,
@@ -434,11 +438,11 @@ def test_a_token_that_was_no_draw_leaves_the_targets_distribution_as_it_is(size,
 @pytest.mark.parametrize("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_own(num_rows, certain):
     logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
-    # The draft has fewer ids than the target; what is no draw of its may be any of them.
+    # The draft has fewer ids than the target; a token that was not drawn may be any of the target's.
     drawn_from = [mx.array(normalised(np.array(row[:4]))) for row in DRAFT_ROWS]
     outcomes = set()
     for start in range(1, 120):
-        # Every second time what the target likes, so that all three may stand.
+        # Every second draft is what the target prefers, so that all three tokens may be accepted.
         likely = (0, 2, 3)
         drafted = tuple(likely[i] if start % 2 else (start // 2 + i) % (5 if i in certain else 4) for i in range(3))
         written_out = tuple(
@@ -473,7 +477,7 @@ def test_whatever_is_put_forward_the_first_token_is_a_sample_of_p(rows):
     logits = mx.stack([logits_of(row) for row in rows])
     tokens = []
     for start in range(1500):
-        # A choice that hangs on the position alone, as one from the text before it does.
+        # The choice depends on the position alone, as a looked-up token depends on the text before it.
         drafted = (start * start) % 5
         judgement = judge_by_rejection(logits, (drafted,), (None,), temperature=1.0, seed=63, start=start)
         tokens.append(drafted if judgement.num_accepted else judgement.token)

@@ -1,4 +1,4 @@
-"""Advice in words: given where figures say that something else would be faster, and only there."""
+"""Advice: given where the statistics say that something else would be faster, and only there."""
 
 from __future__ import annotations
 

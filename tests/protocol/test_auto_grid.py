@@ -1,8 +1,8 @@
-"""The rules over a grid of machines and drafters: never much slower than the better of plain decoding and the best
-fixed lookahead without overlap, and a good deal faster where drafting beside the target is free.
+"""`lookahead="auto"` over a grid of machines and drafters: never much slower than plain decoding or the best fixed
+lookahead without overlap, and much faster than both where drafting beside the target is free.
 
-What a fixed lookahead without overlap takes follows from the script alone; `sequential_speed` works it out, and is
-itself held to the real actors.
+The time of a fixed lookahead without overlap follows from the script alone. `sequential_speed` computes it, and is
+itself compared with the real actors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> flo
 
 @cache
 def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str, int]]:
-    """Whose turn it is, and how many tokens are read in it; what that costs changes nothing about it."""
+    """Each pass of the two models: whose it is, and how many tokens it reads. Costs do not change these."""
     scenario = Scenario(acceptance, cost_ratio=1.0)
     target = ScriptedTarget(scenario).open_sequence(beside_another=True)
     draft = ScriptedDraft(scenario).open_sequence(beside_another=True)

@@ -1,4 +1,4 @@
-"""What a cache holds, against a model so simple that it is plainly right."""
+"""Cached tokens, compared with a model that is simple enough to be evidently right."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ class Counted(list):
 def test_a_plan_looks_at_what_is_new_and_not_at_the_whole_text():
     held, committed = CachedTokens(), Counted(range(1000))
     held.follow(held.plan(committed))
-    held.plan(committed)  # the one look at what was fed
+    held.plan(committed)  # compares the tokens that were fed, once
     committed.num_looks = 0
     for token in range(1000, 1100):
         committed.append(token)
         held.follow(held.plan(committed, (7, 7, 7)))
-    # One to find that the drafted token is another, one for the token before it, known to agree from then on.
+    # One comparison finds that the drafted token differs; one is of the token before it, known to agree from then on.
     assert committed.num_looks <= 2 * 100
 
 
@@ -107,14 +107,14 @@ def test_a_plan_looks_at_what_is_new_and_not_at_the_whole_text():
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Plans, followed or not, rewinds, and a committed text that grows, in any order."""
+    """Plans (carried out or not), rewinds, and a committed text that grows, in any order."""
 
     @initialize(prompt=st.lists(TOKENS, min_size=1, max_size=6))
     def open(self, prompt):
         self.committed = prompt
         self.held = CachedTokens()
         self.model: list[int] = []
-        # Plans whose jobs are still to be done, each with what is held after it.
+        # Plans whose jobs have not run yet, each with the cached tokens after it.
         self.under_way: list[tuple[FeedPlan, list[int]]] = []
 
     @rule(tokens=st.lists(TOKENS, min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""How sure the drafter is becomes how often it is right, whatever it says of itself and however that changes."""
+"""Calibrated confidence approaches how often the drafter is right, whatever its own confidence is or becomes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_change_is_followed_within_a_few_dozen_observations(before, after):
     calibration = Calibration()
     taught(calibration, lambda raw: before, 500)
     taught(calibration, lambda raw: after, 50, seed=1)
-    assert abs(calibration.mean - after) < 0.35 * abs(after - before)
-    # Most of the way, whatever the drafter says of itself.
+    assert abs(calibration.mean_acceptance - after) < 0.35 * abs(after - before)
+    # Most of the way, whatever the drafter's own confidence is.
     for raw in (0.3, 0.6, 0.9):
         assert abs(calibration(0, raw) - after) < 0.5 * abs(after - before)
 
@@ -71,8 +71,8 @@ def test_ranks_are_told_apart():
     assert calibration(0, 0.5) > 0.8
     assert calibration(1, 0.5) < 0.2
     assert calibration(2, 0.5) == pytest.approx(0.5, abs=0.02)
-    # How often the choice is right is not said by its runners-up.
-    assert calibration.mean > 0.9
+    # Runners-up say nothing about how often the choice is right.
+    assert calibration.mean_acceptance > 0.9
 
 
 observations = st.lists(
@@ -90,10 +90,10 @@ def test_whatever_was_seen_nothing_is_certain(seen, raw, rank):
             case "guess":
                 calibration.observe(Guess(1, its_raw, rank=its_rank, raw=its_raw), was_right)
             case "expect":
-                calibration.expect(its_raw)
+                calibration.observe_unjudged(its_raw)
             case "begin":
                 calibration.begin_text()
-        assert 0 <= calibration.mean <= 1
+        assert 0 <= calibration.mean_acceptance <= 1
     assert 0 < calibration(rank, raw) < 1
 
 
@@ -111,32 +111,32 @@ def test_a_thousand_surprises_in_a_row_leave_it_finite_and_able_to_learn(was_rig
 def test_with_another_text_there_is_hope_again():
     calibration = Calibration()
     taught(calibration, lambda raw: 0.0, 200)
-    assert calibration.mean < 0.1
-    low = calibration.mean
+    assert calibration.mean_acceptance < 0.1
+    low = calibration.mean_acceptance
     calibration.begin_text()
-    assert calibration.mean > low + 0.1
-    # A few observations say more than hope does.
+    assert calibration.mean_acceptance > low + 0.1
+    # A few observations outweigh the prior.
     taught(calibration, lambda raw: 0.0, 30)
-    assert calibration.mean < 0.15
+    assert calibration.mean_acceptance < 0.15
 
 
 def test_hope_is_no_better_than_what_is_known_of_a_good_drafter():
     calibration = Calibration()
     taught(calibration, lambda raw: 1.0, 200)
     calibration.begin_text()
-    assert 0.8 < calibration.mean <= 1.0
+    assert 0.8 < calibration.mean_acceptance <= 1.0
 
 
 def test_a_text_that_begins_before_anything_was_seen_changes_nothing():
     calibration = Calibration()
-    mean = calibration.mean
+    mean = calibration.mean_acceptance
     calibration.begin_text()
     calibration.begin_text()
-    assert calibration.mean == mean
+    assert calibration.mean_acceptance == mean
 
 
 def test_a_choice_of_which_nothing_is_known_counts_as_what_is_expected_of_it():
     calibration = Calibration()
     for _ in range(200):
-        calibration.expect(0.3)
-    assert calibration.mean == pytest.approx(calibration(0, 0.3), abs=0.02)
+        calibration.observe_unjudged(0.3)
+    assert calibration.mean_acceptance == pytest.approx(calibration(0, 0.3), abs=0.02)

@@ -25,8 +25,8 @@ from scripted import (
 import runtime
 from actors.workers.worker import Job
 from protocol.deadlines import (
-    LEAST_PROMPT_WAIT_S,
-    LEAST_PROPOSAL_WAIT_S,
+    MIN_PROMPT_WAIT_S,
+    MIN_PROPOSAL_WAIT_S,
     PROPOSAL_FACTOR,
     UNPRICED_PROPOSAL_WAIT_S,
     prompt_wait_s,
@@ -44,7 +44,7 @@ def drafter() -> ScriptedModel:
 
 
 def hanging(kind: str, nth: int, seconds: float = FOREVER_S) -> Price:
-    """The usual prices, but for the n-th job of a kind."""
+    """The usual prices, except for the n-th job of a kind."""
     usual, num_jobs = priced(), 0
 
     def price(job: Job[Any]) -> float:
@@ -76,7 +76,7 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
                 assert statistics.draft_timeouts == 1
                 assert len(simulation.instants("overdue", "target")) == 1
                 assert simulation.runtime.health() == runtime.Health(target=True, draft=False)
-            # Whoever comes next is served as well, while the drafter still hangs.
+            # A later stream is served as well, while the drafter still hangs.
             assert await text_of(simulation, [1, 2], max_tokens=12, lookahead=2) == continuation([1, 2], 12)
             assert trio.current_time() < FOREVER_S
 
@@ -94,7 +94,7 @@ async def test_a_drafter_that_hung_catches_up_and_drafts_again(lookahead: Any, a
         (rejoin,) = simulation.instants("rejoin", "draft")
         assert overdue.at < 500.0 < rejoin.at
         assert completion.statistics.draft_timeouts == 1
-        # What it had missed is read in passes of its own, before it is waited for.
+        # The drafter reads the text that it missed in passes of its own, before the target waits for it again.
         assert simulation.spans("draft", "prefill")[-1].began >= 500.0
         proposals = [proposal.at for proposal in simulation.instants("proposal") if proposal.num_tokens]
         assert [at for at in proposals if at > rejoin.at]
@@ -110,7 +110,7 @@ async def test_the_first_token_does_not_wait_for_a_drafter_that_reads_the_prompt
         completion = await simulation.runtime.generate(PROMPT, max_tokens=100, lookahead=3)
         assert ids(completion.tokens) == continuation(PROMPT, 100)
         # Its own prefill, a moment, and a pass.
-        assert completion.statistics.time_to_first_token == 4.0 + LEAST_PROMPT_WAIT_S + DECODE_S
+        assert completion.statistics.time_to_first_token == 4.0 + MIN_PROMPT_WAIT_S + DECODE_S
         assert completion.statistics.draft_timeouts == 1
         assert completion.statistics.accepted > 0
 
@@ -146,7 +146,7 @@ async def test_a_slow_consumer_is_not_mistaken_for_a_late_drafter(autojump_clock
 
 
 async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clock: Any) -> None:
-    # A drawn stop ends a proposal, which is in time then; with any other token it needs another slow step, and is late.
+    # A drawn stop token ends a proposal, which is then in time; any other token needs another slow step, and is late.
     stop, num_texts = 7, 300
     row = [0.5 if token in (stop, 8) else 0.0 for token in range(VOCAB_SIZE)]
     target, draft = ScriptedModel(markov([row] * VOCAB_SIZE)), ScriptedModel(markov([row] * VOCAB_SIZE))
@@ -173,7 +173,7 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
             num_stops += completion.tokens[0].id == stop
             num_timeouts += completion.statistics.draft_timeouts
     assert num_timeouts > num_texts / 3
-    # Four standard deviations; where late proposals were dropped, it was three out of four.
+    # Four standard deviations. Dropping late proposals would give three out of four.
     assert abs(num_stops - num_texts / 2) < 4 * (num_texts / 4) ** 0.5
 
 
@@ -183,9 +183,9 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
 def known(*, verify_s: float = 0.02, draft_s: float = 0.002) -> Prices:
     prices = Prices()
     for width in (1, 4) * 4:
-        prices.drafted(width, 0.0, draft_s, beside=False)
-        prices.verified(width, 10.0, 10.0 + verify_s)
-    prices.drafted(1, 20.0, 20.0 + draft_s, beside=False)
+        prices.observe_draft_step(width, 0.0, draft_s, beside_target=False)
+        prices.observe_verify_pass(width, 10.0, 10.0 + verify_s)
+    prices.observe_draft_step(1, 20.0, 20.0 + draft_s, beside_target=False)
     return prices
 
 
@@ -196,15 +196,15 @@ def test_a_proposal_is_waited_for_longer_where_more_steps_are_to_be_made() -> No
 
 
 def test_a_quick_drafter_is_given_a_moment_all_the_same() -> None:
-    assert proposal_wait_s(known(), 4, 1) == LEAST_PROPOSAL_WAIT_S
-    assert prompt_wait_s(known()) == LEAST_PROMPT_WAIT_S
+    assert proposal_wait_s(known(), 4, 1) == MIN_PROPOSAL_WAIT_S
+    assert prompt_wait_s(known()) == MIN_PROMPT_WAIT_S
 
 
 def test_before_anything_is_measured_the_waits_are_bounded() -> None:
-    assert prompt_wait_s(Prices()) == LEAST_PROMPT_WAIT_S
+    assert prompt_wait_s(Prices()) == MIN_PROMPT_WAIT_S
     assert proposal_wait_s(Prices(), 64, 8) == UNPRICED_PROPOSAL_WAIT_S
 
 
 @pytest.mark.parametrize("verify_s", [0.5, 3.0, 20.0])
 def test_the_prompt_is_waited_for_no_longer_than_a_pass_takes(verify_s: float) -> None:
-    assert LEAST_PROMPT_WAIT_S <= prompt_wait_s(known(verify_s=verify_s)) <= verify_s
+    assert MIN_PROMPT_WAIT_S <= prompt_wait_s(known(verify_s=verify_s)) <= verify_s

@@ -1,4 +1,4 @@
-"""A leash says beforehand what the policy would say: never more, and, where that can be told, not less."""
+"""A draft budget decides in advance as the policy would: it never allows more, and less only where it cannot know."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_DRAFT_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, View
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
+from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
@@ -22,46 +22,46 @@ STEP, VERIFY = 1.0, 8.0
 
 
 def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.05, rate: float = 0.3) -> Prices:
-    """Prices of a drafter's step and a target's pass, well known."""
+    """Prices of a drafter's step and a target's pass, from many measurements."""
     prices = Prices()
     for width in (1, 2, 3, 1, 4) * 10:
         prices.draft_alone.observe(width, step)
         for overlap in (0.0, step, 3 * step):
             prices.verify.observe(width, overlap, VERIFY * (1 + slope * (width - 1)) + contention * overlap)
-        prices.round_over(round(rate * 100), 100.0)
+        prices.observe_round(round(rate * 100), 100.0)
     return prices
 
 
 def auto(prices: Prices, mean: float = 0.8, surprises: tuple[tuple[int, float, bool], ...] = ()) -> AutoPolicy:
-    calibration = Calibration(mean=mean)
+    calibration = Calibration(mean_acceptance=mean)
     for rank, raw, was_right in surprises:
         calibration.observe(Guess(0, raw, rank=rank, raw=raw), was_right)
-    calibration.mean = mean
+    calibration.mean_acceptance = mean
     return AutoPolicy(prices, calibration)
 
 
 def guesses_of(policy: Policy, raws: tuple[float, ...]) -> tuple[Guess, ...]:
     """The drafter's choice and runners-up with these confidences of its own."""
-    believe = policy.calibration if isinstance(policy, AutoPolicy) else lambda rank, raw: raw
-    return tuple(Guess(i, believe(i, raw), rank=i, raw=raw) for i, raw in enumerate(raws))
+    calibrate = policy.calibration if isinstance(policy, AutoPolicy) else lambda rank, raw: raw
+    return tuple(Guess(i, calibrate(i, raw), rank=i, raw=raw) for i, raw in enumerate(raws))
 
 
 def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -> bool:
     """Whether the policy, asked after a step, would have the drafter go on after its choice."""
     view = view_of(tree, **changes)
-    return (view.due is not None or policy.proposal(view) is None) and policy.expansion(view) is choice
+    return (view.verdict_due_s is not None or policy.proposal(view) is None) and policy.expansion(view) is choice
 
 
 # --- what it is made of ---------------------------------------------------------------------------
 
 
-def test_no_leash_has_the_drafter_ask_after_each_step():
-    assert NO_DRAFT_BUDGET.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
-    assert not NO_DRAFT_BUDGET.foresees_another(0.0)
+def test_with_an_empty_budget_the_drafter_asks_after_each_step():
+    assert EMPTY_BUDGET.after((Guess(1, 1.0, raw=1.0),), 0.0) is None
+    assert not EMPTY_BUDGET.foresees_another(0.0)
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_leash_is_as_long_as_it_says(steps):
+def test_a_budget_allows_as_many_steps_as_it_says(steps):
     draft_budget: DraftBudget | None = DraftBudget(steps)
     for _ in range(steps):
         assert draft_budget.foresees_another(0.0)
@@ -70,7 +70,7 @@ def test_a_leash_is_as_long_as_it_says(steps):
 
 
 def believed(**changes: Any) -> DraftBudget:
-    return attrs.evolve(DraftBudget(5, believe=lambda rank, raw: raw, mean=0.5), **changes)
+    return attrs.evolve(DraftBudget(5, calibrate=lambda rank, raw: raw, mean_acceptance=0.5), **changes)
 
 
 def after(draft_budget: DraftBudget, *raws: float, now: float = 0.0) -> DraftBudget | None:
@@ -78,7 +78,7 @@ def after(draft_budget: DraftBudget, *raws: float, now: float = 0.0) -> DraftBud
 
 
 def test_reach_falls_along_it_until_it_is_too_little():
-    draft_budget = believed(least=0.4)
+    draft_budget = believed(min_reach=0.4)
     draft_budget = after(draft_budget, 0.9)
     assert draft_budget.reach == pytest.approx(0.9)
     draft_budget = after(draft_budget, 0.6)
@@ -88,28 +88,28 @@ def test_reach_falls_along_it_until_it_is_too_little():
 
 
 def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
-    worth = StepWorth(step=1.0, saved=1.0, delay=0.0, due=100.0)
-    assert after(believed(worth=worth, rival=0.6), 0.5) is None
-    assert after(believed(worth=worth, rival=0.4), 0.5) is not None
-    # Among that are the runners-up of the steps on the way.
-    assert after(believed(worth=worth), 0.5, 0.5) is None
-    on_the_way = after(believed(worth=worth), 0.6, 0.35)
+    step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=100.0)
+    assert after(believed(step_worth=step_worth, best_other_reach=0.6), 0.5) is None
+    assert after(believed(step_worth=step_worth, best_other_reach=0.4), 0.5) is not None
+    # That includes the runners-up of the steps on the way.
+    assert after(believed(step_worth=step_worth), 0.5, 0.5) is None
+    on_the_way = after(believed(step_worth=step_worth), 0.6, 0.35)
     assert after(on_the_way, 0.5) is None
     assert after(on_the_way, 0.6) is not None
-    # Not while the target waits: then the chain alone counts.
-    assert after(believed(rival=0.6), 0.5, 0.5) is not None
+    # While the target waits, only the chain counts.
+    assert after(believed(best_other_reach=0.6), 0.5, 0.5) is not None
 
 
 def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
-    draft_budget = believed(worth=StepWorth(step=1.0, saved=1.0, delay=0.0, due=10.0))
+    draft_budget = believed(step_worth=StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=10.0))
     assert after(draft_budget, 0.3, now=9.0) is not None
     assert after(draft_budget, 0.3, now=9.9) is None
     assert after(draft_budget, 0.7, now=9.9) is not None
 
 
 def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
-    assert believed(least=0.4).foresees_another(0.0)
-    assert not believed(least=0.5).foresees_another(0.0)
+    assert believed(min_reach=0.4).foresees_another(0.0)
+    assert not believed(min_reach=0.5).foresees_another(0.0)
 
 
 # --- what policies give ---------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after
 @deterministic
 def test_of_a_fixed_lookahead_everything_is_known_beforehand(most, ready, limit, depth, due):
     policy, tree = ChainPolicy(most), chain_of(ready)
-    changes = {"limit": limit, "depth": depth, "due": due}
+    changes = {"max_proposal": limit, "max_depth": depth, "verdict_due_s": due}
     node = policy.expansion(view_of(tree, **changes))
     if node is None or (due is None and policy.proposal(view_of(tree, **changes)) is not None):
         return
@@ -173,24 +173,24 @@ POLICIES = st.builds(
 )
 @settings(deterministic, max_examples=800)
 def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, tree, steps, limit, depth, due):
-    # A chain, and one beside it that branches off at the root.
+    # A chain, and a second one that branches off at the root.
     paths = [tuple((100 * i + k, share) for k, share in enumerate(path)) for i, path in enumerate(tree)]
     grown, now = tree_of(*paths), 0.0
-    changes: dict[str, Any] = {"limit": limit, "depth": depth, "due": due}
+    changes: dict[str, Any] = {"max_proposal": limit, "max_depth": depth, "verdict_due_s": due}
     node = policy.expansion(view_of(grown, **changes))
     if node is None or (due is None and policy.proposal(view_of(grown, **changes)) is not None):
         return
     draft_budget: DraftBudget | None = policy.draft_budget(view_of(grown, **changes), node)
     num_steps = 0
     for raws in steps:
-        now += policy.prices.draft(1, beside=due is not None)
+        now += policy.prices.draft_s(1, beside_target=due is not None)
         guesses = tuple(attrs.evolve(g, token=1000 + g.token) for g in guesses_of(policy, raws))
         choice = grown.expand(node, *guesses)
         draft_budget = draft_budget.after(guesses, now)
-        # Of two that are as likely, either will do.
+        # Of two nodes with the same reach, either is right.
         ties = sum(other.reach == choice.reach for other in grown.frontier()) > 1
         if not ties:
-            assert (draft_budget is not None) == goes_on(policy, grown, choice, now=now, **changes)
+            assert (draft_budget is not None) == goes_on(policy, grown, choice, now_s=now, **changes)
         if draft_budget is None:
             break
         node, num_steps = choice, num_steps + 1
@@ -199,34 +199,34 @@ def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, t
 
 def test_before_the_prices_are_known_the_drafter_asks():
     tree = LookaheadTree(ROOT, POSITION)
-    assert AutoPolicy(Prices(), Calibration()).draft_budget(view_of(tree), tree.root) is NO_DRAFT_BUDGET
+    assert AutoPolicy(Prices(), Calibration()).draft_budget(view_of(tree), tree.root) is EMPTY_BUDGET
 
 
 @pytest.mark.parametrize("due", [None, 5.0])
 def test_where_something_was_looked_up_the_drafter_asks(due):
-    # What comes after it may be that, and not the drafter's choice.
+    # The best token after it may be a looked-up one, not the drafter's choice.
     tree = LookaheadTree(ROOT, POSITION)
     tree.look_up([Guess(1, 0.9, rank=LOOKED_UP, raw=0.9)])
     policy = auto(prices_of())
-    assert policy.draft_budget(view_of(tree, due=due), tree.root) is NO_DRAFT_BUDGET
-    assert policy.draft_budget(view_of(tree, due=due), at(tree, 1)).steps > 0
+    assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root) is EMPTY_BUDGET
+    assert policy.draft_budget(view_of(tree, verdict_due_s=due), at(tree, 1)).max_steps > 0
 
 
-def test_a_leash_does_not_change_with_what_is_learnt_after_it_was_given():
+def test_a_budget_does_not_change_with_what_is_learnt_after_it_was_given():
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
     draft_budget = policy.draft_budget(view_of(tree), tree.root)
-    before = draft_budget.believe(0, 0.7)
+    before = draft_budget.calibrate(0, 0.7)
     for _ in range(20):
         policy.calibration.observe(Guess(1, 0.7, raw=0.7), False)
-    assert draft_budget.believe(0, 0.7) == before != policy.calibration(0, 0.7)
+    assert draft_budget.calibrate(0, 0.7) == before != policy.calibration(0, 0.7)
 
 
 @pytest.mark.parametrize("due", [None, 9.0])
-def test_a_leash_holds_nothing_that_the_other_thread_changes(due):
+def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)
     policy = auto(prices_of())
-    draft_budget = policy.draft_budget(view_of(tree, due=due), tree.root)
-    cached_tokens = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
-    assert not any(isinstance(value, (Node, LookaheadTree, View, Prices, AutoPolicy)) for value in cached_tokens)
-    assert not any(value is policy.calibration for value in cached_tokens)
+    draft_budget = policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root)
+    values = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
+    assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in values)
+    assert not any(value is policy.calibration for value in values)

@@ -36,17 +36,17 @@ def test_the_end_of_the_chain_is_what_lengthens_the_proposal():
     assert view_of(LookaheadTree(ROOT, POSITION)).growable() is not None
 
 
-@pytest.mark.parametrize("changes", [{"limit": 3}, {"depth": 3}, {"can_expand": stuck}])
+@pytest.mark.parametrize("changes", [{"max_proposal": 3}, {"max_depth": 3}, {"can_expand": stuck}])
 def test_a_proposal_that_may_not_be_longer_is_not_lengthened(changes):
     assert view_of(tree_of(*FORKED), **changes).growable() is None
 
 
 def test_a_node_is_open_while_nothing_is_after_it_and_it_is_not_too_deep():
     tree = tree_of(*FORKED)
-    view = view_of(tree, depth=2)
+    view = view_of(tree, max_depth=2)
     assert view.is_open(at(tree, 5)) is False
     assert view.is_open(at(tree, 5, 6)) is False
-    assert view_of(tree, depth=3).is_open(at(tree, 5, 6)) is True
+    assert view_of(tree, max_depth=3).is_open(at(tree, 5, 6)) is True
     assert view_of(tree, can_expand=stuck).is_open(at(tree, 5, 6)) is False
 
 
@@ -75,11 +75,11 @@ chains = st.integers(0, 6).map(ChainPolicy)
 @deterministic
 def test_a_proposal_waits_only_while_more_can_come_and_is_of_use(policy, ready, limit, can_grow):
     tree = chain_of(ready)
-    proposed = policy.proposal(view_of(tree, limit=limit, can_expand=lambda _: can_grow))
-    if can_grow and ready < policy.most and ready < limit:
+    proposed = policy.proposal(view_of(tree, max_proposal=limit, can_expand=lambda _: can_grow))
+    if can_grow and ready < policy.lookahead and ready < limit:
         assert proposed is None
     else:
-        assert proposed == tree.chain()[: min(ready, policy.most, limit)]
+        assert proposed == tree.chain()[: min(ready, policy.lookahead, limit)]
 
 
 @given(policy=chains, depth=st.integers(0, 20), ready=st.integers(0, 20), due=st.none() | st.floats(0, 9))
@@ -87,34 +87,34 @@ def test_a_proposal_waits_only_while_more_can_come_and_is_of_use(policy, ready, 
 def test_a_chain_is_drafted_as_far_as_it_is_of_use(policy, depth, ready, due):
     tree = chain_of(ready)
     for token in range(ready, 40):
-        node = policy.expansion(view_of(tree, depth=depth, due=due))
+        node = policy.expansion(view_of(tree, max_depth=depth, verdict_due_s=due))
         if node is None:
             break
         assert node is (tree.chain() or [tree.root])[-1]
         tree.expand(node, Guess(token, 0.5))
-    assert len(tree.chain()) == max(ready, min(depth, 2 * policy.most + 1))
+    assert len(tree.chain()) == max(ready, min(depth, 2 * policy.lookahead + 1))
 
 
-@given(policy=chains.filter(lambda policy: policy.most > 0))
+@given(policy=chains.filter(lambda policy: policy.lookahead > 0))
 @deterministic
 def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
     # With every guess right the verdict commits a whole proposal and one token more.
     tree = chain_of(0)
-    while (node := policy.expansion(view_of(tree, due=1.0))) is not None:
+    while (node := policy.expansion(view_of(tree, verdict_due_s=1.0))) is not None:
         tree.expand(node, Guess(tree.depth(node), 0.5))
     proposed = policy.proposal(view_of(tree))
     assert proposed is not None
     tree.advance(range(len(proposed) + 1))
     following = policy.proposal(view_of(tree))
     assert following is not None
-    assert len(following) == policy.most
+    assert len(following) == policy.lookahead
 
 
 @given(most=st.integers(1, 6), ready=st.integers(0, 14))
 @deterministic
 def test_without_overlap_nothing_is_drafted_while_a_verdict_is_due(most, ready):
     policy = ChainPolicy(most, overlaps=False)
-    assert policy.expansion(view_of(chain_of(ready), due=1.0)) is None
+    assert policy.expansion(view_of(chain_of(ready), verdict_due_s=1.0)) is None
     tree = chain_of(min(ready, most - 1))
     assert policy.expansion(view_of(tree)) is view_of(tree).growable()
 
@@ -138,7 +138,7 @@ guesses = st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1)), max_size=1
 def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, limit, can_grow):
     length = min(len(one), len(other))
     views = [
-        view_of(tree_of(tuple(drawn[:length])), limit=limit, depth=limit, can_expand=lambda _: can_grow)
+        view_of(tree_of(tuple(drawn[:length])), max_proposal=limit, max_depth=limit, can_expand=lambda _: can_grow)
         for drawn in (one, other)
     ]
     proposals = [policy.proposal(view) for view in views]
@@ -156,8 +156,8 @@ def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay
     for i in range(300):
         width, overlap = 1 + i % 5, base * (i % 7) / 7
         prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-        prices.drafted(1, at, at + step, beside=False)
-        prices.plain.observe(base)
+        prices.observe_draft_step(1, at, at + step, beside_target=False)
+        prices.plain_decode_s.observe(base)
         at += step
     return prices
 
@@ -200,14 +200,14 @@ situations = st.builds(
 @deterministic
 def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_not(tree, prices, limit, mean):
     policy = auto(prices)
-    policy.calibration.mean = mean
-    view = view_of(tree, limit=limit)
-    worth, per_token, step = prices.rate, prices.verify.per_token, prices.draft(1, beside=False)
+    policy.calibration.mean_acceptance = mean
+    view = view_of(tree, max_proposal=limit)
+    worth, per_token, step = prices.rate, prices.verify.per_token, prices.draft_s(1, beside_target=False)
     nodes, chain = policy.proposal(view), tree.chain()[:limit]
     end = view.growable()
     worthy = [node for node in chain if node.reach > worth * per_token]
     if nodes is None:
-        # All that is there is worth it, and so is the next, for which there is room.
+        # All drafted tokens are worth it, and so is the next one, which the proposal may still take.
         assert worthy == chain
         assert end is not None
         assert end.reach * mean > worth * (per_token + step)
@@ -220,12 +220,12 @@ def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_n
 @given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))
 @deterministic
 def test_what_is_drafted_ahead_is_worth_its_time_and_where_it_is_the_likeliest_is(tree, prices, left):
-    view = view_of(tree, now=10.0, due=10.0 + left)
-    step, saved = prices.draft(1, beside=True), prices.draft(1, beside=False)
+    view = view_of(tree, now_s=10.0, verdict_due_s=10.0 + left)
+    step, saved = prices.draft_s(1, beside_target=True), prices.draft_s(1, beside_target=False)
     overrun = min(step, max(0.0, step - left))
 
     def is_worth_it(node: Node) -> bool:
-        return node.reach * saved > prices.verify.delay * step + (1.0 - node.reach) * overrun
+        return node.reach * saved > prices.verify.target_slowdown * step + (1.0 - node.reach) * overrun
 
     likeliest = tree.frontier()[0]
     chosen = auto(prices).expansion(view)
@@ -239,7 +239,7 @@ def test_what_is_drafted_ahead_is_worth_its_time_and_where_it_is_the_likeliest_i
 @given(tree=trees, prices=situations, limit=st.integers(0, 8))
 @deterministic
 def test_no_correction_is_ever_proposed(tree, prices, limit):
-    nodes = auto(prices).proposal(view_of(tree, limit=limit))
+    nodes = auto(prices).proposal(view_of(tree, max_proposal=limit))
     for node in nodes or []:
         assert node.guess is not None
         assert node.guess.rank == 0
@@ -257,9 +257,9 @@ def test_on_its_turn_the_drafter_drafts_only_what_lengthens_the_proposal(tree, p
 def test_where_speculating_is_modelled_to_be_slower_a_rest_is_taken_and_prolonged(mean):
     prices = prices_of(slope=0.5, step=1.0, delay=0.9)
     policy = auto(prices)
-    policy.calibration.mean = mean
+    policy.calibration.mean_acceptance = mean
     for _ in range(100):
-        prices.round_over(1, 3.0)
+        prices.observe_round(1, 3.0)
     assert policy.should_rest()
     assert policy.should_rest_on(8)
 
@@ -267,9 +267,9 @@ def test_where_speculating_is_modelled_to_be_slower_a_rest_is_taken_and_prolonge
 def test_where_speculating_is_faster_no_rest_is_taken_nor_prolonged():
     prices = prices_of(slope=0.0, step=0.05)
     policy = auto(prices)
-    policy.calibration.mean = 0.9
+    policy.calibration.mean_acceptance = 0.9
     for _ in range(100):
-        prices.round_over(5, 1.0)
+        prices.observe_round(5, 1.0)
         assert not policy.should_rest()
     assert not policy.should_rest_on(8)
 

@@ -1,4 +1,4 @@
-"""The lookahead tree against a model of plain paths."""
+"""The lookahead tree, compared with a dictionary of paths."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def forked_by_choice() -> LookaheadTree:
         ([3, 9, 1], [(0, 3, True), (0, 7, False), (0, 5, False), (1, 4, False), (1, 9, True)]),
         ([7, 2], [(0, 3, False), (0, 7, True), (0, 5, False), (1, 8, False)]),
         ([5, 2, 4], [(0, 3, False), (0, 7, False), (0, 5, True)]),
-        # Of what hangs off another branch, nothing is known.
+        # Nothing is known about the nodes of another branch.
         ([1, 4], [(0, 3, False), (0, 7, False), (0, 5, False)]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Messages are values: frozen, compared by what they say, and refused where they say nothing sensible."""
+"""Messages are values: frozen, compared by their fields, and rejected if their fields make no sense."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_proposal_has_a_distribution_for_each_token_or_none_at_all():
 
 
 def test_distributions_have_no_part_in_comparing_and_printing():
-    # Comparing arrays would be a computation, on whatever thread the comparison happens to run.
+    # Comparing arrays would be an MLX computation on the thread that compares.
     with_probs = attrs.evolve(PROPOSAL, probs=(mx.array([0.5, 0.5]),) * 2)
     assert with_probs == PROPOSAL
     assert hash(with_probs) == hash(PROPOSAL)

@@ -34,7 +34,7 @@ SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7)}
 
 
 def free_draft(largest: int) -> float:
-    """A price at which the drafter goes as far ahead as it may, within one verify pass: a power of two."""
+    """A price at which the drafter goes as far ahead as it may within one verify pass; a power of two."""
     price = VERIFY
     while price * (2 * largest + 1) > VERIFY:
         price /= 2
@@ -42,7 +42,7 @@ def free_draft(largest: int) -> float:
 
 
 def sizes_of(lookahead: Any, max_tokens: int) -> list[int]:
-    """How many tokens each proposal has, where every guess is right and drafting is never waited for."""
+    """The number of tokens in each proposal, if every guess is right and the target never waits for drafting."""
     first, others = SIZES[lookahead]
     sizes, left = [], max_tokens
     while left > 0:
@@ -148,7 +148,7 @@ async def test_a_drafter_that_is_always_wrong_costs_one_draft_a_round(autojump_c
         async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
             began = trio.current_time()
             assert await text_of(simulation, PROMPT, max_tokens=20, lookahead=lookahead) == continuation(PROMPT, 20)
-            # The last rounds have room for fewer.
+            # In the last rounds fewer tokens remain.
             waits = sum(min(lookahead, 19 - round) for round in range(20))
             assert trio.current_time() - began == PREFILL + 20 * VERIFY + waits
 
@@ -177,7 +177,7 @@ async def test_a_draft_that_is_running_when_the_verdict_comes_is_of_use_where_th
         drafts = simulation.spans("draft", "draft")
         assert any(d.began < hit.at < d.ended for d in drafts for hit in simulation.instants("hit"))
         assert [instant.at for instant in simulation.instants("proposal")][:3] == [3.0, 9.0, 15.0]
-        # Nothing was ever drafted twice.
+        # No token was drafted twice.
         assert all(d.num_tokens == 1 for d in drafts)
         assert draft.sequences[0].rewinds == []
 
@@ -212,7 +212,7 @@ async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> Non
 
 
 async def until_it_rests(simulation: Simulation) -> tuple[int, int]:
-    """Let the models work until they rest; how many verifies and drafts there have been."""
+    """Let the models work until they rest; returns the numbers of verifies and drafts so far."""
     await trio.sleep(50_000)
     before = len(simulation.events)
     await trio.sleep(50_000)

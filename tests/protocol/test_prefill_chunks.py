@@ -1,4 +1,4 @@
-"""How many prompt tokens go into one forward pass: as many as is cheap, and no more than fit into the time."""
+"""Prefill chunks: a pass reads as many prompt tokens as are cheap, and no more than fit into the time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripted import ScriptedModel, continuation, priced, simulated, text_of, tr
 
 import runtime
 from actors.workers.worker import Job
-from protocol.prefill_chunks import FIXED_SIZE, LARGEST, MAX_PASS_S, SMALLEST, PrefillChunkSize
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MAX_PASS_S, MIN_CHUNK_TOKENS, PrefillChunkSize
 from protocol.trace import Span
 
 
@@ -33,18 +33,18 @@ def test_sizes_double_while_that_is_cheap_and_fits() -> None:
 
 def test_a_fast_device_reads_the_most_at_once() -> None:
     passes = sizes(lambda n: 0.01 + n * 1e-5, 12)
-    assert passes[-1] == LARGEST
+    assert passes[-1] == MAX_CHUNK_TOKENS
     assert sorted(passes) == passes
 
 
 def test_a_slow_device_reads_no_more_than_fits() -> None:
     passes = sizes(lambda n: 0.01 * n, 20)
-    assert set(passes) == {SMALLEST}
+    assert set(passes) == {MIN_CHUNK_TOKENS}
     assert max(0.01 * n for n in passes) <= MAX_PASS_S
 
 
 def test_a_device_that_is_too_slow_for_any_size_makes_the_shortest_passes() -> None:
-    assert set(sizes(lambda n: 0.05 * n, 10)) == {SMALLEST}
+    assert set(sizes(lambda n: 0.05 * n, 10)) == {MIN_CHUNK_TOKENS}
 
 
 def test_large_passes_that_buy_nothing_are_not_made() -> None:
@@ -58,7 +58,7 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
     for number in range(60):
         n = chunk_size()
         chunk_size.observe(n, 0.05 if number == 1 else 0.01 + n * 1e-5)
-    assert chunk_size() == LARGEST
+    assert chunk_size() == MAX_CHUNK_TOKENS
 
 
 def test_a_device_that_gets_slower_has_shorter_passes() -> None:
@@ -78,7 +78,7 @@ def test_the_end_of_a_prompt_says_nothing_of_a_size() -> None:
     chunk_size = PrefillChunkSize()
     for n in (1, 5, 17, 100, 4096):
         chunk_size.observe(n, 100.0)
-    assert chunk_size() == SMALLEST
+    assert chunk_size() == MIN_CHUNK_TOKENS
 
 
 # --- at work --------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | No
         completion = await rt.generate(prompt, max_tokens=8)
     passes = [span.num_tokens for span in spans if isinstance(span, Span) and span.kind == "prefill"]
     assert (passes == [199]) is (kv_bits is not None)
-    assert FIXED_SIZE == 2048
+    assert FIXED_CHUNK_TOKENS == 2048
     if kv_bits is None:
-        assert passes[0] == SMALLEST
+        assert passes[0] == MIN_CHUNK_TOKENS
         assert [token.id for token in completion.tokens] == greedy(target, prompt, 8)

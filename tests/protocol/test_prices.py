@@ -1,4 +1,4 @@
-"""What passes cost is found from passes, whatever they were drafted beside and in whichever order that is heard."""
+"""Prices are found from measured passes, whatever was drafted beside them, and in whatever order that is reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.prices import MOST_RULES, ContendedPrice, Mean, Prices
+from protocol.prices import MAX_RULES, ContendedPrice, Mean, Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -27,15 +27,15 @@ deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 @deterministic
 def test_an_affine_price_is_found(base, slope, delay, seed):
     price, dice = ContendedPrice(), random.Random(seed)
-    # As in the first measurement; the unit of what is believed beforehand.
+    # The first measurement is the unit of the prior.
     price.observe(1, 0.0, base)
     for _ in range(500):
         width, overlap = dice.randint(1, 9), base * dice.random()
         price.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-    # What is believed beforehand counts a little to the end.
+    # The prior keeps a little weight.
     assert price(1) == pytest.approx(base, rel=0.05)
     assert price.per_token == pytest.approx(base * slope, abs=0.02 * base)
-    assert price.delay == pytest.approx(delay, abs=0.06)
+    assert price.target_slowdown == pytest.approx(delay, abs=0.06)
     assert price(6, base) == pytest.approx(base * (1 + 5 * slope) + delay * base, rel=0.05)
 
 
@@ -48,10 +48,10 @@ def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_be
         price.observe(width, overlap, 2.0)
     assert price(width, overlap) == pytest.approx(2.0, rel=1e-6)
     assert price.per_token == pytest.approx(first.per_token, rel=0.2)
-    assert 0 <= price.delay <= 0.9
+    assert 0 <= price.target_slowdown <= 0.9
 
 
-# Of a clock that counts nanoseconds.
+# As from a clock that counts nanoseconds.
 seconds = st.just(0.0) | st.floats(1e-9, 100)
 passes = st.lists(st.tuples(st.integers(1, 65), seconds, seconds), max_size=30)
 
@@ -64,7 +64,7 @@ def test_whatever_was_seen_no_price_is_negative_or_infinite(seen, width, overlap
         price.observe(*each)
         assert 0 <= price(width, overlap) < math.inf
         assert 0 <= price.per_token < math.inf
-        assert 0 <= price.delay <= 0.9
+        assert 0 <= price.target_slowdown <= 0.9
 
 
 def test_before_the_first_pass_nothing_is_known():
@@ -110,13 +110,13 @@ def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
         early = 0.25 * dice.random()
         overlap = early + works
         seconds = 2.0 + 0.25 * (width - 1) + 0.4 * overlap
-        prices.drafted(1, at - 0.125, at + early, beside=True)
-        prices.drafted(1, at + early + 0.1 * begins, at + early + 0.1 * begins + works, beside=True)
-        prices.verified(width, at, at + seconds)
+        prices.observe_draft_step(1, at - 0.125, at + early, beside_target=True)
+        prices.observe_draft_step(1, at + early + 0.1 * begins, at + early + 0.1 * begins + works, beside_target=True)
+        prices.observe_verify_pass(width, at, at + seconds)
         at += seconds + 1.0
     assert prices.verify(1) == pytest.approx(2.0, rel=0.05)
     assert prices.verify.per_token == pytest.approx(0.25, rel=0.1)
-    assert prices.verify.delay == pytest.approx(0.4, abs=0.05)
+    assert prices.verify.target_slowdown == pytest.approx(0.4, abs=0.05)
 
 
 spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4)
@@ -137,34 +137,34 @@ def test_it_makes_no_difference_whether_a_pass_is_heard_of_before_or_after_the_d
             now += gap + length
         seconds, width = now - at, dice.randint(1, 4)
         for began, ended in ends:
-            sorted_out.drafted(1, began, ended, beside=True)
-        sorted_out.verified(width, at, at + seconds - 0.25 * steps[-1][1])
-        heard = [lambda b=b, e=e: as_it_comes.drafted(1, b, e, beside=True) for b, e in ends[:-1]]
+            sorted_out.observe_draft_step(1, began, ended, beside_target=True)
+        sorted_out.observe_verify_pass(width, at, at + seconds - 0.25 * steps[-1][1])
+        heard = [lambda b=b, e=e: as_it_comes.observe_draft_step(1, b, e, beside_target=True) for b, e in ends[:-1]]
         for hear in heard:
             hear()
-        as_it_comes.verified(width, at, at + seconds - 0.25 * steps[-1][1])
-        as_it_comes.drafted(1, *ends[-1], beside=True)
+        as_it_comes.observe_verify_pass(width, at, at + seconds - 0.25 * steps[-1][1])
+        as_it_comes.observe_draft_step(1, *ends[-1], beside_target=True)
         at += seconds + 0.5
     for prices in (sorted_out, as_it_comes):
-        prices.drafted(1, at + 100, at + 101, beside=True)
+        prices.observe_draft_step(1, at + 100, at + 101, beside_target=True)
     assert as_it_comes.verify(1) == pytest.approx(sorted_out.verify(1), rel=1e-9, abs=1e-12)
-    assert as_it_comes.verify.delay == pytest.approx(sorted_out.verify.delay, rel=1e-9, abs=1e-12)
+    assert as_it_comes.verify.target_slowdown == pytest.approx(sorted_out.verify.target_slowdown, rel=1e-9, abs=1e-12)
 
 
 def test_a_draft_step_beside_the_target_says_how_much_slower_it_is_there():
     prices = Prices()
     for i in range(20):
-        prices.drafted(1, i, i + 0.25, beside=False)
+        prices.observe_draft_step(1, i, i + 0.25, beside_target=False)
     for i in range(20, 40):
-        prices.drafted(1, i, i + 0.375, beside=True)
-    assert prices.draft(1, beside=False) == pytest.approx(0.25)
-    assert prices.draft(1, beside=True) == pytest.approx(0.375)
+        prices.observe_draft_step(1, i, i + 0.375, beside_target=True)
+    assert prices.draft_s(1, beside_target=False) == pytest.approx(0.25)
+    assert prices.draft_s(1, beside_target=True) == pytest.approx(0.375)
 
 
 def test_before_a_step_was_seen_alone_one_beside_the_target_stands_for_it():
     prices = Prices()
-    prices.drafted(1, 0.0, 0.5, beside=True)
-    assert prices.draft(1, beside=False) == 0.5
+    prices.observe_draft_step(1, 0.0, 0.5, beside_target=True)
+    assert prices.draft_s(1, beside_target=False) == 0.5
 
 
 # --- what speculating brings ----------------------------------------------------------------------
@@ -176,8 +176,8 @@ def known(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: fl
     for _ in range(200):
         width, overlap = dice.randint(1, 8), base * dice.random()
         prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
-        prices.drafted(1, at, at + step, beside=False)
-        prices.plain.observe(base)
+        prices.observe_draft_step(1, at, at + step, beside_target=False)
+        prices.plain_decode_s.observe(base)
         at += 1 + step
     return prices
 
@@ -202,7 +202,7 @@ def test_what_a_second_is_worth_is_never_less_than_plain_decoding():
     prices = known()
     for tokens, seconds in ((1, 4.0), (6, 1.0)):
         for _ in range(400):
-            prices.round_over(tokens, seconds)
+            prices.observe_round(tokens, seconds)
         assert prices.speculative_rate == pytest.approx(tokens / seconds, rel=0.01)
         assert prices.rate == pytest.approx(max(1.0, tokens / seconds), rel=0.01)
 
@@ -210,16 +210,16 @@ def test_what_a_second_is_worth_is_never_less_than_plain_decoding():
 def test_speculating_afresh_is_as_good_as_its_model():
     prices = known()
     for _ in range(100):
-        prices.round_over(1, 50.0)
+        prices.observe_round(1, 50.0)
     before = prices.speculative_rate
-    prices.speculate_afresh()
+    prices.reset_speculative_rate()
     assert prices.speculative_rate == pytest.approx(prices.modelled_rate(prices.estimates().acceptance))
     assert prices.speculative_rate > before
 
 
 def test_the_estimates_are_what_was_measured():
     prices = known(base=2.0, slope=0.25, step=0.125, delay=0.5)
-    prices.round_over(3, 2.0)
+    prices.observe_round(3, 2.0)
     estimates = prices.estimates()
     assert estimates.verify_seconds == prices.verify(1) == pytest.approx(2.0, rel=0.05)
     assert estimates.verify_seconds_per_token == prices.verify.per_token == pytest.approx(0.5, rel=0.05)
@@ -265,11 +265,11 @@ def test_a_mean_begins_with_the_first_value_and_forgets():
 def test_reading_prices_writes_nothing():
     prices = Prices()
     for began in range(4):
-        prices.drafted(1, began, began + 0.25, beside=False)
-        prices.verified(1 + began, began + 0.25, began + 1.0)
+        prices.observe_draft_step(1, began, began + 0.25, beside_target=False)
+        prices.observe_verify_pass(1 + began, began + 0.25, began + 1.0)
         before = repr(prices)
         assert prices.estimates().verify_seconds >= 0.0
-        assert (prices.rate, prices.modelled_rate(0.5), prices.draft(3, beside=True)) > (0.0, 0.0, 0.0)
+        assert (prices.rate, prices.modelled_rate(0.5), prices.draft_s(3, beside_target=True)) > (0.0, 0.0, 0.0)
         # Another thread reads while this one measures: a solution put back late would be one of old sums.
         assert repr(prices) == before
 
@@ -281,6 +281,6 @@ def test_what_was_learnt_is_remembered_for_the_rules_that_were_asked_for_last():
     for number in range(1000):
         prices.calibration(("rejection", number))
         assert prices.calibration(("match", 0.1)) is kept
-    assert len(prices._calibrations) == MOST_RULES
+    assert len(prices._calibrations) == MAX_RULES
     assert prices.calibration(("match", 0.0)) is not at_work
     assert prices.calibration(("rejection", 999)) is prices.calibration(("rejection", 999))

@@ -1,4 +1,4 @@
-"""The price of a pass by its width, and the rule that settles what is to be fed again."""
+"""The price of a pass by its width, and the rule that settles tokens that must be fed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users see when they print something: short, and what counts is in it; in error messages too."""
+"""Representations are short and contain what matters, also in error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripted import ScriptedModel, simulated, truthful
 
 import runtime
 from protocol.prices import Estimates
-from protocol.reprs import MOST_CHARACTERS, excerpt, shown, shown_path
+from protocol.reprs import MAX_CHARACTERS, excerpt, shown, shown_path
 from protocol.settings import check_vocabulary_size, settings_from
 from protocol.statistics import Counts
 from runtime.loading.model_sources import check_source, check_unknown
@@ -70,7 +70,7 @@ SHORT: list[tuple[Any, list[str]]] = [
 
 @pytest.mark.parametrize(("value", "parts"), SHORT, ids=[type(value).__name__ for value, _ in SHORT])
 def test_what_is_printed_is_short_and_has_what_counts(value, parts):
-    assert len(repr(value)) <= MOST_CHARACTERS
+    assert len(repr(value)) <= MAX_CHARACTERS
     for part in parts:
         assert part in repr(value)
 
@@ -103,7 +103,7 @@ class Unprintable:
     ids=["text", "list", "mapping", "number", "mlx", "numpy", "unprintable"],
 )
 def test_any_value_is_shown_on_one_short_line(value):
-    assert 0 < len(shown(value)) <= MOST_CHARACTERS
+    assert 0 < len(shown(value)) <= MAX_CHARACTERS
     assert "\n" not in shown(value)
 
 

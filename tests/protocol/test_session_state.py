@@ -1,4 +1,4 @@
-"""The books of a session: the table by enumeration, commits against a naive model, and two copies on a bad wire."""
+"""Session state: the table by enumeration, commits against a naive model, and two copies over an unreliable channel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def a_round(of: SessionState, proposed: tuple[int, ...], num_accepted: int, toke
 
 
 def snapshot(of: SessionState):
-    """All of a copy's state but the count of stale messages."""
+    """A copy's state, except the count of stale messages."""
     return of.phase, of.round, tuple(of.committed), of.outstanding, of.finish_reason, of.rests_until
 
 
@@ -88,7 +88,7 @@ EVENTS = {
     Close: lambda of: of.close(Close(SESSION)),
 }
 
-# What is not in the table and no error all the same, with what each returns and how often it counts.
+# Messages that are not in the table and no errors, with the value that each returns and how often it is counted.
 DROPPED = {
     (SessionPhase.VERIFYING, Proposal): (False, 1),
     (SessionPhase.RESTING, Proposal): (False, 1),
@@ -330,7 +330,7 @@ def test_a_rest_may_be_prolonged_while_it_lasts():
 
 
 def test_a_rest_that_is_prolonged_too_late_is_another_rest():
-    # The drafter said it when the last round of its rest was still to come; here that round is over.
+    # The drafter sent it before the last round of its rest; here that round is over.
     of = resting(num_rounds=1)
     of.apply(verdict(of, 0, 4))
     assert of.phase is SessionPhase.PROPOSING
@@ -623,16 +623,15 @@ def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_i
 
 
 class TwoCopies(RuleBasedStateMachine):
-    """The drafter's copy and the target's, on a wire that delays, duplicates and delivers again.
+    """The drafter's copy and the target's, over a channel that delays and duplicates messages.
 
-    The target may at any time wait no longer for the drafter and go on alone, also while a proposal is under way.
+    At any time the target may stop waiting for the drafter and go on alone, also while a proposal is under way.
 
-    What is sent one way arrives in the order in which it was sent, as over a memory channel, but for a
-    withdrawal, which may overtake. Anything that has arrived may arrive again, at any later time, any
-    number of times. The target is greedy: what it says at a position depends on the position alone.
+    Messages in one direction arrive in the order in which they were sent, as over a memory channel, except a
+    withdrawal, which may overtake others. A message that has arrived may arrive again, at any later time, any number of
+    times. The target is greedy: its token at a position depends on the position alone.
 
-    Nothing may raise, the text may be none but the target's, and the messages dropped must be exactly
-    those that came too late.
+    Nothing may raise, the text must be the target's, and the dropped messages must be exactly those that came too late.
     """
 
     def __init__(self) -> None:
@@ -694,7 +693,7 @@ class TwoCopies(RuleBasedStateMachine):
     @precondition(lambda self: self.drafter.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING))
     @rule(num_rounds=st.integers(1, 4))
     def rest(self, num_rounds):
-        # Also in a rest: whether the target is still in it when it hears that it is longer is up to the wire.
+        # Also in a rest: whether the target is still in it when the prolongation arrives depends on the channel.
         message = Rest(SESSION, max(self.drafter.round, self.drafter.rests_until) + num_rounds)
         assert self.drafter.rest(message)
         assert self.drafter.phase is SessionPhase.RESTING
@@ -750,7 +749,7 @@ class TwoCopies(RuleBasedStateMachine):
         if is_awaited:
             self.to_drafter.append(message)
 
-    # What the wire does.
+    # What the channel does.
 
     @precondition(lambda self: self.to_target)
     @rule()
@@ -840,7 +839,7 @@ class TwoCopies(RuleBasedStateMachine):
     def the_target_is_no_further_than_the_drafter_let_it_go(self):
         if self.drafter is None or self.has_withdrawn or self.is_closed_from_outside:
             return
-        # By itself, or without waiting for it any more.
+        # The target alone, or without waiting for the drafter any longer.
         alone_until = 0 if self.last_overdue is None else self.last_overdue.until
         match self.drafter.phase:
             case SessionPhase.PROPOSING:
@@ -862,7 +861,7 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.target.committed == [*PROMPT, *self.whole]
         assert (self.target.phase, self.target.finish_reason) == (SessionPhase.CLOSED, self.finish_reason)
         if not self.has_withdrawn:
-            # But for a rest that the drafter wished for after the end.
+            # Except a rest that the drafter asked for after the end.
             assert snapshot(self.drafter)[:-1] == snapshot(self.target)[:-1]
 
     def run_to_the_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings are checked in full before anything is done with them."""
+"""Settings are checked in full before they are used."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_whole_numbers_are_taken_up_to_their_bounds(name, bounds):
 def test_whole_numbers_beyond_their_bounds_are_refused_with_value_and_bound(name, bounds):
     low, high = bounds
     for value in (low - 1, -(10**30), *([high + 1, 10**30] if high is not None else [])):
-        allowed = f"of at least {low}" if high is None else rf"in \[{low}, {high}\]"
-        with pytest.raises(SettingsError, match=rf"^{name} must be a whole number {allowed}.*, got {value}$"):
+        allowed = f"of at least {low}" if high is None else f"between {low} and {high}"
+        with pytest.raises(SettingsError, match=rf"^{name} must be a whole number {allowed}.*, got {value}(;|$)"):
             settings_from({name: value})
 
 
@@ -129,6 +129,13 @@ def test_only_lookahead_and_the_prefill_step_may_be_auto_among_the_numbers():
             settings_from({name: "auto"})
     with pytest.raises(SettingsError, match="or \"auto\", got 'Auto'"):
         settings_from({"lookahead": "Auto"})
+
+
+def test_a_bias_is_a_finite_number_or_minus_infinity():
+    assert Settings(logit_bias={1: -math.inf, 2: 10**300}).logit_bias == {1: -math.inf, 2: 1e300}
+    for bias in (math.inf, math.nan, 10**400, -(10**400), True, "1", None):
+        with pytest.raises(SettingsError, match=r"^logit_bias must have numbers for values, or -inf, got "):
+            Settings(logit_bias={1: bias})
 
 
 # --- temperature ----------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def test_by_a_sampler_nothing_can_be_rejected():
 # --- stop tokens, flags, rules --------------------------------------------------------------------
 
 
-# A generator's name is another in every process.
+# A generator's representation differs from process to process.
 @pytest.mark.parametrize(
     "value", [(), (0,), [1, 2], {3}, range(3), pytest.param((i for i in (4, 5)), id="generator")], ids=repr
 )
@@ -247,7 +254,7 @@ def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
         ("match", 0.0, 1, "match"),
         ("match", 0.8, None, "match"),
         ("match", 0.8, 1, "match"),
-        # Greedy text is greedy text, whatever the rule.
+        # The greedy text does not depend on the rule.
         ("rejection", 0.0, None, "match"),
         ("rejection", 0.0, 1, "match"),
         ("rejection", 0.8, None, "rejection"),
@@ -306,7 +313,7 @@ def taken_or_refused(keywords) -> Settings | SettingsError:
 
 
 def as_kept(name, value):
-    """What is kept of a value: lists as tuples, None as the empty list or mapping that mlx-lm means by it."""
+    """A value as settings keep it: lists as tuples, and None as an empty list or mapping, as in mlx-lm."""
     if name in ("xtc_special_tokens", "stop", "stop_tokens", "logits_processors"):
         return () if value is None else (value,) if isinstance(value, str) else tuple(value)
     return {} if name == "logit_bias" and value is None else value

@@ -1,4 +1,4 @@
-"""Counts go by what the consumer was given, and every rate is defined from the first moment on."""
+"""Statistics count the tokens that the consumer was given, and every rate is defined from the beginning."""
 
 from __future__ import annotations
 

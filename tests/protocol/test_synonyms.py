@@ -1,4 +1,4 @@
-"""Names that other systems have: whoever gives one here is told what it is called."""
+"""An argument's name from another library is answered with its name here."""
 
 from __future__ import annotations
 
@@ -200,5 +200,5 @@ def test_mlx_lm_s_names_of_models_are_understood(command: str, capfd: Any) -> No
 def test_what_is_spelt_alike_is_found_where_no_other_name_is_known() -> None:
     assert meant("temprature", ["temperature", "seed"]) == "temperature"
     assert meant("temp", ["seed"]) is None
-    # What it is called here comes before what looks like it.
+    # A synonym comes before a name with a similar spelling.
     assert meant("temp", ["stop", "temperature"]) == "temperature"

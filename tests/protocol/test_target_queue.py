@@ -1,4 +1,4 @@
-"""What the target has to do, as the drafter sees it; and that streams at once are no slower than one after another."""
+"""The target queue as the drafter sees it; and streams at once are no slower than one after another."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import trio
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import NO_DRAFT_BUDGET
-from protocol.lookahead_policy import AutoPolicy, View
+from protocol.draft_budget import EMPTY_BUDGET
+from protocol.lookahead_policy import AutoPolicy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
@@ -18,34 +18,34 @@ from runtime.simulation.simulation import PlayedStreams, Scenario, played_stream
 
 def test_what_is_left_is_the_rest_of_the_first_and_all_of_those_behind_it():
     target_queue = TargetQueue()
-    assert (target_queue.is_busy, target_queue.left(5.0)) == (False, 0.0)
-    target_queue.enter(1, 4.0, now=10.0)
-    target_queue.enter(2, 2.0, now=11.0)
-    target_queue.enter(3, 1.0, now=12.0)
+    assert (target_queue.is_busy, target_queue.remaining_s(5.0)) == (False, 0.0)
+    target_queue.enter(1, 4.0, now_s=10.0)
+    target_queue.enter(2, 2.0, now_s=11.0)
+    target_queue.enter(3, 1.0, now_s=12.0)
     assert target_queue.is_busy
-    assert target_queue.left(12.0) == 2.0 + 2.0 + 1.0
-    assert target_queue.left(20.0) == 2.0 + 1.0  # it takes longer than expected
-    target_queue.leave(1, now=15.0)
-    assert target_queue.left(16.0) == 1.0 + 1.0
-    target_queue.leave(3, now=16.0)  # taken back
-    target_queue.leave(2, now=17.0)
-    assert (target_queue.is_busy, target_queue.left(17.0)) == (False, 0.0)
+    assert target_queue.remaining_s(12.0) == 2.0 + 2.0 + 1.0
+    assert target_queue.remaining_s(20.0) == 2.0 + 1.0  # it takes longer than expected
+    target_queue.leave(1, now_s=15.0)
+    assert target_queue.remaining_s(16.0) == 1.0 + 1.0
+    target_queue.leave(3, now_s=16.0)  # taken back
+    target_queue.leave(2, now_s=17.0)
+    assert (target_queue.is_busy, target_queue.remaining_s(17.0)) == (False, 0.0)
 
 
 def test_others_are_those_that_are_not_oneself():
     target_queue = TargetQueue()
     for session, seconds in ((1, 4.0), (2, 2.0), (3, 1.0)):
-        target_queue.enter(session, seconds, now=0.0)
-    assert [target_queue.of_others(session) for session in (1, 2, 3, 4)] == [3.0, 5.0, 6.0, 7.0]
+        target_queue.enter(session, seconds, now_s=0.0)
+    assert [target_queue.others_s(session) for session in (1, 2, 3, 4)] == [3.0, 5.0, 6.0, 7.0]
 
 
 def test_the_target_was_busy_since_a_moment_if_it_is_or_something_ended_after_it():
     target_queue = TargetQueue()
     assert not target_queue.was_busy_since(0.0)
-    target_queue.enter(1, 4.0, now=10.0)
+    target_queue.enter(1, 4.0, now_s=10.0)
     assert target_queue.was_busy_since(12.0)
-    target_queue.leave(1, now=14.0)
-    target_queue.leave(1, now=20.0)  # which is no turn any more
+    target_queue.leave(1, now_s=14.0)
+    target_queue.leave(1, now_s=20.0)  # it is no longer in the queue
     assert [target_queue.was_busy_since(moment) for moment in (13.0, 14.0, 15.0)] == [True, False, False]
 
 
@@ -59,27 +59,29 @@ def priced() -> Prices:
         prices.verify.observe(width, 0.0, 1.0 + 0.05 * (width - 1))
         prices.verify.observe(width, 0.4, 1.0 + 0.05 * (width - 1))
         prices.draft_alone.observe(1, 0.4)
-    prices.plain.observe(1.0)
+    prices.plain_decode_s.observe(1.0)
     return prices
 
 
-def view_of(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> View:
+def view_of(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> PolicyView:
     tree = LookaheadTree(100, 9)
     node = tree.root
     for token in range(num_drafted):
         node = tree.expand(node, Guess(token, confidence, raw=confidence))
         assert node is not None
-    return View(tree, 10, 100, lambda _: True, lambda _: 1, now=0.0, due=due, queue_slack_s=queue_slack_s)
+    return PolicyView(
+        tree, 10, 100, lambda _: True, lambda _: 1, now_s=0.0, verdict_due_s=due, queue_slack_s=queue_slack_s
+    )
 
 
 def auto() -> AutoPolicy:
-    return AutoPolicy(priced(), Calibration(mean=0.6))
+    return AutoPolicy(priced(), Calibration(mean_acceptance=0.6))
 
 
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
     assert auto().proposal(view_of(1, queue_slack_s=0.0)) is not None
     assert auto().proposal(view_of(1, queue_slack_s=0.4)) is None
-    # A step that would end after them costs what it takes longer.
+    # A step that ends after them costs the time from their end to its own.
     assert auto().proposal(view_of(1, queue_slack_s=0.05)) is not None
 
 
@@ -93,12 +95,12 @@ def test_nothing_is_drafted_ahead_that_can_be_drafted_behind_others_passes_or_th
         assert (auto().expansion(view) is not None) is expected
 
 
-def test_a_leash_ends_where_others_passes_do():
+def test_a_budget_ends_where_the_passes_of_others_do():
     view = view_of(0, queue_slack_s=0.9)
-    assert auto().draft_budget(view, view.tree.root).steps == 2
-    assert auto().draft_budget(view, view.tree.root) != NO_DRAFT_BUDGET
+    assert auto().draft_budget(view, view.tree.root).max_steps == 2
+    assert auto().draft_budget(view, view.tree.root) != EMPTY_BUDGET
     alone = view_of(0, queue_slack_s=0.0)
-    assert auto().draft_budget(alone, alone.tree.root).steps == 9
+    assert auto().draft_budget(alone, alone.tree.root).max_steps == 9
 
 
 # --- in simulated time ----------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def test_streams_at_once_are_not_slower_than_one_after_another(acceptance, cost,
 
 
 def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
-    # One text says little where all is even.
+    # A single text says little where the two are even.
     ratios = []
     for seed in range(4):
         alone, at_once = both(Scenario(0.85, 0.1, contention=1.0, seed=seed), 2)
@@ -166,5 +168,5 @@ def test_two_streams_guess_less_ahead_than_one():
 def test_what_others_take_of_the_targets_time_is_no_reason_to_rest():
     _, at_once = both(Scenario(0.8, 0.1), 6)
     assert sum(each.resting_rounds for each in at_once.statistics) == 0
-    # R is of all streams, and not what each has of it.
+    # R is the rate of all streams together, not of each.
     assert min(each.estimates.tokens_per_second for each in at_once.statistics) > 0.7 * at_once.speed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.lookahead_policy import View
+from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 
 ROOT, POSITION = 100, 9
@@ -32,6 +32,12 @@ def at(tree: LookaheadTree, *path: int) -> Node:
     return node
 
 
-def view_of(tree: LookaheadTree, **changes: Any) -> View:
-    defaults = {"limit": 10, "depth": 100, "can_expand": lambda _: True, "width": lambda _: 1, "now": 0.0}
-    return View(tree, **defaults | changes)
+def view_of(tree: LookaheadTree, **changes: Any) -> PolicyView:
+    defaults = {
+        "max_proposal": 10,
+        "max_depth": 100,
+        "can_expand": lambda _: True,
+        "num_to_feed": lambda _: 1,
+        "now_s": 0.0,
+    }
+    return PolicyView(tree, **defaults | changes)

@@ -1,0 +1,146 @@
+"""Checks of whole numbers and numbers that a user gives, with one form of message.
+
+`max_tokens must be a whole number of at least 1, or None for no limit, got 0`: the name, the bounds, the value, and
+after a semicolon the remedy. A bool is not a number here: Python takes it for one, and nobody means it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import attrs
+
+from protocol.errors import OutriderError, SettingsError
+from protocol.reprs import shown
+
+_LARGEST = sys.float_info.max
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a value is an int; a bool and numpy's integers are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is an int or a float, NaN and infinity included; a bool is not. numpy's float64 is a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_integer(
+    name: str,
+    value: Any,
+    low: int,
+    high: int | None = None,
+    *,
+    or_none: str | None = None,
+    or_auto: bool = False,
+    remedy: str | None = None,
+    error: type[OutriderError] = SettingsError,
+) -> None:
+    """Check one whole number.
+
+    Args:
+        name: what the message calls the value.
+        value: anything.
+        low, high: the bounds, both included; None for no upper bound.
+        or_none: what None means, if it is allowed.
+        or_auto: whether "auto" is allowed.
+        remedy: the message's last part.
+        error: the class to raise.
+
+    Raises: `error`: the value is not allowed.
+    """
+    if (value is None and or_none) or (or_auto and _is_auto(value)):
+        return
+    if not _is_integer_in(value, low, high):
+        allowed = f"a whole number {_integer_bounds(low, high)}"
+        raise error(_message(name, allowed + (', or "auto"' if or_auto else ""), or_none, shown(value), remedy))
+
+
+def check_integers(
+    name: str,
+    values: Iterable[Any],
+    low: int,
+    high: int | None = None,
+    *,
+    or_auto: bool = False,
+    remedy: str | None = None,
+    error: type[OutriderError] = SettingsError,
+) -> None:
+    """Check each of several whole numbers; see `check_integer`."""
+    for value in values:
+        if not (_is_integer_in(value, low, high) or (or_auto and _is_auto(value))):
+            allowed = f"whole numbers {_integer_bounds(low, high)}" + (' or "auto"' if or_auto else "")
+            raise error(_message(name, allowed, None, f"{shown(value)} among them", remedy))
+
+
+def check_number(
+    name: str,
+    value: Any,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    or_none: str | None = None,
+    remedy: str | None = None,
+    error: type[OutriderError] = SettingsError,
+) -> None:
+    """Check one finite number that a float can represent.
+
+    Args:
+        name: what the message calls the value.
+        value: anything.
+        low, high: the bounds, both included; None for no bound.
+        above: a lower bound that is not included, in place of `low`.
+        or_none: what None means, if it is allowed.
+        remedy: the message's last part.
+        error: the class to raise.
+
+    Raises: `error`: the value is not allowed.
+    """
+    if value is None and or_none:
+        return
+    # Compare: NaN fails every comparison, and math.isfinite raises for an int that is too large for a float.
+    is_allowed = (
+        is_number(value)
+        and (-_LARGEST if low is None else low) <= value <= (_LARGEST if high is None else high)
+        and (above is None or above < value)
+    )
+    if not is_allowed:
+        raise error(_message(name, _number_bounds(low, high, above), or_none, shown(value), remedy))
+
+
+def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
+    """A validator of an attrs field: one of these checks, with its bounds and options."""
+
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        check(attribute.name, value, *bounds, **options)
+
+    return validate
+
+
+def _is_integer_in(value: Any, low: int, high: int | None) -> bool:
+    return is_integer(value) and low <= value and (high is None or value <= high)
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _integer_bounds(low: int, high: int | None) -> str:
+    return f"of at least {low}" if high is None else f"between {low} and {high}"
+
+
+def _number_bounds(low: float | None, high: float | None, above: float | None) -> str:
+    if above is not None:
+        return f"a finite number above {above:g}" + ("" if high is None else f" and of at most {high:g}")
+    if high is not None:
+        return f"a number of at most {high:g}" if low is None else f"a number between {low:g} and {high:g}"
+    return "a finite number" if low is None else f"a finite number of at least {low:g}"
+
+
+def _message(name: str, allowed: str, or_none: str | None, got: str, remedy: str | None) -> str:
+    none = f", or None for {or_none}" if or_none else ""
+    return f"{name} must be {allowed}{none}, got {got}" + (f"; {remedy}" if remedy else "")
