@@ -25,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Without a terminal, importing readline exports COLUMNS=80 and LINES=24 to child processes, such as the workers of
+    # `pytest -n`. Tests choose a width themselves.
+    for variable in ("COLUMNS", "LINES"):
+        os.environ.pop(variable, None)
     if hasattr(config, "workerinput"):
         config.stash[taken] = take_temporary_directory()
 

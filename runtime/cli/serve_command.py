@@ -22,8 +22,8 @@ from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.terminal.display import Display, Outcome, say, show
-from runtime.terminal.signals import quitting, until_signal
+from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
+from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
 
 
-def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
+def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """Serve until a signal ends it; one that comes while the models load ends that, as an interruption.
 
     Args:
@@ -154,15 +154,14 @@ def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
         _check_origin(origin)
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
-    outcome = Outcome()
-    with bound, Display() as display, quitting(display):
-        display.loading(models.loaded)
+    outcome = CommandOutcome()
+    with bound, Display() as display, exit_on_signal(display):
+        display.show_loading(models.loaded)
         import runtime.engine.opening
         import runtime.server.app  # noqa: F401  imported here, where Ctrl-C need not wait for it
 
         server = _Server(arguments, models, key, bound, display)
-        work = partial(_open_and_serve, server)
-        trio.run(partial(until_signal, work, outcome, display, ends_gently=server.ends_gently))
+        trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
     return outcome
 
 
@@ -190,10 +189,18 @@ class _Server:
     is_broken: bool = False
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
+
+class _ServerSignals(SignalScope):
+    """Signals of a server: the first lets the current answers end, or cancels the load of the models."""
+
+    def __init__(self, outcome: CommandOutcome, display: Display, server: _Server) -> None:
+        super().__init__(outcome, display)
+        self._server = server
+
     def ends_gently(self) -> bool:
-        """Have answers come to their end; False where nothing is served yet."""
-        self.stopping.set()
-        return self.is_serving
+        """Stop the server; see `SignalScope.ends_gently`."""
+        self._server.stopping.set()
+        return self._server.is_serving
 
 
 async def _open_and_serve(server: _Server) -> None:
@@ -247,8 +254,8 @@ async def _open_and_serve(server: _Server) -> None:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
         app = application(runtime, service, timelines, check)
         if arguments.access_log:
-            app = AccessLog(app, show)
-        say(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
+            app = AccessLog(app, print_stderr)
+        print_message(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
         server.is_serving = True
 
         async def until_over() -> None:

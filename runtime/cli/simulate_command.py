@@ -1,6 +1,7 @@
-"""The command `outrider simulate`: what a draft model would buy, on a machine that is described by a few numbers.
+"""The command `outrider simulate`: the speed that a draft model would bring on a machine described by a few numbers.
 
-It plays one and the same text, in simulated time, by each way of decoding, and compares their speeds.
+It decodes one text in simulated time in each way, and compares the speeds. Nothing here imports mlx before the
+arguments are checked.
 """
 
 from __future__ import annotations
@@ -8,71 +9,71 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import attrs
+from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.settings import MAX_LOOKAHEAD, Settings
+from protocol.settings import MAX_LOOKAHEAD
+from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare, described
+from runtime.simulation.scenario import Scenario
 from runtime.terminal.display import Display, Output, printing, warnings_at_the_end
-from runtime.terminal.tables import Row, Sheet, show_table
+from runtime.terminal.tables import TableRow, TextTable, show_table
 
-if TYPE_CHECKING:
-    from actors.drafters.draft_actor import MakePolicy
-    from protocol.lookahead_policy import Policy
-    from protocol.prices import Prices
-    from runtime.simulation.simulation import Played, Scenario
-
-LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
-NUM_TOKENS = 1000
 PLOT_SUFFIXES = (".svg", ".png")
 
-# Options that are fields of a `Scenario`: what each stands for, its type, and a word for its values.
+# Options that are fields of a `Scenario`: help text, type and placeholder of each.
 _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "acceptance": ("how often the draft's first choice is the target's, in [0, 1]", float, "A"),
-    "cost_ratio": ("time of a draft step over that of a decoding step of the target, T_d / T_v(1), > 0", float, "C"),
+    "acceptance": ("probability that the draft's first choice is the target's token, in [0, 1]", float, "A"),
+    "cost_ratio": ("time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0", float, "C"),
     "contention": (
-        "part of a draft step's time that it costs the target while both run, in [0, 1]; 0 for separate hardware "
+        "share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate hardware "
         "(default: 0)",
         float,
         "K",
     ),
     "verify_slope": ("verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0 (default: 0.06)", float, "S"),
-    "draft_slope": ("likewise a draft pass over several tokens (default: as verifying)", float, "S"),
-    "overhead": ("time that each forward pass takes on top, in T_v(1), >= 0 (default: 0)", float, "T"),
+    "draft_slope": (
+        "the same for a draft pass over m tokens, in draft steps (default: that of --verify-slope)",
+        float,
+        "S",
+    ),
+    "overhead": ("time added to each forward pass, in T_v(1), >= 0 (default: 0)", float, "T"),
     "second_choice": (
-        "how often the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
+        "probability that the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
         float,
         "P",
     ),
     "spread": (
-        "concentration of the Beta distribution of the draft's confidence, > 0: small where it knows when it is "
-        "right (default: 1.3)",
+        "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
+        "is right (default: 1.3)",
         float,
         "B",
     ),
-    "overconfidence": ("by how much the draft overstates what it knows, >= 0 (default: 0)", float, "O"),
-    "seed": ("of the text and the drafts (default: 0)", int, "N"),
+    "overconfidence": (
+        "how far the draft overstates its confidence, >= 0; 0 is calibrated (default: 0)",
+        float,
+        "O",
+    ),
+    "seed": ("seed of the text and of the drafts (default: 0)", int, "N"),
 }
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line's."""
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "simulate",
         usage="outrider simulate --acceptance A --cost-ratio C [options]",
-        help="say what a draft model would buy on hardware that you describe",
-        description="Say what a draft model would buy on hardware that you describe: the real scheduling, over "
-        "scripted models, in simulated time. All speeds are relative to plain decoding.",
+        help="predict what a draft model brings on hardware that you describe",
+        description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
+        "real one; models and time are simulated. All speeds are relative to plain decoding.",
         epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
   outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
 
-The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and slope of a pair of \
-models.""",
+The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio and the slopes of a \
+pair of models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")
@@ -82,23 +83,27 @@ models.""",
             f"--{name.replace('_', '-')}",
             metavar=metavar,
             type=kind,
-            # Left to the scenario, which has the bounds in its messages.
+            # `Scenario` has the defaults, and checks the bounds.
             default=argparse.SUPPRESS,
             required=required,
             help=text,
         )
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--tokens", metavar="N", type=int, default=NUM_TOKENS, help="length of the text (default: %(default)s)"
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=NUM_TOKENS,
+        help="length of the text in tokens (default: %(default)s)",
     )
     run.add_argument(
         "--lookahead",
         metavar="LIST",
         default=",".join(map(str, LOOKAHEADS)),
-        help="fixed lookaheads to compare with, separated by commas (default: %(default)s)",
+        help="fixed lookaheads to compare, separated by commas (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
 
 
@@ -109,16 +114,14 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingsError: an argument is out of its range, or a plot cannot be drawn here.
-        OutputError: what came of it cannot be written.
+        OutputError: the result cannot be written.
     """
     num_tokens = _num_tokens(arguments.tokens)
     lookaheads = _lookaheads(arguments.lookahead)
     plot = None if arguments.plot is None else _plot_file(arguments.plot)
-    from runtime.simulation.simulation import Scenario
-
     scenario = Scenario(**{name: value for name, value in vars(arguments).items() if name in _SCENARIO})
     with warnings_at_the_end(), Display() as display:
-        comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.doing)
+        comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.show_activity)
     if plot is not None:
         from runtime.simulation.plot import draw
 
@@ -140,13 +143,13 @@ def _num_tokens(value: int) -> int:
 
 
 def _lookaheads(text: str) -> list[int]:
-    """Lookaheads from a list such as "1,2,4", in order, each once."""
+    """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
     values = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
                 f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
-                "plain decoding and the automatic lookahead are always compared"
+                "plain decoding and the automatic lookahead are always included"
             )
         values.add(int(part))
     return sorted(values)
@@ -165,155 +168,7 @@ def _plot_file(name: str) -> Path:
     return path
 
 
-# --- comparing ------------------------------------------------------------------------------------
-
-Decoding = Literal["plain", "sequential", "single chain", "tree"]
-
-
-@attrs.frozen
-class Contender:
-    """A way of decoding, and how it fared.
-
-    Attributes:
-        decoding: "plain"; "sequential", which drafts and verifies in turn; "single chain", which drafts ahead while
-            a verdict is due; "tree", which also drafts for corrections.
-        lookahead: most tokens in a proposal, or "auto".
-        speed: tokens per second, relative to plain decoding.
-        played: what came of it.
-    """
-
-    decoding: Decoding
-    lookahead: int | Literal["auto"]
-    speed: float
-    played: Played
-
-    @property
-    def hit_rate(self) -> float:
-        """The part of the verdicts whose text had been drafted for; 0 where there were none."""
-        counts = self.played.statistics
-        verdicts = counts.lookahead_hits + counts.lookahead_misses
-        return counts.lookahead_hits / verdicts if verdicts else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """For machines to read."""
-        counts = self.played.statistics
-        return {
-            "decoding": self.decoding,
-            "lookahead": self.lookahead,
-            "speed": self.speed,
-            "tokens_per_round": counts.tokens_per_round,
-            "acceptance_rate": counts.acceptance_rate,
-            "hit_rate": self.hit_rate,
-            "target_busy": counts.target_busy,
-            "draft_busy": counts.draft_busy,
-        }
-
-
-@attrs.frozen
-class Comparison:
-    """Ways of decoding one text in one scenario.
-
-    Attributes:
-        scenario: what was simulated.
-        num_tokens: length of the text.
-        contenders: plain decoding first, and the tree last.
-    """
-
-    scenario: Scenario
-    num_tokens: int
-    contenders: Sequence[Contender]
-
-    def of(self, decoding: Decoding) -> list[Contender]:
-        """The contenders of one kind."""
-        return [contender for contender in self.contenders if contender.decoding == decoding]
-
-    @property
-    def best_sequential(self) -> Contender:
-        """The fastest sequential one, chosen with hindsight."""
-        return max(self.of("sequential"), key=lambda contender: contender.speed)
-
-    @property
-    def gain(self) -> float:
-        """The speed of the tree over that of the best sequential one."""
-        return self.of("tree")[0].speed / self.best_sequential.speed
-
-    def as_json(self) -> dict[str, Any]:
-        """For machines to read."""
-        return {
-            "scenario": attrs.asdict(self.scenario),
-            "tokens": self.num_tokens,
-            "contenders": [contender.as_json() for contender in self.contenders],
-            "best_sequential_lookahead": self.best_sequential.lookahead,
-            "tree_over_best_sequential": self.gain,
-        }
-
-
-def compare(
-    scenario: Scenario,
-    num_tokens: int = NUM_TOKENS,
-    lookaheads: Sequence[int] = LOOKAHEADS,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
-    """Decode one text in each way.
-
-    Args:
-        scenario: what to simulate.
-        num_tokens: length of the text, >= 1.
-        lookaheads: of the sequential ways, each in [1, 64]; at least one.
-        on_progress: called with what is being done.
-    """
-    from runtime.simulation.simulation import played
-
-    contenders: list[Contender] = []
-    ways = list(_ways(lookaheads))
-    for index, (decoding, lookahead, setting, make_policy) in enumerate(ways, start=1):
-        with_lookahead = f", lookahead {lookahead}" if lookahead else ""
-        on_progress(f"simulating {index} of {len(ways)}: {decoding}{with_lookahead}")
-        result = played(scenario, num_tokens=num_tokens, lookahead=setting, make_policy=make_policy)
-        # The first is plain decoding.
-        plain = contenders[0].played if contenders else result
-        contenders.append(Contender(decoding, lookahead, result.speed / plain.speed, result))
-    return Comparison(scenario, num_tokens, contenders)
-
-
-def _ways(
-    lookaheads: Sequence[int],
-) -> Iterator[tuple[Decoding, int | Literal["auto"], int | Literal["auto"], MakePolicy]]:
-    """Each way of decoding: its name, its lookahead, the setting for it, and its policy."""
-    from actors.drafters.draft_actor import policy_by_settings
-    from protocol.lookahead_policy import AutoPolicy, ChainPolicy
-
-    def sequential(lookahead: int) -> MakePolicy:
-        return lambda settings, prices: ChainPolicy(lookahead, overlaps=False)
-
-    def single_chain(settings: Settings, prices: Prices) -> Policy:
-        tree = policy_by_settings(settings, prices)
-        assert isinstance(tree, AutoPolicy)
-        return attrs.evolve(tree, num_guesses=1)
-
-    yield "plain", 0, 0, policy_by_settings
-    for lookahead in lookaheads:
-        yield "sequential", lookahead, lookahead, sequential(lookahead)
-    yield "single chain", "auto", "auto", single_chain
-    yield "tree", "auto", "auto", policy_by_settings
-
-
-# --- in words -------------------------------------------------------------------------------------
-
-
-def in_words(scenario: Scenario) -> str:
-    """A scenario in one line."""
-    words = [
-        f"acceptance {scenario.acceptance:g}",
-        f"cost ratio {scenario.cost_ratio:g}",
-        f"contention {scenario.contention:g}",
-        f"verify slope {scenario.verify_slope:g}",
-    ]
-    usual = attrs.fields_dict(type(scenario))
-    for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence"):
-        if (value := getattr(scenario, name)) != usual[name].default:
-            words.append(f"{name.replace('_', ' ')} {value:g}")
-    return ", ".join(words)
+# --- output ----------------------------------------------------------------------------------------
 
 
 _HEADINGS = (
@@ -333,7 +188,7 @@ def _print(comparison: Comparison) -> None:
     best = comparison.best_sequential
     rows = []
     for contender in comparison.contenders:
-        counts, is_drafted = contender.played.statistics, contender.decoding != "plain"
+        counts, is_drafted = contender.result.statistics, contender.decoding != "plain"
         cells = (
             contender.decoding,
             str(contender.lookahead) if is_drafted else "–",
@@ -345,13 +200,13 @@ def _print(comparison: Comparison) -> None:
             f"{counts.draft_busy:.0%}" if is_drafted else "–",
             "best" if contender is best else "",
         )
-        rows.append(Row(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
+        rows.append(TableRow(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
     with printing() as console:
         console.print(
-            f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+            f"{described(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
             style="dim",
         )
-        show_table(console, Sheet(_HEADINGS, tuple(rows), num_labels=2))
+        show_table(console, TextTable(_HEADINGS, tuple(rows), num_labels=2))
         console.print(
             f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
             f"lookahead {best.lookahead}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.reprs import shown_path
-from runtime.cli.simulate_command import Comparison, Decoding, in_words
+from runtime.simulation.comparison import Comparison, Decoding, described
 from runtime.terminal.display import OutputError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _draw_on(axes: Axes, comparison: Comparison) -> None:
     axes.set_xlabel("lookahead of sequential decoding (most tokens in one proposal)")
     axes.set_ylabel("tokens per second (plain decoding = 1)")
     axes.set_title(
-        f"{in_words(comparison.scenario)}\n{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+        f"{described(comparison.scenario)}\n{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
         fontsize=9,
         color="#444444",
         loc="left",

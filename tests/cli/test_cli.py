@@ -33,7 +33,7 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.terminal.signals import until_signal
+from runtime.terminal.signals import SignalScope
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "w1 w2 w3"
@@ -317,7 +317,9 @@ def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
         None
     }
     assert run_here(PROMPT, "--target", endless, "--logprobs", "2") == 2
-    assert capfd.readouterr().err == "outrider: error: --logprobs has no place in a text; use it with --json\n"
+    assert (
+        capfd.readouterr().err == "outrider: error: --logprobs needs --json, since a text cannot show them; give both\n"
+    )
 
 
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
@@ -708,7 +710,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         await trio.sleep(1)  # as the way out of a runtime is
         raise AssertionError("the signal was not heard")
 
-    await until_signal(work, generated, runtime.terminal.display.Display())
+    await SignalScope(generated, runtime.terminal.display.Display()).run(work)
     assert cli._status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
@@ -763,7 +765,7 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
             await trio.sleep(1)
             assert statuses == [143]
 
-    await until_signal(work, generated, runtime.terminal.display.Display(), quit_now=statuses.append)
+    await SignalScope(generated, runtime.terminal.display.Display(), statuses.append).run(work)
     assert generated.signal == signal.SIGINT
     assert statuses == [143]
 
@@ -864,8 +866,8 @@ async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endl
 
 def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
     with runtime.terminal.display.Display() as display:
-        display.loading([runtime.DEMO_TARGET])
-        display.stopping()
-        display.reading(5000, 2048)
+        display.show_loading([runtime.DEMO_TARGET])
+        display.show_stopping()
+        display.show_prefill(5000, 2048)
         display.on_event(Span("target", "prefill", 0, 0.0, 1.0, 2048))
     assert capfd.readouterr() == ("", "")
