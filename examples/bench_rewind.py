@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from runtime.loading import blas
 
 if "--openblas" in sys.argv:
-    blas.put_in_front(blas.OPENBLAS)  # before mlx is imported
+    blas.load_before_mlx(blas.OPENBLAS)  # before mlx is imported
 
 import mlx.core as mx
 import trio

@@ -153,7 +153,7 @@ _LIGHT_HOMES = {
 if os.environ.get("OUTRIDER_BLAS"):
     from runtime.loading import blas
 
-    blas.obey_environment()
+    blas.load_from_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -163,8 +163,8 @@ class ContenderRunner:
 
     async def _set_blas_threads(self, engine: Engine) -> None:
         by_engine = blas_threads(len(self._workers))
-        if by_engine is not None and by_engine[engine] != blas.threads_in_front():
-            blas.set_threads_in_front(by_engine[engine])
+        if by_engine is not None and by_engine[engine] != blas.num_loaded_threads():
+            blas.set_threads(by_engine[engine])
             await trio.sleep(BLAS_IDLE_S)
 
     def _record(self, event: Event) -> None:
@@ -261,7 +261,7 @@ def blas_threads(num_workers: int) -> dict[Engine, int] | None:
     Returns: None if the number is not to be set here: MLX's own BLAS has one thread, or the user set a number.
     """
     cores = blas.num_usable_cores()
-    return {"mlx-lm": cores, "outrider": max(1, cores // num_workers)} if blas.can_set_threads_in_front() else None
+    return {"mlx-lm": cores, "outrider": max(1, cores // num_workers)} if blas.can_set_threads() else None
 
 
 class EventSwitch:

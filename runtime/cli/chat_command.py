@@ -276,10 +276,10 @@ async def _exit(chat: Chat, _: str) -> None:
 async def _help(_: Chat, __: str) -> None:
     rows = [(f"{name} {command.argument or ''}".strip(), command.help) for name, command in COMMANDS.items()]
     rows += [
-        ("//...", 'says "/..." to the model'),
+        ("//...", 'sends "/..." to the model'),
         ("...\\", "goes on in the next line"),
-        (BLOCK, "opens a text of several lines, and closes it; pasted lines stay together"),
-        ("Ctrl-C", "stops an answer; what was said stays"),
+        (BLOCK, "begins and ends a text of several lines; pasted lines stay together"),
+        ("Ctrl-C", "stops an answer, which stays in the conversation"),
         ("Ctrl-D", "leaves"),
     ]
     for name, text in rows:
@@ -288,8 +288,8 @@ async def _help(_: Chat, __: str) -> None:
 
 COMMANDS: dict[str, Command] = {
     "/help": Command(_help, "shows this"),
-    "/reset": Command(_reset, "forgets what was said"),
-    "/save": Command(_save, "saves what was said to a file", "FILE"),
-    "/load": Command(_load, "goes on from a saved file, with the settings given here in place of those", "FILE"),
+    "/reset": Command(_reset, "forgets the conversation"),
+    "/save": Command(_save, "saves the conversation to a file", "FILE"),
+    "/load": Command(_load, "continues a saved conversation, with the settings of this chat", "FILE"),
     "/exit": Command(_exit, "leaves"),
 }

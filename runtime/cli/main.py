@@ -268,11 +268,11 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
     """
     if not hasattr(arguments, "blas"):
         return  # a command that computes nothing
-    blas.check()
+    blas.check_environment()
     if arguments.blas is not None:
         # Prompt lookup computes nothing.
         is_alone = models_of(arguments).draft in (None, NGRAM)
-        blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
+        blas.load_before_mlx(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
 # --- the commands ---------------------------------------------------------------------------------

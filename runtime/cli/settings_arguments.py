@@ -71,7 +71,7 @@ FILTERS: tuple[Option, ...] = (
     ("min_tokens_to_keep", "N", parse_value, "tokens that --min-p always keeps"),
     ("top_k", "K", parse_value, "keep this many of the likeliest tokens; 0 keeps all"),
     ("xtc_probability", "P", parse_value, "probability of removing the top tokens (XTC)"),
-    ("xtc_threshold", "P", parse_value, "probability from which a token is a top token for XTC"),
+    ("xtc_threshold", "P", parse_value, "probability above which a token is a top token for XTC"),
     ("xtc_special_tokens", "IDS", parse_values, "ids of tokens that XTC never removes, such as 1,2"),
 )
 PENALTIES: tuple[Option, ...] = (

@@ -206,10 +206,10 @@ async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
         await person.sees("> ")
         await person.types("/hepl\x7f\x7flp\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         await person.types("\x1b[A\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         await person.types("/exit\r")
         await person.sees_all()
@@ -337,7 +337,7 @@ async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endle
         await person.sees("> ")
         # Something else in between, and it is the first again.
         await person.types("/help\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         person.interrupts()
         await person.types("\r")

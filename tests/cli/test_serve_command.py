@@ -412,11 +412,11 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
     [
         (["--host", "0.0.0.0"], "lets other machines in"),
         (["--host", "::"], "give one with --api-key, or in OUTRIDER_API_KEY"),
-        (["--host", "no such host"], "is no address"),
+        (["--host", "no such host"], "is not an address"),
         (["--port", "65536"], "--port must be from 0 to 65535, got 65536"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "with blank"], "printable ASCII"),
-        (["--allow-origin", "https://example.org/"], "'https://example.org/' is not what a browser calls an origin"),
+        (["--allow-origin", "https://example.org/"], "'https://example.org/' is not an origin as browsers send it"),
         (["--allow-origin", "https://example.org/app"], "with nothing behind"),
         (["--allow-origin", "https://Example.org"], "in small letters"),
         (["--allow-origin", "https://example.org:443"], "where it is not the usual one"),

@@ -172,7 +172,7 @@ def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
 def test_a_line_knows_what_it_holds(model):
     sequence = opened(model(Scenario(0.6, 0.1)))
     assert sequence.feed((1, 2, 3), 0) is None
-    with pytest.raises(RewindError, match="asked to rewind to 5 tokens a script that holds 4"):
+    with pytest.raises(RewindError, match="asked a script for length 5, it holds 4"):
         sequence.rewind(5)
     with pytest.raises(RewindError, match="should hold 3 tokens, it holds 4"):
         sequence.check(3)
