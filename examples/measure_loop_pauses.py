@@ -68,9 +68,7 @@ async def main(seconds: float) -> None:
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument(
-    "--seconds", type=float, default=5.0, help="seconds for each case (default: %(default)s)"
-)
+parser.add_argument("--seconds", type=float, default=5.0, help="seconds for each case (default: %(default)s)")
 parser.add_argument("--uvloop", action="store_true", help="run on uvloop")
 arguments = parser.parse_args()
 if arguments.uvloop:

@@ -110,7 +110,7 @@ class ChatSignals(SignalScope):
 
     Attributes:
         is_interactive: whether a user may go on after Ctrl-C; if not, Ctrl-C ends the chat.
-        is_reading: whether prefill is running, of which a pass may take long.
+        is_reading: whether prefill is running, whose passes may take long.
     """
 
     is_interactive = False

@@ -257,7 +257,7 @@ class Display:
             self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
 
     def hide(self) -> None:
-        """Clear the screen for the text, of which a piece comes next."""
+        """Clear the screen before a piece of the text."""
         self._shows_text = True
         self.clear()
 
