@@ -162,7 +162,7 @@ def __getattr__(name: str) -> Any:
     if name in _LIGHT_HOMES:
         home = _LIGHT_HOMES[name]
     elif name in _HOMES or name in _MODULES:
-        import_module("runtime.loading.blas").check()
+        import_module("runtime.loading.blas").check_environment()
         if name in _MODULES:
             return import_module(f"runtime.{name}")
         home = _HOMES[name]

@@ -202,7 +202,7 @@ class Chat:
             async with stream:
                 async for token in stream:
                     self._signals.is_reading = False
-                    self._signals.display.hide()
+                    self._signals.display.clear_for_text()
                     if self._output.is_terminal:
                         await self._output.write(token.text, dimmed=token.is_thinking)
                     elif not token.is_thinking:

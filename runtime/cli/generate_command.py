@@ -292,7 +292,7 @@ async def _stream_text(
                 async for token in stream:
                     generated.pieces.append(token.text)
                     generated.tokens.append(token)
-                    display.hide()
+                    display.clear_for_text()
                     if output is not None:
                         if token.index == 0 and isinstance(prompt, str):
                             output.echo(prompt)

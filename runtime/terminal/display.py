@@ -256,7 +256,7 @@ class Display:
             pass_tokens = SMALLEST if step_size == "auto" else step_size
             self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
 
-    def hide(self) -> None:
+    def clear_for_text(self) -> None:
         """Clear the screen before a piece of the text."""
         self._shows_text = True
         self.clear()
