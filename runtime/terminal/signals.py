@@ -101,13 +101,14 @@ class SignalScope:
         with _handlers(on_signal, [signal.SIGINT, signal.SIGTERM]):
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                with self._scope:
-                    # Captured, since the nursery would wrap it in a group.
-                    try:
+                try:
+                    with self._scope:
                         await work()
-                    except OutriderError as error:
-                        self.outcome.failure = error
-                self._nursery = None
+                except OutriderError as error:
+                    # Captured, since the nursery would wrap it in a group.
+                    self.outcome.failure = error
+                finally:
+                    self._nursery = None
                 nursery.cancel_scope.cancel()
         if self.outcome.finish_reason is not None:
             self.outcome.signal = None  # it came too late to interrupt anything

@@ -33,7 +33,7 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.terminal.signals import SignalScope
+from runtime.terminal.signals import ECHO_S, SignalScope
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "w1 w2 w3"
@@ -575,7 +575,7 @@ def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
-    runtime.terminal.display.say("error: not found:\n\n    try this\nor that\n")
+    runtime.terminal.display.print_message("error: not found:\n\n    try this\nor that\n")
     assert capfd.readouterr().err == "outrider: error: not found: try this or that\n"
 
 
@@ -757,9 +757,9 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
     async def work() -> None:
         with trio.CancelScope(shield=True):  # as a load is
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.display.ECHO_S / 2)
+            await trio.sleep(ECHO_S / 2)
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.display.ECHO_S)
+            await trio.sleep(ECHO_S)
             assert statuses == []
             signal.raise_signal(signal.SIGTERM)
             await trio.sleep(1)
