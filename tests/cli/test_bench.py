@@ -672,7 +672,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        (["--draft", "none"], "needs a draft model: give --draft"),
+        (["--draft", "none"], "needs a draft model; give --draft"),
         (["--max-tokens", "3"], "--max-tokens must be a whole number of at least 16, got 3"),
         (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
         (["--lookahead", "2,always"], "got 'always' among them"),
@@ -696,7 +696,7 @@ def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, cap
 @pytest.mark.slow
 def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
     assert cli.main(["bench", "--target", saved[0]]) == 2
-    assert "needs a draft model: give --draft" in capsys.readouterr().err
+    assert "needs a draft model; give --draft" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -746,7 +746,7 @@ class Interrupted(runtime.terminal.display.Display):
     at = ""
     number = signal.SIGINT
 
-    def doing(self, what: str) -> None:
+    def show_activity(self, what: str) -> None:
         if what.startswith(self.at):
             signal.raise_signal(self.number)
 
