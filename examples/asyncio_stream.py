@@ -1,4 +1,4 @@
-"""The runtime in an asyncio program: streams beside each other and beside other work, a timeout, and many prompts."""
+"""The runtime in an asyncio program: concurrent streams beside other work, a timeout, and many prompts."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ PROMPTS = {"stack": "class Stack:", "sort": "def quicksort(items):"}
 
 
 async def show(rt: runtime.aio.Runtime, label: str, prompt: str) -> None:
-    """Print a continuation line by line, as lines become whole, between those of the others."""
+    """Print a continuation, each line when it is complete, interleaved with other streams."""
     line = prompt
     async with rt.stream(prompt, max_tokens=48) as stream:
         async for token in stream:

@@ -1,15 +1,15 @@
-"""What each way to rewind is worth on a hybrid model: plain, N=1, checkpoints with and without deferred replay.
+"""Benchmark of rewind modes on a hybrid model: plain, N=1, checkpoints with and without deferred replay.
 
     python examples/bench_rewind.py                  # bf16, MLX's own BLAS
     python examples/bench_rewind.py --dtype float32 --openblas
 
 The target is an LFM2-style hybrid (short convolutions and attention) with random weights, so its text means
-nothing; what counts is that its caches are real. The drafter is scripted: it knows the text that plain decoding
-gives and gets a fixed share of the tokens wrong, by a hash of the position, and its proposals cost nothing. So the
-figures are those of the target's side alone.
+nothing; its caches are real. The draft is scripted: it knows the text of plain decoding, gets a fixed share of the
+tokens wrong (by a hash of the position), and its proposals cost nothing. So the figures are those of the target's side
+alone.
 
-All ways are timed in turn, several times over, in one run; the table has medians, the spread, and ratios to
-plain decoding.
+All modes are timed in turn, several times, in one run; the table has medians, the spread, and ratios to plain
+decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from runtime.loading import blas
 
 if "--openblas" in sys.argv:
-    blas.put_in_front(blas.OPENBLAS)  # before mlx is imported
+    blas.load_before_mlx(blas.OPENBLAS)  # before mlx is imported
 
 import mlx.core as mx
 import trio
@@ -45,7 +45,7 @@ PROMPT = tuple(range(7, 39))
 
 
 def hybrid(hidden_size: int, num_layers: int, dtype: mx.Dtype) -> lfm2.Model:
-    """Every third layer attends, the others convolve."""
+    """An LFM2 model in which every third layer attends, and the others convolve."""
     layers = ["full_attention" if i % 3 == 2 else "conv" for i in range(num_layers)]
     mx.random.seed(0)
     model = lfm2.Model(
@@ -74,7 +74,7 @@ def hybrid(hidden_size: int, num_layers: int, dtype: mx.Dtype) -> lfm2.Model:
 
 
 class Oracle:
-    """A scripted draft model: it knows the text, and errs where a hash of the position says so."""
+    """A scripted draft model: it knows the text, and is wrong at positions chosen by a hash."""
 
     vocab_size = VOCAB_SIZE
     context_length = None
@@ -83,12 +83,12 @@ class Oracle:
         self.acceptance = acceptance
         self.text: Sequence[int] = PROMPT
 
-    def open_sequence(self, *, beside_another: bool) -> OracleLine:
-        return OracleLine(self)
+    def open_sequence(self, *, beside_another: bool) -> OracleSequence:
+        return OracleSequence(self)
 
 
-class OracleLine:
-    """What it holds is a number: the token after n is the text's n-th, right or wrong."""
+class OracleSequence:
+    """A cached sequence of the oracle: its length. After n tokens comes the n-th of the text, right or wrong."""
 
     depends_on_passes = False
 
@@ -124,7 +124,7 @@ class OracleLine:
 
 
 class SettleAtOnce(ReplayDebt):
-    """Replay in a pass of its own after each rejection: what deferring is compared with."""
+    """Replay in a pass of its own after each rejection, the baseline for deferred replay."""
 
     def should_settle(self, num_pending: int, price: WidthPrice, seconds_per_token: float) -> bool:
         return num_pending > 0
@@ -140,7 +140,7 @@ async def main() -> None:
     parser.add_argument("--lookahead", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory-tokens", type=int, default=0, help="also watch memory over so many tokens")
+    parser.add_argument("--memory-tokens", type=int, default=0, help="also measure memory over this many tokens")
     args = parser.parse_args()
 
     model = hybrid(args.hidden_size, args.layers, getattr(mx, args.dtype))
@@ -186,7 +186,7 @@ async def main() -> None:
 async def watch_memory(
     model: lfm2.Model, worker: ThreadWorker, draft_worker: ThreadWorker, args: argparse.Namespace
 ) -> None:
-    """Memory beyond what plain decoding holds at the same length: what checkpoints keep."""
+    """Print the memory that checkpoints add to that of plain decoding at the same length."""
     actors.target.ReplayDebt = ReplayDebt  # type: ignore[misc]
     oracle = Oracle(args.acceptance)
     held: dict[str, list[int]] = {}

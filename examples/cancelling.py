@@ -1,7 +1,7 @@
 """Four ways to end a generation early, each of which leaves the models free for the next one.
 
-None of them has to clean up: whatever ends your interest in a stream ends the generation. The forward
-pass that is running is finished, and no other is begun.
+None of them needs clean-up code: dropping, closing or cancelling a stream ends its generation. The current forward pass
+is finished, and no other one starts.
 """
 
 import trio
@@ -9,13 +9,13 @@ import trio
 import runtime
 
 PROMPT = "class Stack:"
-# A text that goes on until the model's context is full, so that there is something to cancel.
+# A text that only ends when the context is full, so that there is something to cancel.
 ENDLESS = {"max_tokens": None, "ignore_eos": True}
 
 
 async def by_timeout(rt: runtime.Runtime) -> None:
     num_tokens = 0
-    # Any cancel scope does: a timeout, a nursery that is cancelled, a server whose client has gone.
+    # Any cancel scope works: a timeout, a cancelled nursery, a server whose client has gone.
     with trio.move_on_after(0.5) as scope:
         async for _ in rt.stream(PROMPT, **ENDLESS):
             num_tokens += 1
@@ -25,14 +25,14 @@ async def by_timeout(rt: runtime.Runtime) -> None:
 async def by_break(rt: runtime.Runtime) -> None:
     async for token in rt.stream(PROMPT, **ENDLESS):
         if token.index == 19:
-            # The loop held the only reference to the stream, and with that the generation goes.
+            # The loop held the only reference to the stream, so the generation ends with it.
             break
     print(f"break: enough after {token.index + 1} tokens")
 
 
 async def by_leaving_a_block(rt: runtime.Runtime) -> None:
-    # With a name for the stream, `break` alone would not drop it; leaving the block ends it in any case,
-    # by an exception too, and its statistics can still be read.
+    # A stream in a variable is not dropped by `break`. Leaving the block ends it in any case, also by an exception, and
+    # its statistics can still be read.
     async with rt.stream(PROMPT, **ENDLESS) as stream:
         async for token in stream:
             if token.index == 9:

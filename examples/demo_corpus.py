@@ -1,6 +1,6 @@
-"""The text that the demo pair was trained on, and the part of it that was held out.
+"""The training corpus of the demo pair, and its held-out part.
 
-It is the source of the running interpreter's standard library, which the PSF licence lets one use.
+It is the source of the running interpreter's standard library (PSF licence).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-SEED = 7  # of the prompts
+SEED = 7  # seed of the choice of prompts
 
 
 def corpus_files() -> tuple[list[Path], list[Path]]:
@@ -34,12 +34,12 @@ def is_held_out(relative: Path) -> bool:
 
 
 def read_source(path: Path) -> str:
-    # A few test files are in odd encodings on purpose; they are no loss.
+    # A few test files have unusual encodings on purpose; their invalid bytes are dropped.
     return path.read_text(encoding="utf-8", errors="ignore")
 
 
 def held_out_prompts(count: int) -> list[str]:
-    """Top-level definitions, each with the few lines that begin it."""
+    """The first lines of randomly chosen top-level definitions in held-out files."""
     _, files = corpus_files()
     found = []
     for path in files:

@@ -1,4 +1,4 @@
-"""FastAPI on `runtime.aio`: a client that goes away cancels its generation, at whatever stage that is.
+"""FastAPI on `runtime.aio`: a client that disconnects cancels its generation at any stage.
 
     pip install -e '.[examples]'
     python examples/fastapi_app.py
@@ -6,16 +6,15 @@
     curl -N localhost:8000/stream --json '{"prompt": "class Stack:", "max_tokens": 200}'
     curl localhost:8000/health
 
-The runtime lives as long as the application does. Errors are statuses: 422 for what is no request or has a setting out
-of its range, 400 for a prompt that will not do, 503 where the models are lost or being closed.
+The runtime lives as long as the application. Errors have statuses: 422 for an invalid request or setting, 400 for a
+prompt that cannot be used, 503 if the models are lost or being closed.
 
-That a client has gone is a message, `http.disconnect`, and nothing else: no server cancels a handler because of it.
-FastAPI would let a handler that returns JSON run to its end, and what `StreamingResponse` does while nothing was sent
-yet depends on the server: it listens for that message where a server speaks ASGI 2.3, as uvicorn does, and waits for a
-`send` to fail where one speaks 2.4. (`request.is_disconnected()` would have to be asked again and again.) So
-`unless_gone` waits for the work and for that message at once, in both endpoints, as long as nothing was sent. In a
-streaming one that is until the first token: from then on something is sent again and again, and `StreamingResponse`
-will do. Waiting for it has another use: what fails before it has a status of its own.
+A server tells of a disconnected client by the message `http.disconnect` only, and cancels no handler. FastAPI lets a
+handler that returns JSON run to its end. What `StreamingResponse` does before anything was sent depends on the server:
+with ASGI 2.3, as in uvicorn, it listens for that message; with 2.4 it waits for a `send` to fail. (Calling
+`request.is_disconnected()` would be polling.) So `unless_gone` waits for both the work and that message, in both
+endpoints, until something was sent. For a stream that is the first token; later on tokens are sent all the time, and
+`StreamingResponse` suffices. Waiting for the first token also gives an early error a status of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import runtime
 
 T = TypeVar("T")
 
-MAX_STREAMS = 4  # at the models at the same time; others wait their turn
+MAX_STREAMS = 4  # streams that generate at once; others wait
 
 
 class Message(BaseModel):
@@ -46,7 +45,7 @@ class Message(BaseModel):
 
 
 class Asked(BaseModel):
-    """What a client may ask for. Ranges are the runtime's, which says what is wrong with a value."""
+    """The body of a request. The runtime checks the ranges, and its messages are the answer."""
 
     model_config = ConfigDict(extra="forbid")
     prompt: str | list[Message]
@@ -57,13 +56,13 @@ class Asked(BaseModel):
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected before its answer."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do something for a client, as long as there is one.
+    """Await some work, and cancel it if the client disconnects.
 
-    Raises: ClientGoneError: it has gone, and the work was cancelled; and what the work raises.
+    Raises: ClientGoneError: the client disconnected. Errors of the work are raised, too.
 
     Cancellation: cancels the work.
     """
@@ -80,13 +79,13 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gone(request: Request) -> None:
-    """Wait until a client, whose request was read, has gone."""
+    """Wait until the client disconnects; its request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def generate(asked: Asked, request: Request) -> dict[str, Any]:
-    """The whole text at once."""
+    """Answer with the whole text."""
     rt: runtime.aio.Runtime = request.app.state.runtime
     completion = await unless_gone(request, rt.generate(**asked.model_dump()))
     return {
@@ -98,7 +97,7 @@ async def generate(asked: Asked, request: Request) -> dict[str, Any]:
 
 
 async def stream(asked: Asked, request: Request) -> StreamingResponse:
-    """Lines of JSON, each with a piece of the text; the last one says why it ended."""
+    """Answer with lines of JSON, each with a piece of the text; the last one has the reason why it ended."""
     rt: runtime.aio.Runtime = request.app.state.runtime
     tokens = rt.stream(**asked.model_dump())
     first = await unless_gone(request, anext(tokens))
@@ -106,9 +105,9 @@ async def stream(asked: Asked, request: Request) -> StreamingResponse:
 
 
 async def lines(tokens: runtime.aio.TokenStream, first: runtime.Token) -> AsyncIterator[str]:
-    """What a streaming answer consists of.
+    """The lines of a streaming answer.
 
-    Cancellation: ends the generation, and so does being closed or dropped.
+    Cancellation: ends the generation, as do closing and dropping the generator.
     """
     async with tokens:
         try:
@@ -130,15 +129,15 @@ async def health(request: Request) -> dict[str, int]:
     return {"streams": rt.num_streams, "waiting": rt.num_waiting}
 
 
-# --- what else a client may be told ---------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
-# The likeliest first; of what is not here, a 500 is the truth.
+# Other errors are bugs, and get status 500.
 STATUSES: dict[type[Exception], int] = {
     runtime.SettingsError: 422,
     runtime.PromptError: 400,
     runtime.RuntimeBrokenError: 503,
     runtime.RuntimeClosedError: 503,
-    ClientGoneError: 499,  # nobody sees it but a log
+    ClientGoneError: 499,  # only a log shows it
 }
 
 
@@ -149,7 +148,7 @@ async def say_what_failed(request: Request, error: Exception) -> JSONResponse:
 
 async def say_what_is_no_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # FastAPI's own answer repeats what was sent, and fails where JSON cannot say it (NaN).
+    # FastAPI's own answer repeats the input, and fails if JSON cannot express it (NaN).
     said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return JSONResponse({"error": said}, 422)
 
@@ -158,7 +157,7 @@ async def say_what_is_no_request(request: Request, error: Exception) -> JSONResp
 
 
 def make_app(target: Any, draft: Any = None, **options: Any) -> FastAPI:
-    """An application on a target and a draft model, given as for `runtime.aio.open`."""
+    """An application with a runtime of its own; arguments as for `runtime.aio.open`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,9 +1,9 @@
-"""Three answers race: the first that is finished wins, and the others are cancelled in the middle of theirs.
+"""Three answers race: the first that is complete wins, and the others are cancelled.
 
     python examples/first_of_three.py
 
-Each runner is a task in one nursery, and whoever is through cancels the nursery. That is all: the generations of the
-others end with their tasks, and the models are free for what comes next.
+Each answer is a task in one nursery, and the first complete one cancels the nursery. The generations of the others end
+with their tasks, and the models are free for the next request.
 """
 
 import trio
@@ -11,13 +11,13 @@ import trio
 import runtime
 
 PROMPT = "def quicksort(items):"
-# It is finished where something else would begin.
+# An answer is complete where the next definition would begin.
 SETTINGS = {"temperature": 0.7, "stop": ("\ndef ", "\nclass "), "max_tokens": 200}
 SEEDS = (1, 2, 7)
 
 
 class Race:
-    """Who has got how far, and who was first."""
+    """The texts so far, and the seed of the winner."""
 
     def __init__(self) -> None:
         self.texts = dict.fromkeys(SEEDS, "")
@@ -31,7 +31,7 @@ class Race:
     async def answer(self, rt: runtime.Runtime, seed: int, race: trio.CancelScope) -> None:
         async for token in rt.stream(PROMPT, seed=seed, **SETTINGS):
             self.texts[seed] += token.text
-        # Another may be through before it hears that it was cancelled.
+        # Another answer may complete before its cancellation takes effect.
         if self.winner is None:
             self.winner = seed
             race.cancel()

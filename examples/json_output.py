@@ -1,4 +1,4 @@
-"""Have a text keep to a JSON schema, and say what speculation made of it. Needs llguidance, as `outrider[grammar]`."""
+"""Generate JSON that follows a schema, and print how much of it was drafted. Needs llguidance (`outrider[grammar]`)."""
 
 import json
 
@@ -25,7 +25,7 @@ async def main() -> None:
     async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
         grammar = runtime.Grammar.from_json_schema(SCHEMA, rt.tokenizer, compact=True)
         answer = await rt.generate(PROMPT, logits_processors=[grammar], lookahead=3)
-    # The demo pair is no good at describing anything; but what it writes is what was asked for.
+    # The demo pair cannot describe a module, but its output follows the schema.
     for name, value in json.loads(answer.text).items():
         print(f"{name:>8}: {value!r}")
     statistics = answer.statistics

@@ -1,10 +1,10 @@
-"""Measure how often a drafted token stands at a temperature, by three rules: a table, and a plot over temperature.
+"""Measure the acceptance rate of drafted tokens over temperature, for three rules: a table, and optionally a plot.
 
     python examples/measure_acceptance.py --plot acceptance.svg
 
 *match* and *rejection* are this runtime's (see `protocol/acceptance.py`). *equality* is what mlx-lm's speculative
-decoding does: target and draft each draw a token, and the draft's stands if the two are the same. All three give
-exact samples of the target's distribution; they differ in how many drafted tokens come through. One token is
+decoding does: target and draft each draw a token, and the drafted one is accepted if the two are equal. All three rules
+give exact samples of the target's distribution; they differ in how many drafted tokens they accept. One token is
 proposed at a time, so the figures are rates per position. Prompts as in `measure_demo_pair.py`.
 """
 

@@ -1,11 +1,11 @@
-"""Measure the demo pair: how often the drafter guesses what the target writes, on files it never saw.
+"""Measure the acceptance rate of the demo pair on files that were held out of its training.
 
     python examples/measure_demo_pair.py
 
 Prompts are the openings of top-level functions and classes in the held-out files of the corpus
 (see `demo_corpus.py`), chosen by a fixed seed. Each is continued greedily by the target, with the
-drafter proposing. *Acceptance* is accepted / proposed. It falls as proposals grow, since everything
-behind a wrong token is wrong too; at lookahead 1 it is the plain rate of agreement.
+drafter proposing. *Acceptance* is accepted / proposed. It falls with longer proposals, since all tokens
+after a wrong one are rejected too; at lookahead 1 it is the rate of agreement.
 """
 
 from __future__ import annotations

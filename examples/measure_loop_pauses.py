@@ -1,8 +1,8 @@
-"""How long an asyncio loop has to wait while models prefill and decode beside it: the pauses of a 1 ms ticker.
+"""Measure the pauses of an asyncio loop while models prefill and decode beside it, with a 1 ms ticker.
 
-Three things are measured in turn, for so many seconds each: the loop with nothing beside it, with several streams
-that decode, and with long prompts that come one after the other while others decode. Loading is not measured, since
-importing and building models holds Python's lock.
+Three cases are measured in turn for `--seconds` each: an idle runtime, several streams that decode, and long prompts
+one after another while other streams decode. Loading is not measured, since importing and building models holds
+Python's lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENDLESS = {"max_tokens": None, "ignore_eos": True}
 
 
 async def ticks(seconds: float) -> list[float]:
-    """How late each tick of 1 ms came, in milliseconds."""
+    """Sorted delays of 1 ms ticks, in milliseconds."""
     late, end = [], time.perf_counter() + seconds
     while (now := time.perf_counter()) < end:
         await asyncio.sleep(0.001)
@@ -68,8 +68,8 @@ async def main(seconds: float) -> None:
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("--seconds", type=float, default=5.0, help="for each of the three (default: %(default)s)")
-parser.add_argument("--uvloop", action="store_true", help="on uvloop")
+parser.add_argument("--seconds", type=float, default=5.0, help="seconds for each case (default: %(default)s)")
+parser.add_argument("--uvloop", action="store_true", help="run on uvloop")
 arguments = parser.parse_args()
 if arguments.uvloop:
     import uvloop

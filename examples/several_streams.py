@@ -1,4 +1,4 @@
-"""Several streams at once: they take turns at the two models, and each is as right as if it were alone."""
+"""Several streams at once: they take turns at the two models, and each has the text that it would have alone."""
 
 import math
 
@@ -14,9 +14,9 @@ PROMPTS = {
 
 
 async def show(label: str, prompt: str, statistics: dict[str, runtime.Statistics]) -> None:
-    """Print a continuation line by line, as lines become whole, between those of the others."""
+    """Print a continuation, each line when it is complete, interleaved with other streams."""
     line = prompt
-    # No runtime is handed around: `runtime.stream` takes the one that this task was started under.
+    # No runtime argument: `runtime.stream` uses the runtime that is open around this task.
     async with runtime.stream(prompt, max_tokens=48) as stream:
         async for token in stream:
             *whole_lines, line = (line + token.text).split("\n")

@@ -1,19 +1,19 @@
-"""A terminal interface: type a prompt, and see the text grow, drafted tokens in a colour of their own.
+"""A terminal interface: type a prompt, and watch the text stream, with drafted tokens in their own colour.
 
     python examples/terminal.py
     python examples/terminal.py --target path/or/hub-id --draft path/or/hub-id --max-tokens 1000 --temperature 0.7
 
-Esc stops a text at once, and what was written of it stays. Enter, while one is being written, puts a new one in its
-place: type on at any time. The rule above the line that you type says how many drafted tokens stand, how fast it goes,
-and how full the text is. Arrow keys, Home, End and the usual Ctrl keys edit the line, Alt-Enter or Ctrl-J breaks it,
-up and down fetch what was typed before, and Page Up and Page Down scroll. Ctrl-C leaves, as does Ctrl-D in an empty
-line; the terminal is then as it was, and the text stays on it.
+Esc stops a text at once and keeps what was written. Enter during a text replaces it by a new one, so you can type at
+any time. The rule above the typed line shows the share of drafted tokens that were accepted, the speed, and the length
+of the text. Arrow keys, Home, End and the usual Ctrl keys edit the line, Alt-Enter or Ctrl-J breaks it, Up and Down
+walk through the history, and Page Up and Page Down scroll. Ctrl-C leaves, and so does Ctrl-D in an empty line; the
+terminal is then restored, and the text stays on it.
 
-A model with a chat template (as `--target` may have) is talked with: each answer knows those before it. Any other, such
-as the demo pair, continues each prompt for itself.
+A model with a chat template (which `--target` may have) holds a conversation. Any other model, such as the demo pair,
+continues each prompt by itself.
 
-All of it is one trio program. An answer is a task with a cancel scope: that is all that Esc and Enter need. The rooms
-that it has beside the models are in `examples/console/`.
+This is one trio program. An answer is a task with a cancel scope, which is all that Esc and Enter need. The line editor
+and the screen are in `examples/console/`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from console.terminal import NoTerminalError, Terminal, stderr_kept
 
 import runtime
 
-FRAME_S = 1 / 60  # no two frames are closer together
-TICK_S = 0.1  # nor, while something is being written, further apart
+FRAME_S = 1 / 60  # shortest time between two frames
+TICK_S = 0.1  # longest time between two frames while a text streams
 
 HINT = "type a prompt; Ctrl-D leaves"
 HINT_MEANWHILE = "Esc stops; Enter begins something new"
@@ -47,12 +47,12 @@ HINT_MEANWHILE = "Esc stops; Enter begins something new"
 
 @attrs.define(eq=False)
 class Answer:
-    """A text that is being written, or was.
+    """A text that streams, or has ended.
 
     Attributes:
-        scope: to be cancelled where nobody wants it any more.
-        stream: once it was begun.
-        end: what became of it; None while it is being written.
+        scope: cancelled to stop the text.
+        stream: the stream, once it has started.
+        end: how the text ended; None while it streams.
     """
 
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -61,12 +61,12 @@ class Answer:
 
 
 class Interface:
-    """What is typed, what is written, and what of both is on the screen.
+    """The interface: typed input, streaming answers, and the screen.
 
     Attributes:
-        page: all that was written.
-        signal: which one ended it, if one did.
-        failure: what ended it, if something failed that cannot be gone on from.
+        page: the text of all prompts and answers.
+        signal: number of the signal that ended the program, if any.
+        failure: the error that ended the program, if any.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Interface:
         max_tokens: int | None,
         greeting: Page,
     ) -> None:
-        """Nothing is shown yet.
+        """An interface that shows nothing yet.
 
         Args:
-            terminal: where.
-            begin: begins a text with what was typed; raises an `OutriderError` where it will not do.
-            is_chat: whether it answers what was typed, and does not continue it.
-            max_tokens: of a text.
-            greeting: stands on the page until something else does.
+            terminal: the terminal.
+            begin: starts a stream for a prompt; raises an `OutriderError` for a prompt that cannot be used.
+            is_chat: whether prompts are answered, and not continued.
+            max_tokens: most tokens of a text.
+            greeting: shown until the page has text.
         """
         self.page = Page()
         self.signal: int | None = None
@@ -97,17 +97,17 @@ class Interface:
         self._greeting = greeting
         self._editor = Editor()
         self._answer: Answer | None = None
-        self._turn = trio.Lock()  # of the answer that the models are at
-        self._view_end: int | None = None  # the row of the page that the view ends before; None for the last
+        self._turn = trio.Lock()  # held by the answer that is streaming
+        self._view_end: int | None = None  # row of the page after the visible part; None shows the end
         self._palette = NO_COLOURS if os.environ.get("NO_COLOR") else COLOURS
         self._shown: Frame | None = None
         self._changed = trio.Event()
         self._everything = trio.CancelScope()
 
     async def run(self) -> None:
-        """Have the terminal until somebody leaves.
+        """Run until the user leaves.
 
-        Cancellation: leaves.
+        Cancellation: restores the terminal.
         """
         with self._terminal.taken(), self._everything, self._warnings_shown():
             async with trio.open_nursery() as nursery:
@@ -117,10 +117,10 @@ class Interface:
                 await self._read_keys()
 
     def leave(self) -> None:
-        """End everything."""
+        """End the program."""
         self._everything.cancel()
 
-    # --- what is typed ----------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     async def _read_keys(self) -> None:
         decoder = Decoder()
@@ -130,7 +130,7 @@ class Interface:
             with trio.move_on_after(float("inf") if patience_s is None else patience_s):
                 data = await self._terminal.read()
             if data == b"":
-                self.signal = signal.SIGHUP  # which may come as well, and may not
+                self.signal = signal.SIGHUP  # the signal itself may or may not come
                 self.leave()
             for event in decoder.settle() if data is None else decoder.feed(data):
                 self._obey(event)
@@ -166,14 +166,14 @@ class Interface:
                     self.signal = number
                     self.leave()
                 elif number == signal.SIGCONT:
-                    self._terminal.take()  # whoever has had it meanwhile has changed it
+                    self._terminal.take()  # another program may have changed it meanwhile
                 self._shown = None
                 self._change()
 
-    # --- what is written --------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _ask(self, text: str) -> None:
-        """Begin a text, in place of the one that is being written."""
+        """Start a text, in place of the one that streams."""
         self._end("replaced")
         self._view_end = None
         if not self.page.is_empty:
@@ -184,25 +184,25 @@ class Interface:
         self._nursery.start_soon(self._write, self._answer, text)
 
     def _end(self, how: str) -> None:
-        """Have no more written. What was written stays."""
+        """Stop the text that streams; what was written stays."""
         if self._answer is not None and self._answer.end is None:
             self._answer.end = how
             self._answer.scope.cancel()
             self._remark(f"[{how}]")
 
     async def _write(self, answer: Answer, text: str) -> None:
-        """Write a text, until it ends or somebody ends it.
+        """Stream a text to the page.
 
-        Cancellation: ends the generation; the models are free after the forward pass that is running.
+        Cancellation: ends the generation; the models are free after the current forward pass.
         """
         with answer.scope:
-            # The one before is being left at this moment, and a conversation has one answer at a time.
+            # The previous answer may still be ending, and a conversation has one answer at a time.
             async with self._turn:
                 try:
                     async with self._begin(text) as answer.stream:
                         async for token in answer.stream:
                             if answer.end is not None:
-                                return  # this token was on its way already
+                                return  # the text was stopped before this token arrived
                             self.page.write(token.text, _style(token))
                             self._change()
                         answer.end = "full" if answer.stream.finish_reason == "length" else "done"
@@ -223,7 +223,7 @@ class Interface:
 
     @contextmanager
     def _warnings_shown(self) -> Iterator[None]:
-        """Show what the runtime warns of on the page."""
+        """Show the runtime's warnings on the page."""
         token = trio.lowlevel.current_trio_token()
 
         logger, handler = logging.getLogger("outrider"), logging.Handler(logging.WARNING)
@@ -234,10 +234,10 @@ class Interface:
         finally:
             logger.removeHandler(handler)
 
-    # --- what is on the screen --------------------------------------------------------------------
+    # --- screen -----------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Say that the screen is no longer right."""
+        """Request another frame."""
         self._changed.set()
 
     async def _keep_drawn(self) -> None:
@@ -246,7 +246,7 @@ class Interface:
             frame = draw(self._view())
             painting, self._shown = paint(self._shown, frame, self._palette), frame
             await self._terminal.write(painting)
-            # The first change after a pause is drawn at once, so that what is typed appears as it is typed.
+            # The first change after a pause is drawn at once, so that typed characters appear without delay.
             await trio.sleep(FRAME_S)
             with trio.move_on_after(TICK_S if self._is_writing else float("inf")):
                 await self._changed.wait()

@@ -1,23 +1,23 @@
-"""Train the bundled demo pair: a small code model, and a drafter that imitates it.
+"""Train the bundled demo pair: a small code model, and a draft model that imitates it.
 
     pip install -e '.[train]'
     python examples/train_demo_pair.py --work build/demo-pair --out runtime/demo_pair
 
 The corpus is the source of the Python standard library of the running interpreter (PSF licence).
-One file in twenty, chosen by a hash of its path, is held out of everything: tokenizer, target and
-drafter; `examples/measure_demo_pair.py` draws its prompts from there.
+One file in twenty, chosen by a hash of its path, is held out of all training: tokenizer, target and
+draft. `examples/measure_demo_pair.py` takes its prompts from there.
 
-Four stages, each of which leaves a file behind and is skipped where that file exists. The two long
-ones write a checkpoint every `CHECKPOINT_EVERY` steps and go on from it, so that a run may be
-stopped at any time:
+There are four stages. Each writes a file, and is skipped if that file exists. The two long ones
+write a checkpoint every `CHECKPOINT_EVERY` steps and resume from it, so a run may be stopped at any
+time:
 
 1. *tokenizer*: byte-level BPE, `VOCAB_SIZE` entries, no BOS, `<|endoftext|>` between files.
 2. *target*: next-token cross entropy on the corpus.
-3. *rollouts*: the target's own continuations of corpus prefixes, greedy and sampled. A drafter is
-   asked for what the target would write, which is not what people have written.
+3. *rollouts*: the target's own continuations of corpus prefixes, greedy and sampled. A draft model
+   has to predict what the target writes, which differs from what people wrote.
 4. *draft*: distillation on corpus and rollouts. The loss is KL(target || draft), which is what
    bounds the acceptance of the rejection rule (1 - TV), plus cross entropy with the target's
-   argmax, which is what the greedy match rule asks for.
+   argmax, which is what the greedy match rule needs.
 
 Hidden matrices are trained with Muon, the rest with AdamW, forward passes in bfloat16.
 """
@@ -77,7 +77,7 @@ class Corpus:
             for encoded in tokenizer.backend_tokenizer.encode_batch(texts):
                 ids += [*encoded.ids, end]
             stream = np.array(ids, dtype=np.int64)
-            # Windows start where a line starts at column 0, as prompts do.
+            # Windows start at lines that start at column 0, as prompts do.
             starts = 1 + np.flatnonzero(np.isin(stream[:-1], [*newline_ends, end]))
             self.streams.append(torch.from_numpy(stream))
             self.starts.append(starts[starts < len(stream) - CONTEXT - 1])
@@ -172,7 +172,7 @@ def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 class Run:
-    """One training run: its step, its model and optimizer, its log; goes on from a checkpoint."""
+    """One training run: step, model, optimizer and log; resumes from a checkpoint."""
 
     def __init__(self, name: str, model: LlamaForCausalLM, num_steps: int, work: Path) -> None:
         self.name, self.model, self.num_steps = name, model, num_steps
@@ -200,7 +200,7 @@ class Run:
 
 
 def rng_for(*what: object) -> random.Random:
-    """Random numbers that depend on the seed and on what they are for: a resumed run draws the same."""
+    """A random generator for a seed and a purpose, so that a resumed run draws the same numbers."""
     return random.Random(":".join(map(str, (SEED, *what))))
 
 
@@ -208,7 +208,7 @@ def train_target(corpus: Corpus, held_out: torch.Tensor, model: LlamaForCausalLM
     run = Run("target", model, num_steps, work)
     began = time.monotonic()
     for step in range(run.first_step, num_steps):
-        # Most of the training on short windows, which are cheaper; the end on the full context.
+        # Most of the training uses short windows, which are cheaper; the end uses the full context.
         rows, length = (8, 512) if step < 0.85 * num_steps else (4, CONTEXT)
         ids = corpus.windows(rows, length + 1, rng_for("target", step))
         loss = F.cross_entropy(logits_of(model, ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
@@ -268,7 +268,7 @@ def distil(
     began = time.monotonic()
     for step in range(run.first_step, num_steps):
         rng = rng_for("draft", step)
-        # More and more of the target's own text: that is what the drafter will be asked for.
+        # The share of the target's own text grows, since that is what the draft model has to predict.
         if rng.random() < 0.3 + 0.5 * step / num_steps:
             rows = rng.choice(rollouts)
             ids = rows[torch.tensor(rng.sample(range(len(rows)), 24))]
@@ -297,7 +297,7 @@ def distil(
             run.checkpoint(step + 1)
 
 
-# --- the whole ----------------------------------------------------------------------------------
+# --- all stages --------------------------------------------------------------------------------
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:

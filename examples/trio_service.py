@@ -1,18 +1,17 @@
-"""A service in trio that has the runtime in its own nursery: a line of JSON asks, lines of JSON answer.
+"""A trio service with the runtime in its own nursery: requests and answers are lines of JSON over TCP.
 
     python examples/trio_service.py --port 7711
     nc 127.0.0.1 7711
     {"prompt": "def quicksort(items):", "max_tokens": 40}
 
-Each line of a client asks for a text, with settings of `SETTINGS`, or cancels the one that is under way:
-`{"cancel": true}`. What comes back are lines with `text`, and in the end one with `end`: "stop", "length", "cancelled"
-(by a line, or by a new prompt, which takes the place of the old one) or "error", with `error` saying which. A client
-that hangs up, also in the middle of its prompt's being read, cancels its text. (So does one that only closes its own
-side, as `echo ... | nc` may: the two look alike from here.)
+A line of a client requests a text, with settings out of `SETTINGS`, or cancels the current one: `{"cancel": true}`. The
+answer is lines with `text`, and at last one with `end`: "stop", "length", "cancelled" (by a line, or by a new prompt,
+which replaces the current text) or "error", with the message in `error`. A client that disconnects cancels its text,
+also during prefill. (So does a client that only closes its sending side, as `echo ... | nc` may: the two look alike.)
 
-Everything is bounded: how many clients there are, how many of their texts the models are at (the others wait their
-turn), how long a line is, how long a client may keep its place without reading what it asked for. SIGTERM and Ctrl-C
-let nobody else in, give those who are there a few seconds to have their answers, and end with status 0.
+Everything is bounded: the number of clients, the number of texts that generate at once (others wait), the length of a
+line, and the time that a client may leave its answer unread. SIGTERM and Ctrl-C stop accepting clients, give the
+current answers a few seconds to end, and exit with status 0.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ import runtime
 
 SETTINGS = {"max_tokens", "temperature", "top_p", "seed", "stop"}
 MAX_CLIENTS = 64
-MAX_STREAMS = 4  # at the models at the same time
+MAX_STREAMS = 4  # texts that generate at once
 MAX_LINE = 64 * 1024  # bytes
-PATIENCE_S = 30.0  # with a client that does not read
-GRACE_S = 5.0  # for answers that are under way when the service ends
+PATIENCE_S = 30.0  # for a client that does not read
+GRACE_S = 5.0  # for current answers when the service ends
 
 
 class RefusedError(Exception):
-    """What a client sent makes no sense."""
+    """A client sent an invalid line."""
 
 
 class Client:
-    """One connection: at most one text at a time."""
+    """A connection, with at most one text at a time."""
 
     def __init__(self, rt: runtime.Runtime, connection: trio.SocketStream) -> None:
         self._rt = rt
@@ -50,14 +49,14 @@ class Client:
         self._sending = trio.Lock()
         self._listening = trio.CancelScope()
         self._answering = trio.CancelScope()
-        self._turn = trio.Lock()  # one text has said how it ended before the next begins
+        self._turn = trio.Lock()  # so that the end of a text is sent before the next text starts
 
     async def serve(self) -> None:
-        """Answer until the client hangs up, or makes no sense.
+        """Answer until the client disconnects or sends an invalid line.
 
         Raises: RuntimeBrokenError: the models are lost.
 
-        Cancellation: ends its text.
+        Cancellation: ends the current text.
         """
         async with trio.open_nursery() as nursery:
             with self._listening:
@@ -73,11 +72,11 @@ class Client:
                     await self.send(end="error", error=str(error))
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
                     pass
-                # Nobody is there any more, or nobody that could be talked with.
+                # The client has gone, or sent an invalid line.
                 nursery.cancel_scope.cancel()
 
     def listen_no_more(self) -> None:
-        """Finish the text that is under way, and hang up."""
+        """Finish the current text, and disconnect."""
         self._listening.cancel()
 
     async def _answer(self, scope: trio.CancelScope, asked: dict[str, Any]) -> None:
@@ -99,22 +98,22 @@ class Client:
     async def send(self, **message: Any) -> None:
         """Send a line.
 
-        Cancellation: the line is sent whole all the same, since half of one would spoil the next; a client that does
-            not take it for `PATIENCE_S` loses its connection.
+        Cancellation: the line is still sent whole, since half a line would spoil the next one. A client that does not
+            read it within `PATIENCE_S` is disconnected.
         """
         with trio.move_on_after(PATIENCE_S, shield=True) as patience:
             try:
                 async with self._sending:
                     await self._connection.send_all(json.dumps(message).encode() + b"\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                return  # whoever reads from it will notice
+                return  # the task that reads from it notices
         if patience.cancelled_caught:
             self._answering.cancel()
             await self._connection.aclose()
 
 
 async def lines(connection: trio.SocketStream) -> AsyncIterator[bytes]:
-    """The lines that come, until the other side hangs up."""
+    """The lines of a connection, until the other side closes it."""
     received = bytearray()
     async for data in connection:
         received += data
@@ -139,14 +138,14 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 class Service:
-    """A runtime, and whoever wants something of it."""
+    """A runtime and its clients."""
 
     def __init__(self, rt: runtime.Runtime) -> None:
         self._rt = rt
         self._clients: set[Client] = set()
 
     async def welcome(self, connection: trio.SocketStream) -> None:
-        """Serve a client, if there is room for one more."""
+        """Serve a client, unless there are `MAX_CLIENTS` already."""
         client = Client(self._rt, connection)
         async with connection:
             if len(self._clients) == MAX_CLIENTS:
@@ -159,13 +158,13 @@ class Service:
                 self._clients.remove(client)
 
     def say_goodbye(self) -> None:
-        """Have every client's text finished, and no other begun."""
+        """Let every client's current text finish, and start no other."""
         for client in self._clients:
             client.listen_no_more()
 
 
 async def main(port: int) -> None:
-    # From here on a signal is heard, and waits for the models to be loaded.
+    # A signal that arrives while the models load is handled after that.
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio.open_nursery() as nursery:
             serve = partial(runtime.keep_open, runtime.DEMO_TARGET, runtime.DEMO_DRAFT, max_streams=MAX_STREAMS)
@@ -188,7 +187,7 @@ async def main(port: int) -> None:
 async def let_in(
     door: trio.CancelScope, service: Service, listeners: list[trio.SocketListener], clients: trio.Nursery
 ) -> None:
-    """Let clients in, until the door is closed."""
+    """Accept clients until `door` is cancelled."""
     with door:
         await trio.serve_listeners(service.welcome, listeners, handler_nursery=clients)
 

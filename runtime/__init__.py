@@ -169,7 +169,7 @@ _LIGHT_HOMES = {
 if os.environ.get("OUTRIDER_BLAS"):
     from runtime.loading import blas
 
-    blas.obey_environment()
+    blas.load_from_environment()
 
 
 def __getattr__(name: str) -> Any:
@@ -186,7 +186,7 @@ def __getattr__(name: str) -> Any:
     if name in _LIGHT_HOMES:
         home = _LIGHT_HOMES[name]
     elif name in _HOMES or name in _MODULES:
-        import_module("runtime.loading.blas").check()
+        import_module("runtime.loading.blas").check_environment()
         if name in _MODULES:
             return import_module(f"runtime.{name}")
         home = _HOMES[name]

@@ -1,4 +1,5 @@
-"""What `examples/terminal.py` is made of, beside the models: keys, a line that is edited, a page, a screen, a terminal.
+"""The parts of `examples/terminal.py`: keys, a line editor, a page of text, the screen, and the terminal.
 
-All but the terminal itself is pure.
+`keys` decodes bytes to events, `editor` applies events to the typed line, `page` wraps the text, `screen` lays out and
+paints frames, and `terminal` reads and writes. All but `terminal` are pure.
 """

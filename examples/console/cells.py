@@ -1,4 +1,4 @@
-"""How text takes up the cells of a terminal: what is one character to the eye, and how wide it is."""
+"""Grapheme clusters of a text, and their width in terminal cells."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TAB = "    "
 
 @attrs.frozen
 class Cluster:
-    """What is one character to the eye: an accented letter, an emoji made of several.
+    """A grapheme cluster: what looks like one character, such as an accented letter or an emoji made of several.
 
     Attributes:
-        begin, end: where it stands in its text.
-        width: cells, 0 to 2; 0 for what is nothing by itself, such as an accent without a letter.
+        begin, end: its range in the text.
+        width: cells, 0 to 2; 0 for a cluster that shows nothing by itself, such as an accent without a letter.
     """
 
     begin: int
@@ -25,7 +25,7 @@ class Cluster:
 
 
 def clusters(text: str) -> list[Cluster]:
-    """The characters of a text as the eye has them; a line break is one of no width."""
+    """The grapheme clusters of a text; a line break is a cluster of width 0."""
     found = []
     begin = 0
     for line in text.split("\n"):
@@ -38,9 +38,9 @@ def clusters(text: str) -> list[Cluster]:
 
 
 def harmless(text: str) -> str:
-    """A text with nothing in it that a terminal would obey: a model may write anything.
+    """A text without control sequences, which a model may write and a terminal would obey.
 
-    Line breaks stay, tabs become blanks, and other control characters what stands for them ("␛").
+    Line breaks stay, tabs become blanks, and other control characters become their symbols ("␛").
     """
     text = text.replace("\r", "").replace("\t", TAB)
     return "".join(character if character == "\n" else _shown(character) for character in text)

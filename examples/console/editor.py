@@ -1,4 +1,4 @@
-"""The line that is typed, with the keys that edit it, and what was typed before."""
+"""A line editor: the typed text, the keys that edit it, and the history."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ MOST_REMEMBERED = 1000
 
 @attrs.frozen
 class Line:
-    """A text, maybe of several lines, and where the cursor is in it.
+    """The typed text, which may have several lines, and the cursor in it.
 
     Attributes:
         text: without control characters other than newlines.
-        cursor: an index into the text, between two characters as the eye has them.
+        cursor: an index into the text, never inside a grapheme cluster.
     """
 
     text: str = ""
     cursor: int = 0
 
     def insert(self, text: str) -> Line:
-        """With a text at the cursor."""
+        """Insert a text at the cursor."""
         whole = self.text[: self.cursor] + text + self.text[self.cursor :]
-        # What is inserted may join what stands after it: a letter in front of an accent.
+        # The inserted text may form a cluster with what follows: a letter in front of an accent.
         return Line(whole, _not_within(whole, self.cursor + len(text)))
 
     def backspace(self) -> Line:
-        """Without the character before the cursor."""
+        """Delete the character before the cursor."""
         return self._without(self._left(), self.cursor)
 
     def delete(self) -> Line:
-        """Without the character after the cursor."""
+        """Delete the character after the cursor."""
         return self._without(self.cursor, self._right())
 
     def left(self) -> Line:
-        """One character back."""
+        """Move one character back."""
         return Line(self.text, self._left())
 
     def right(self) -> Line:
-        """One character on."""
+        """Move one character forward."""
         return Line(self.text, self._right())
 
     def word_left(self) -> Line:
-        """Back to the beginning of a word."""
+        """Move back to the beginning of a word."""
         return Line(self.text, self._word_left())
 
     def word_right(self) -> Line:
-        """On to the end of a word."""
+        """Move forward to the end of a word."""
         return Line(self.text, self._word_right())
 
     def home(self) -> Line:
-        """To the beginning of this line of the text."""
+        """Move to the beginning of the current line."""
         return Line(self.text, self._line_begin())
 
     def end(self) -> Line:
-        """To its end."""
+        """Move to the end of the current line."""
         return Line(self.text, self._line_end())
 
     def kill_to_end(self) -> Line:
-        """Without what follows in this line of the text; at its end, without its break."""
+        """Delete to the end of the current line; at its end, delete the line break."""
         end = self._line_end()
         return self._without(self.cursor, end if end > self.cursor else self._right())
 
     def kill_to_begin(self) -> Line:
-        """Without what stands before in this line of the text."""
+        """Delete back to the beginning of the current line."""
         return self._without(self._line_begin(), self.cursor)
 
     def kill_word_left(self) -> Line:
-        """Without the word before the cursor."""
+        """Delete the word before the cursor."""
         return self._without(self._word_left(), self.cursor)
 
     def kill_word_right(self) -> Line:
-        """Without the word after the cursor."""
+        """Delete the word after the cursor."""
         return self._without(self.cursor, self._word_right())
 
     def up(self) -> Line | None:
-        """A line of the text higher; None in the first."""
+        """Move one line up; None in the first line."""
         begin = self._line_begin()
         if begin == 0:
             return None
@@ -88,7 +88,7 @@ class Line:
         return Line(self.text, _not_within(self.text, min(above + self.cursor - begin, begin - 1)))
 
     def down(self) -> Line | None:
-        """A line of the text lower; None in the last."""
+        """Move one line down; None in the last line."""
         end = self._line_end()
         if end == len(self.text):
             return None
@@ -136,28 +136,27 @@ class Line:
 
 
 def _not_within(text: str, index: int) -> int:
-    """An index, or the end of the character that it would cut."""
+    """The index, or the end of the cluster that it would cut."""
     return next((c.end for c in clusters(text) if c.begin < index < c.end), index)
 
 
 class Editor:
-    """The line that is being typed, and a memory of those before it.
+    """The line editor with its history.
 
     Attributes:
-        line: as it stands.
+        line: the text that is being typed.
     """
 
     def __init__(self) -> None:
         self.line = Line()
         self._past: list[str] = []
-        self._back = 0  # how far back in the past the line is from; 0 for the one that is new
-        self._new = Line()  # what was being typed when the past was looked at
+        self._back = 0  # position in the history, counted from its end; 0 for the new line
+        self._new = Line()  # the new line, kept while the history is shown
 
     def press(self, event: Event) -> str | None:
-        """Have an event edit the line.
+        """Apply an event to the line; events without a meaning here are ignored.
 
-        Returns: the text, where the event is Enter and there is something but blanks to hand in; the line is empty
-            then. None otherwise; what means nothing here changes nothing.
+        Returns: the text, if the event is Enter and the text is not blank; the line is then empty. None otherwise.
         """
         match event:
             case Typed(text):

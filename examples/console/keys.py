@@ -1,8 +1,7 @@
-"""From the bytes that a terminal sends to what was done at its keyboard.
+"""A decoder of the bytes that a terminal sends: keys, typed text and pastes.
 
-Pure: the same events come of the same bytes, in however many pieces these arrive. Only where nothing more comes does
-time play a part: the Esc key sends the byte that all longer sequences begin with, so whether it was pressed is known
-when nothing has followed for `Decoder.patience_s`.
+The same bytes give the same events, however they are cut into pieces. Time matters in one case: the Esc key sends the
+byte that begins all longer sequences, so the key is known only when nothing follows for `Decoder.patience_s`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import re
 
 import attrs
 
-# How long to wait for what may follow: a byte after Esc, which a terminal sends at once; the rest of a sequence that
-# is under way, which no one key leaves open; the end of a paste, which comes unless somebody has pulled a plug.
+# Seconds to wait for more bytes: after Esc, whose sequence a terminal sends at once; inside a sequence, which no single
+# key leaves open; inside a paste, whose end comes unless the connection is lost.
 ESCAPE_S = 0.05
 SEQUENCE_S = 0.5
 PASTE_S = 2.0
@@ -21,21 +20,21 @@ PASTE_S = 2.0
 
 @attrs.frozen
 class Key:
-    """A key that is no text, by name: "enter", "escape", "ctrl-c", "left", "ctrl-left"."""
+    """A key other than a character, by name: "enter", "escape", "ctrl-c", "left", "ctrl-left"."""
 
     name: str
 
 
 @attrs.frozen
 class Typed:
-    """Characters that were typed, without control characters."""
+    """Typed characters, without control characters."""
 
     text: str
 
 
 @attrs.frozen
 class Pasted:
-    """A text that was pasted; its line breaks are newlines, and of control characters it has these and tabs alone."""
+    """A pasted text. Its line breaks are newlines; newlines and tabs are its only control characters."""
 
     text: str
 
@@ -43,8 +42,8 @@ class Pasted:
 Event = Key | Typed | Pasted
 
 _PASTE_END = "\x1b[201~"
-# CSI, in the Linux console's dialect too; SS3, where it is a key's; and Alt with the keys that mean something here.
-# What else follows an Esc was typed after it: on a slow line the two come together, and Esc must not be lost.
+# CSI, with the dialect of the Linux console; SS3 of known keys; and Alt with keys that have a meaning here. Other bytes
+# after an Esc were typed after it: on a slow connection both arrive together, and Esc must not be lost.
 _SEQUENCE = re.compile(
     r"\x1b(?:\[\[[A-E]|\[(?!\[)(?P<parameters>[0-?]{0,32})[ -/]{0,4}(?P<final>[@-~])|O(?P<ss3>[A-DFHMP-S])"
     r"|(?P<alt>[bdf\r\n\x7f\x08]))"
@@ -62,17 +61,17 @@ _BY_CONTROL = {"\r": "enter", "\n": "newline", "\t": "tab", "\x7f": "backspace",
 
 
 class Decoder:
-    """Takes bytes, gives events, and keeps what may be the beginning of something."""
+    """Turns bytes into events, and keeps the beginning of an incomplete sequence."""
 
     def __init__(self) -> None:
-        # Bytes that are no UTF-8 become replacement characters, and keep nobody from leaving.
+        # Invalid UTF-8 becomes replacement characters, so that keys after it still work.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._pasting: list[str] | None = None
 
     @property
     def patience_s(self) -> float | None:
-        """Seconds to wait for more before `settle`; None where nothing is held that more bytes could change."""
+        """Seconds to wait for more bytes before `settle`; None if nothing is incomplete."""
         if self._pasting is not None:
             return PASTE_S
         if not self._held:
@@ -80,11 +79,11 @@ class Decoder:
         return ESCAPE_S if self._held == "\x1b" else SEQUENCE_S
 
     def feed(self, data: bytes) -> list[Event]:
-        """What these bytes complete."""
+        """The events that these bytes complete."""
         return self._events(self._utf8.decode(data))
 
     def settle(self) -> list[Event]:
-        """What is held by itself, since nothing more came."""
+        """The events of the incomplete bytes, once no more bytes came."""
         if self._pasting is not None:
             text, self._pasting, self._held = "".join([*self._pasting, self._held]), None, ""
             return [Pasted(_clean(text))]
@@ -127,7 +126,7 @@ class Decoder:
 
 
 def _plain(rest: str, events: list[Event]) -> str:
-    """Take text, or a control character, off the front."""
+    """Remove text or a control character from the front; returns the rest."""
     if text := _TEXT.match(rest):
         events.append(Typed(text[0]))
         return rest[text.end() :]
@@ -139,7 +138,7 @@ def _plain(rest: str, events: list[Event]) -> str:
 
 
 def _name(sequence: re.Match[str]) -> str | None:
-    """Which key a sequence is for; None for one that means nothing here."""
+    """The key of a sequence; None for one without a meaning here."""
     if sequence["alt"]:
         return _BY_ALT[sequence["alt"]]
     if sequence["ss3"]:
@@ -151,7 +150,7 @@ def _name(sequence: re.Match[str]) -> str | None:
         name = "paste" if number == "200" else _BY_NUMBER.get(number)
     else:
         name = _BY_FINAL.get(sequence["final"]) if sequence["final"] != "M" else None
-    # 1 plus what is held down: 1 for Shift, 2 for Alt, 4 for Ctrl. Alt and an arrow go by words, too.
+    # 1 plus the modifiers: 1 for Shift, 2 for Alt, 4 for Ctrl. Alt with an arrow moves by words, too.
     held = int(modifiers) - 1 if modifiers.isdecimal() else 0
     return f"ctrl-{name}" if name in ("left", "right") and held & 6 else name
 

@@ -1,4 +1,4 @@
-"""The text that grows: runs of characters in styles, in lines that are wrapped to whatever width there is."""
+"""A page of text that grows: runs of styled characters in lines, wrapped to any width."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 from console.cells import clusters, harmless
 
-# "thinking" is what a model thinks before it answers; "note" and "error" are this program's words.
+# "thinking" is a model's reasoning; "note" and "error" are messages of the program.
 Style = Literal["plain", "drafted", "thinking", "drafted thinking", "prompt", "note", "error"]
 
 
@@ -25,21 +25,21 @@ Row = tuple[Run, ...]
 
 
 class Page:
-    """All that was written so far. To add something costs the same, however much is there: full rows are kept."""
+    """The text so far. Adding text takes time in proportion to that text alone, since complete rows are kept."""
 
     def __init__(self) -> None:
         self._lines: list[list[Run]] = [[]]
         self._width = 1
-        self._rows: list[Row] = []  # at that width: all that nothing more can be added to
-        self._rest: list[Run] = []  # what comes after those rows
+        self._rows: list[Row] = []  # complete rows at that width
+        self._rest: list[Run] = []  # the text after those rows
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written yet."""
+        """Whether the page has no text."""
         return self._lines == [[]]
 
     def write(self, text: str, style: Style) -> None:
-        """Add text; what a terminal would obey in it is made harmless."""
+        """Add text; control sequences in it are made harmless."""
         first, *others = harmless(text).split("\n")
         self._add(first, style)
         for line in others:
@@ -49,12 +49,12 @@ class Page:
             self._add(line, style)
 
     def begin_line(self) -> None:
-        """End the last line, if there is something in it."""
+        """End the last line unless it is empty."""
         if self._lines[-1]:
             self.write("\n", "plain")
 
     def rows(self, width: int) -> list[Row]:
-        """Everything, as it fills rows of some width >= 1."""
+        """The text as rows of a width >= 1."""
         if width != self._width:
             self._width = width
             self._rows = [row for line in self._lines[:-1] for row in wrap(line, width)]
@@ -65,7 +65,7 @@ class Page:
         return [*self._rows, rows[-1]]
 
     def lines(self) -> list[Row]:
-        """Everything, unwrapped."""
+        """The text as unwrapped lines."""
         return [tuple(line) for line in self._lines]
 
     def _add(self, text: str, style: Style) -> None:
@@ -83,19 +83,18 @@ class _Cell:
 
 
 def wrap(line: Sequence[Run], width: int) -> list[Row]:
-    """The rows that a line fills: at least one.
+    """The rows of a wrapped line, at least one. Rows end after words, and blanks beyond the end of a row are dropped.
 
     Args:
-        line: without newlines.
-        width: in cells, >= 1. A row ends after a word where one does, and blanks that stand beyond its end are not
-            shown; a word that is longer than a row is cut, and so is what only blanks are in front of.
+        line: runs without newlines.
+        width: in cells, >= 1. A word longer than a row is cut, and so is a word with only blanks before it.
     """
     rows, _ = _wrapped(line, width)
     return rows
 
 
 def _wrapped(line: Sequence[Run], width: int) -> tuple[list[Row], int]:
-    """The rows, and where in the line the last of them begins: whatever is added to the line, all before that stay."""
+    """The rows, and where the last of them begins in the line. Text added to the line changes only the last row."""
     rows: list[Row] = []
     row: list[_Cell] = []
     used = 0
@@ -113,7 +112,7 @@ def _wrapped(line: Sequence[Run], width: int) -> tuple[list[Row], int]:
 
 
 def _cells(line: Sequence[Run], width: int) -> Iterator[_Cell]:
-    # Tokens may cut a letter from its accent, so characters are looked for in the line as a whole.
+    # A letter and its accent may be in different tokens, so clusters are found in the whole line.
     text = "".join(run.text for run in line)
     styles = [run.style for run in line for _ in run.text]
     for cluster in clusters(text):
@@ -125,7 +124,7 @@ def _cells(line: Sequence[Run], width: int) -> Iterator[_Cell]:
 
 
 def _after_last_word(row: Sequence[_Cell]) -> int:
-    """Where a row can be cut: behind its last blank, if a word stands before that; else at its end."""
+    """Where to cut a row: after its last blank if a word precedes it, else at the end of the row."""
     blanks = (i for i in range(len(row) - 1, 0, -1) if row[i].text == " ")
     last = next(blanks, None)
     if last is None or all(cell.text == " " for cell in row[:last]):
@@ -141,7 +140,7 @@ def _joined(row: Sequence[_Cell]) -> Row:
 
 
 def _append(runs: list[Run], run: Run) -> None:
-    """Add a run, as a part of the last one where that has its style."""
+    """Append a run, merged with the last one if both have one style."""
     if runs and runs[-1].style == run.style:
         runs[-1] = Run(runs[-1].text + run.text, run.style)
     else:
@@ -149,7 +148,7 @@ def _append(runs: list[Run], run: Run) -> None:
 
 
 def _from(line: Sequence[Run], begin: int) -> list[Run]:
-    """A line without its first characters."""
+    """A line without its first `begin` characters."""
     kept = []
     for run in line:
         if begin < len(run.text):

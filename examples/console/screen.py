@@ -1,7 +1,6 @@
-"""What is on the screen: from what there is to show to rows, and from two screens to what makes one the other.
+"""The screen: the layout of a frame, and the control sequences that turn one frame into another.
 
-From top to bottom: the page, or as much of it as there is room for; a rule that says what is going on; the line that
-is being typed.
+From top to bottom: the visible part of the page, a rule with the status, and the typed line.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ GAUGE = 10  # cells
 
 @attrs.frozen
 class Status:
-    """What there is to say about an answer.
+    """The status of an answer.
 
     Attributes:
-        activity: in a word or two.
-        acceptance: accepted drafted tokens by those that were judged, in [0, 1]; None where none were.
+        activity: one or two words.
+        acceptance: accepted / proposed, in [0, 1]; None if nothing was proposed.
         tokens_per_second: None before there is a rate.
-        num_tokens: of the answer; None without one.
-        max_tokens: when it is full; None where it may go on.
+        num_tokens: number of tokens of the answer; None without one.
+        max_tokens: most tokens of the answer; None for no limit.
     """
 
     activity: str
@@ -40,15 +39,15 @@ class Status:
 
 @attrs.frozen
 class View:
-    """All that there is to show.
+    """All that a frame shows.
 
     Attributes:
-        width, height: of the screen, in cells, >= 1.
+        width, height: size of the screen in cells, >= 1.
         page: rows of that width.
-        num_below: rows of the page that are hidden below, because somebody has scrolled; 0 shows its end.
-        status: for the rule.
-        line: as it is being typed.
-        hint: stands in an empty line.
+        num_below: number of rows of the page below the visible part; 0 shows its end.
+        status: the status in the rule.
+        line: the typed line.
+        hint: shown if the typed line is empty.
     """
 
     width: int
@@ -62,12 +61,12 @@ class View:
 
 @attrs.frozen
 class Frame:
-    """A screen.
+    """The contents of the screen.
 
     Attributes:
-        rows: as many as the screen has; none wider than it.
+        rows: one for each row of the screen, none wider than it.
         cursor: row and column, from 0.
-        width: of the screen.
+        width: width of the screen.
     """
 
     rows: tuple[Row, ...]
@@ -75,16 +74,16 @@ class Frame:
     width: int
 
 
-# --- what goes where ------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 def page_height(view: View) -> int:
-    """How many rows there are for the page."""
+    """Number of rows for the page."""
     return max(0, view.height - 1 - len(_shown_input(view)[0]))
 
 
 def draw(view: View) -> Frame:
-    """The screen that shows all this."""
+    """The frame of a view."""
     below, (row, column) = _shown_input(view)
     height = page_height(view)
     end = max(0, len(view.page) - view.num_below)
@@ -96,7 +95,7 @@ def draw(view: View) -> Frame:
 
 
 def _shown_input(view: View) -> tuple[list[Row], tuple[int, int]]:
-    """The rows of the line that are shown, and where among them the cursor is."""
+    """The visible rows of the typed line, and the cursor in them."""
     prompt = PROMPT if view.width > 3 * len(PROMPT) else ""
     if not view.line.text:
         hint = _clipped(view.hint, view.width - len(prompt) - 1)
@@ -112,7 +111,7 @@ def _shown_input(view: View) -> tuple[list[Row], tuple[int, int]]:
 
 
 def _typed_rows(line: Line, width: int) -> tuple[list[str], tuple[int, int]]:
-    """A typed text cut into rows just where they are full, and the row and column of its cursor."""
+    """A typed text in rows, cut where they are full, and the row and column of its cursor."""
     rows, used, cursor = [""], 0, (0, 0)
     for cluster in clusters(line.text):
         text = line.text[cluster.begin : cluster.end]
@@ -135,12 +134,12 @@ def _typed_rows(line: Line, width: int) -> tuple[list[str], tuple[int, int]]:
             rows.append("")
             used = 0
         cursor = (len(rows) - 1, used)
-    # At the end of a row that a newline ends there may be no cell left for the cursor.
+    # A full row that ends with a newline has no cell left for the cursor.
     return rows, (cursor[0], min(cursor[1], width - 1))
 
 
 def rule(status: Status, num_below: int, width: int) -> Row:
-    """A row that says what is going on, as fully as there is room for."""
+    """The rule with the status, in the longest wording that fits."""
     for parts in _wordings(status, num_below):
         needed = sum(_width(run.text) for part in parts for run in part) + 3 * (len(parts) - 1) + 4
         if needed <= width:
@@ -152,9 +151,9 @@ def rule(status: Status, num_below: int, width: int) -> Row:
 
 
 def _wordings(status: Status, num_below: int) -> list[list[list[Run]]]:
-    """What can be said, from the fullest wording to the shortest: parts, each of some runs.
+    """The wordings of a status, from the longest to the shortest: parts, each a list of runs.
 
-    Numbers keep their places while they grow, so that nothing dances.
+    Numbers have fixed widths, so that the parts stay in place while numbers grow.
     """
     begin = [[Run(status.activity)]]
     if num_below:
@@ -179,7 +178,7 @@ def _wordings(status: Status, num_below: int) -> list[list[list[Run]]]:
 
 
 def _fullness(status: Status) -> tuple[list[Run], list[Run]]:
-    """How many tokens there are, in words and as a gauge."""
+    """The number of tokens as text, and as a gauge."""
     if status.num_tokens is None:
         return [], []
     if status.max_tokens is None:
@@ -199,7 +198,7 @@ def _width(text: str) -> int:
 
 
 def _clipped(text: str, width: int) -> str:
-    """As much of a text as fits."""
+    """The part of a text that fits a width."""
     end = used = 0
     for cluster in clusters(text):
         used += cluster.width
@@ -209,34 +208,34 @@ def _clipped(text: str, width: int) -> str:
     return text[:end]
 
 
-# --- how it gets there ----------------------------------------------------------------------------
+# --- painting -------------------------------------------------------------------------------------
 
-# The other screen, which leaves what was on this one.
+# The alternate screen, which leaves the normal one as it is.
 ENTER = "\x1b[?1049h"
-# Pastes marked as such; and no wrapping by the terminal itself: where it thinks otherwise of a character's width than
-# we do, one row is wrong then, and not the screen.
+# Bracketed paste on, and automatic wrapping off: if the terminal disagrees about the width of a character, only one row
+# is wrong then, not the whole screen.
 SET_UP = "\x1b[?2004h\x1b[?7l\x1b[2J"
 LEAVE = "\x1b[?2026l\x1b[0m\x1b[?7h\x1b[?2004l\x1b[?25h\x1b[?1049l"
-# Where a terminal knows it, it shows all that is between these two at once.
+# Synchronized output: a terminal that supports it shows everything between these two at once.
 _TOGETHER, _AND_NOW = "\x1b[?2026h\x1b[?25l", "\x1b[?25h\x1b[?2026l"
 
 Palette = Mapping[Style, str]
 COLOURS: Palette = {
     "plain": "", "drafted": "36", "thinking": "2", "drafted thinking": "2;36", "prompt": "1", "note": "2", "error": "31"
 }  # fmt: skip
-# For those who have asked for no colour.
+# For NO_COLOR.
 NO_COLOURS: Palette = {
     "plain": "", "drafted": "4", "thinking": "2", "drafted thinking": "2;4", "prompt": "1", "note": "2", "error": "1"
 }  # fmt: skip
 
 
 def paint(before: Frame | None, after: Frame, palette: Palette) -> str:
-    """What to send so that a screen that shows one frame shows another; nothing where they are the same.
+    """The control sequences that turn one frame into another; "" if they are equal.
 
     Args:
-        before: None where it is not known what the screen shows.
-        after: what it is to show.
-        palette: what each style looks like (the parameters of SGR).
+        before: the frame on the screen; None if unknown.
+        after: the frame to show.
+        palette: SGR parameters of each style.
     """
     if before == after:
         return ""
@@ -244,7 +243,7 @@ def paint(before: Frame | None, after: Frame, palette: Palette) -> str:
     for number, row in enumerate(after.rows):
         if before is None or before.width != after.width or before.rows[number : number + 1] != (row,):
             parts.append(f"\x1b[{number + 1};1H{styled(row, palette)}")
-            # Behind a row that is full there is nothing to erase, and the cursor is still on its last cell.
+            # A full row has nothing to erase behind it, and the cursor is still on its last cell.
             if _width("".join(run.text for run in row)) < after.width:
                 parts.append("\x1b[K")
     row_number, column = after.cursor
@@ -253,5 +252,5 @@ def paint(before: Frame | None, after: Frame, palette: Palette) -> str:
 
 
 def styled(row: Row, palette: Palette) -> str:
-    """A row's text with what makes the terminal show it in its styles."""
+    """A row's text with the SGR sequences of its styles."""
     return "".join(f"\x1b[{palette[run.style]}m{run.text}\x1b[0m" if palette[run.style] else run.text for run in row)

@@ -1,4 +1,4 @@
-"""The terminal: taken for the time that a program has the whole screen, and given back as it was, whatever happens."""
+"""The terminal: put into raw mode with the alternate screen, and restored whatever happens."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ import trio
 
 from console.screen import ENTER, LEAVE, SET_UP
 
-# What is there to be said last waits so long for a terminal that takes nothing (Ctrl-S was pressed).
+# Seconds that writing waits for a terminal that accepts nothing (after Ctrl-S).
 PATIENCE_S = 1.0
 
 
 class NoTerminalError(Exception):
-    """Stdin or stdout is no terminal."""
+    """Stdin or stdout is not a terminal, or the terminal cannot be opened."""
 
 
 class Terminal:
-    """A terminal that trio reads from and writes to without ever being blocked by it."""
+    """A terminal that trio reads and writes without blocking."""
 
     def __init__(self, stdin: int, stdout: int) -> None:
-        """Of two file descriptors, which stay as they are.
+        """Open the terminal behind two file descriptors, which stay unchanged.
 
-        Raises: NoTerminalError: they are something else.
+        Raises: NoTerminalError: one of them is not a terminal.
         """
         for name, fd in (("stdin", stdin), ("stdout", stdout)):
             if not os.isatty(fd):
                 raise NoTerminalError(f"{name} is no terminal, and this program is nothing without one")
-        # Opened anew: whether reading and writing block is a property that our shell would share with us otherwise.
+        # Opened again, since the shell shares the blocking mode of the descriptors that it passed.
         self._input = _opened(stdin)
         self._output = _opened(stdout)
         self._before: list[object] | None = None
 
     async def aclose(self) -> None:
-        """Let go of it; what is shown stays."""
+        """Close the terminal; the screen stays as it is."""
         await self._input.aclose()
         await self._output.aclose()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Have the whole screen, and every key, until the block is left."""
+        """Take the terminal for the block, and restore it at the end."""
         self.take()
         try:
             yield
@@ -55,7 +55,7 @@ class Terminal:
             self.give_back()
 
     def take(self) -> None:
-        """Take the screen and the keys; also again, where others may have changed something meanwhile."""
+        """Take the screen and the keys. May be called again after another program has changed the terminal."""
         fd = self._input.fileno()
         if self._before is None:
             self._before = termios.tcgetattr(fd)
@@ -64,20 +64,20 @@ class Terminal:
         self._write_now(SET_UP)
 
     def give_back(self) -> None:
-        """Leave everything as it was; harmless where it was not taken."""
+        """Restore the terminal; does nothing if it was not taken."""
         if self._before is None:
             return
         self._write_now(LEAVE)
         try:
-            # What was typed and not read was meant for this program, and not for the shell.
+            # Unread input was meant for this program, not for the shell.
             termios.tcflush(self._input.fileno(), termios.TCIFLUSH)
             termios.tcsetattr(self._input.fileno(), termios.TCSANOW, self._before)
         except termios.error:
-            pass  # it is no longer there
+            pass  # the terminal has gone
         self._before = None
 
     def suspend(self) -> None:
-        """Stop this process and those beside it in its job, as Ctrl-Z does; returns when they go on."""
+        """Stop the process group, as Ctrl-Z does; returns when it continues."""
         self.give_back()
         os.kill(0, signal.SIGTSTP)
         self.take()
@@ -87,13 +87,13 @@ class Terminal:
         try:
             columns, rows = os.get_terminal_size(self._output.fileno())
         except OSError:
-            columns = rows = 0  # it has gone
+            columns = rows = 0  # the terminal has gone
         return columns or 80, rows or 24
 
     async def read(self) -> bytes:
-        """What was typed; empty where the terminal has gone.
+        """The bytes that were typed; empty if the terminal has gone.
 
-        Cancellation: nothing is lost.
+        Cancellation: no input is lost.
         """
         try:
             return bytes(await self._input.receive_some())
@@ -101,14 +101,14 @@ class Terminal:
             return b""
 
     async def write(self, text: str) -> None:
-        """Show something, once the terminal takes it.
+        """Write to the terminal, once it accepts output.
 
-        Cancellation: it may be cut anywhere; what `give_back` writes does no harm then.
+        Cancellation: the output may be cut anywhere; `give_back` copes with that.
         """
         try:
             await self._output.send_all(text.encode("utf-8", "replace"))
         except trio.BrokenResourceError:
-            await trio.sleep_forever()  # it has gone, and whoever reads will hear of it
+            await trio.sleep_forever()  # the terminal has gone, and the reading task notices
 
     def _write_now(self, text: str) -> None:
         data, fd = text.encode(), self._output.fileno()
@@ -118,7 +118,7 @@ class Terminal:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # it is no longer there
+                return  # the terminal has gone
 
 
 def _opened(fd: int) -> trio.lowlevel.FdStream:
@@ -134,7 +134,7 @@ def _opened(fd: int) -> trio.lowlevel.FdStream:
 
 @contextmanager
 def stderr_kept() -> Iterator[None]:
-    """Keep what anything says on stderr off the screen, and say it after the block."""
+    """Hold back all output to stderr, and write it after the block."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as said:
         stderr = os.dup(2)

@@ -1,21 +1,16 @@
-"""Ways to decode a prompt with the same two models: mlx-lm's, and this runtime's. Each run is timed alike.
-
-A run is timed from the end of its first round to its last token: what came with the first round took no time
-of its own, and how much that is depends on the contender. Prefill is left out with it.
-"""
+"""Contenders of the benchmark: ways to decode one prompt with the same two models, by mlx-lm or by this runtime."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
-import outcome
 import trio
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, speculative_generate_step
@@ -28,32 +23,34 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.prices import Prices
 from protocol.settings import NGRAM
 from protocol.trace import Event, Span
+from runtime.bench.timing import TimedToken, busy_seconds, count_rounds, take_until_cancelled, timing_window
 from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.loading import blas
 
-# A BLAS thread that has nothing more to do looks out for work before it sleeps, OpenBLAS's for a tenth of a second.
+# An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
 BLAS_IDLE_S = 0.2
 
+Engine = Literal["mlx-lm", "outrider"]
 Lookahead = int | Literal["auto"]
 
 
 @attrs.frozen
 class Contender:
-    """One way to decode.
+    """One way to decode a prompt.
 
     Attributes:
-        engine: whose.
+        engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
     """
 
-    engine: Literal["mlx-lm", "outrider"]
+    engine: Engine
     lookahead: Lookahead
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         if self.engine == "mlx-lm":
             return "mlx-lm plain" if self.lookahead == 0 else f"mlx-lm speculative {self.lookahead}"
         return f"outrider lookahead {self.lookahead}"
@@ -63,34 +60,19 @@ PLAIN = Contender("mlx-lm", 0)
 
 
 @attrs.frozen
-class Moment:
-    """A token as it came.
-
-    Attributes:
-        token: its id.
-        from_draft: whether it was proposed.
-        at: seconds on `time.perf_counter`, when it was there to be used.
-    """
-
-    token: int
-    from_draft: bool
-    at: float
-
-
-@attrs.frozen
 class Run:
     """One prompt, decoded once.
 
     Attributes:
         tokens: the ids.
-        num_timed: tokens after the first round.
-        seconds: what those took.
-        rounds: forward passes of the target that gave tokens.
-        proposed, accepted: drafted tokens that were judged, and that stood.
-        hits, misses: of the lookahead; None where there is no such thing.
-        verify_seconds: of `seconds`, what the target's passes took; None where that is not known.
-        target_seconds, draft_seconds: of `seconds`, when each model's thread had work; likewise.
-        estimates: what the runtime had found out by then about prices; likewise.
+        num_timed: number of tokens after the first round.
+        seconds: time that those took.
+        rounds: number of the target's forward passes that committed tokens.
+        proposed, accepted: number of drafted tokens that were verified, and that were accepted.
+        hits, misses: those of the lookahead; None for mlx-lm, as all that follows.
+        verify_seconds: part of `seconds` in which the target verified or decoded.
+        target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
+        estimates: the runtime's estimates of prices at the end of the run.
     """
 
     tokens: tuple[int, ...]
@@ -109,141 +91,143 @@ class Run:
 
 @attrs.frozen
 class ModelPair:
-    """Two models on their threads.
+    """Two models and their workers.
 
     Attributes:
-        models, workers: by role, "target" and "draft"; each model was made on its worker. Without a drafter,
-            the runtime looks up instead.
-        events: where the workers announce their spans.
-        cache_options: of which mlx-lm's caches have those about quantising.
+        models, workers: by role, "target" and "draft"; each model was made on its worker's thread. Without a draft
+            model, the runtime drafts by prompt lookup.
+        events: receives the spans of the workers.
+        cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
     """
 
     models: dict[str, MLXModel]
     workers: dict[str, Worker]
-    events: Switch
+    events: EventSwitch
     cache_options: CacheOptions = attrs.field(factory=CacheOptions)
 
 
-class Stage:
-    """Two models on their threads, on which contenders take turns.
+class ContenderRunner:
+    """Runs contenders, one at a time, on one pair of models.
 
-    Nothing of one contender is under way any more when the next begins.
+    All work of one contender is over before the next begins.
     """
 
-    def __init__(self, cast: ModelPair) -> None:
-        """A stage on which nobody stands yet."""
-        self._models = cast.models
-        self._workers = cast.workers
-        self._events = cast.events
-        self._cache_options = cast.cache_options
+    def __init__(self, pair: ModelPair) -> None:
+        """A runner without runtimes yet."""
+        self._models = pair.models
+        self._workers = pair.workers
+        self._events = pair.events
+        self._cache_options = pair.cache_options
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
-        self._spans: list[Span] = []  # of the run that is under way
+        self._spans: list[Span] = []  # those of the current run
 
     async def open_runtimes(self, stack: AsyncExitStack, contenders: Iterable[Contender]) -> None:
-        """A runtime for each contender that needs one, so that none learns from another's streams.
+        """Open a runtime for each contender that needs one, so that none learns from another's streams.
 
         Args:
-            stack: on leaving it, they are closed.
-            contenders: mlx-lm's may be among them.
+            stack: closes the runtimes on exit.
+            contenders: the contenders; those of mlx-lm are skipped.
         """
         with self._evaluating_layers():
             for contender in contenders:
                 if contender.engine == "outrider":
                     events = Events()
                     self._events.listener = events
-                    events.listen(self._note)
+                    events.listen(self._record)
                     pairs = {role: (model, self._workers[role]) for role, model in self._models.items()}
                     prices = Prices()
                     if "draft" in pairs:
-                        # As `runtime.open` does; what fails here fails again where it can be told whose it is.
+                        # As `runtime.open` does. What fails here fails again in a run, where the contender is known.
                         with suppress(JobError):
                             await warm_up(pairs["target"], pairs["draft"], prices)
                     runtime = await stack.enter_async_context(
                         running(pairs["target"], pairs.get("draft", NGRAM), events=events, prices=prices)
                     )
                     self._runtimes[contender] = (runtime, events)
-            await self._rest()
+            await self._wait_until_idle()
 
     async def run(self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float) -> Run:
         """Decode a prompt.
 
-        Raises: JobError: mlx-lm raised; OutriderError: the runtime did.
+        Raises:
+            JobError: mlx-lm raised.
+            OutriderError: the runtime raised.
 
-        Cancellation: strikes after the forward passes that are under way.
+        Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
         if contender.engine == "mlx-lm":
-            await self._share_out_threads(0)
+            await self._set_blas_threads("mlx-lm")
             return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        await self._share_out_threads(1)
+        await self._set_blas_threads("outrider")
         with self._evaluating_layers():
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
 
-    async def _share_out_threads(self, whose: int) -> None:
-        threads = blas_threads(len(self._workers))
-        if threads is not None and threads[whose] != blas.threads_in_front():
-            blas.set_threads_in_front(threads[whose])
+    async def _set_blas_threads(self, engine: Engine) -> None:
+        by_engine = blas_threads(len(self._workers))
+        if by_engine is not None and by_engine[engine] != blas.num_loaded_threads():
+            blas.set_threads(by_engine[engine])
             await trio.sleep(BLAS_IDLE_S)
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         if isinstance(event, Span):
             self._spans.append(event)
 
-    # --- ours -------------------------------------------------------------------------------------
+    # --- this runtime -----------------------------------------------------------------------------
 
     async def _run_outrider(
         self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float
     ) -> Run:
         runtime, events = self._runtimes[contender]
         spans: list[Span] = []
-        moments: list[Moment] = []
+        tokens: list[TimedToken] = []
         self._events.listener, self._spans = events, spans
         stream = runtime.stream(
             prompt, max_tokens=max_tokens, temperature=temperature, lookahead=contender.lookahead, ignore_eos=True
         )
         async with stream:
             async for token in stream:
-                moments.append(Moment(token.id, token.from_draft, time.perf_counter()))
-        await self._rest()
+                tokens.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
+        await self._wait_until_idle()
         statistics = stream.statistics()
-        window = timed(moments)
+        window = timing_window(tokens)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
         passes = [span for span in busy["target"] if span.kind in ("verify", "decode")]
         estimates = getattr(statistics, "estimates", None)
         return Run(
-            tokens=tuple(moment.token for moment in moments),
-            num_timed=len(moments) - window.first,
+            tokens=tuple(token.token for token in tokens),
+            num_timed=len(tokens) - window.first,
             seconds=window.ended - window.began,
             rounds=statistics.rounds,
             proposed=statistics.proposed,
             accepted=statistics.accepted,
             hits=statistics.lookahead_hits,
             misses=statistics.lookahead_misses,
-            verify_seconds=within(passes, window),
-            target_seconds=within(busy["target"], window),
-            draft_seconds=within(busy["draft"], window),
+            verify_seconds=busy_seconds(passes, window),
+            target_seconds=busy_seconds(busy["target"], window),
+            draft_seconds=busy_seconds(busy["draft"], window),
             estimates=None if estimates is None else attrs.asdict(estimates),
         )
 
-    async def _rest(self) -> None:
-        """Wait until no model works any more: a drafter may still be at a step that nobody needs."""
-        # Not `num_streams`, which does not count what is over and still to be put away.
+    async def _wait_until_idle(self) -> None:
+        """Wait until no model works: a drafter may still run a step that nobody needs."""
+        # Not `num_streams`, which leaves out sessions that are over and not yet closed.
         while any(runtime._sessions for runtime, _ in self._runtimes.values()):
             await trio.lowlevel.checkpoint()
-        # The first of two follows the job that was under way, the second what came of that one's end.
+        # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
             for worker in self._workers.values():
-                await worker.run(Job("close", _nothing))
+                await worker.run(Job("close", _do_nothing))
 
     @contextmanager
     def _evaluating_layers(self) -> Iterator[None]:
-        """Only while ours are on stage: mlx-lm's have the models as they are."""
+        """Evaluate layer by layer inside the block. Only for this runtime: mlx-lm runs the models as they are."""
         with ExitStack() as stack:
             for model in self._models.values():
                 stack.enter_context(model.evaluating_layers())
             yield
 
-    # --- mlx-lm's ---------------------------------------------------------------------------------
+    # --- mlx-lm -----------------------------------------------------------------------------------
 
     async def _run_mlx_lm(
         self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float
@@ -258,42 +242,44 @@ class Stage:
             temperature,
             self._cache_options,
         )
-        moments = await take_until_cancelled(self._workers["target"], steps)
-        window = timed(moments)
-        rounds, proposed = count_rounds([m.from_draft for m in moments], int(contender.lookahead), max_tokens)
+        tokens = await take_until_cancelled(self._workers["target"], steps)
+        window = timing_window(tokens)
+        rounds, proposed = count_rounds([token.from_draft for token in tokens], int(contender.lookahead), max_tokens)
         return Run(
-            tokens=tuple(moment.token for moment in moments),
-            num_timed=len(moments) - window.first,
+            tokens=tuple(token.token for token in tokens),
+            num_timed=len(tokens) - window.first,
             seconds=window.ended - window.began,
             rounds=rounds,
             proposed=proposed,
-            accepted=sum(moment.from_draft for moment in moments),
+            accepted=sum(token.from_draft for token in tokens),
         )
 
 
-def blas_threads(num_workers: int) -> tuple[int, int] | None:
-    """Threads of the BLAS for mlx-lm, whose models take turns and may have all cores each, and for each of ours.
+def blas_threads(num_workers: int) -> dict[Engine, int] | None:
+    """Number of BLAS threads by engine.
 
-    None where that is not to be decided here: MLX's own has one, and a user may have set a number.
+    mlx-lm's models take turns, so each may use all cores; the models of this runtime share them.
+
+    Returns: None if the number is not to be set here: MLX's own BLAS has one thread, or the user set a number.
     """
     cores = blas.num_usable_cores()
-    return (cores, max(1, cores // num_workers)) if blas.can_set_threads_in_front() else None
+    return {"mlx-lm": cores, "outrider": max(1, cores // num_workers)} if blas.can_set_threads() else None
 
 
-class Switch:
-    """Hands events on to whoever is on stage."""
+class EventSwitch:
+    """Passes the workers' events to the runtime of the current contender."""
 
     def __init__(self) -> None:
         self.listener: Callable[[Event], None] | None = None
 
     def __call__(self, event: Event) -> None:
-        """Hand on an event."""
+        """Pass on an event."""
         if self.listener is not None:
             self.listener(event)
 
 
-def _nothing() -> None:
-    """A job to wait for."""
+def _do_nothing() -> None:
+    """An empty job, to wait for the ones before it."""
 
 
 # --- on the target's thread -----------------------------------------------------------------------
@@ -308,7 +294,7 @@ def _mlx_lm_steps(
     temperature: float,
     cache_options: CacheOptions,
 ) -> Iterator[tuple[int, bool]]:
-    """Tokens, and whether they were proposed, as mlx-lm generates them."""
+    """(token, from_draft) of each token that mlx-lm generates."""
     keywords: dict[str, Any] = {
         "max_tokens": max_tokens,
         "sampler": make_sampler(temp=temperature),
@@ -325,85 +311,3 @@ def _mlx_lm_steps(
     )
     for token, _, from_draft in speculative:
         yield cast(int, token), from_draft
-
-
-class _Stop:
-    """What a job looks at between two tokens."""
-
-    is_wanted = False
-
-
-async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[tuple[int, bool]]]) -> list[Moment]:
-    """All that a generator yields, with the times, advanced and ended on a worker's thread.
-
-    Args:
-        worker: where.
-        generate: called there, for (token, from_draft).
-
-    Raises: JobError: it raised.
-
-    Cancellation: strikes after the next token.
-    """
-    stop = _Stop()
-
-    async def stop_when_cancelled() -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            stop.is_wanted = True
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stop_when_cancelled)
-        # Kept, not let through: the nursery would wrap it in a group.
-        taken = await outcome.acapture(worker.run, Job("decode", partial(_take, generate, stop)))
-        nursery.cancel_scope.cancel()
-    return taken.unwrap()
-
-
-def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: _Stop) -> list[Moment]:
-    moments = []
-    # Ended here and now: mlx-lm's generators hold a stream of the thread that advanced them.
-    with closing(cast(Any, generate())) as steps:
-        for token, from_draft in steps:
-            moments.append(Moment(token, from_draft, time.perf_counter()))
-            if stop.is_wanted:
-                break
-    return moments
-
-
-# --- what came when -------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Window:
-    """What of a run is timed: tokens from `first` on, and the seconds between two moments."""
-
-    first: int
-    began: float
-    ended: float
-
-
-def timed(moments: Sequence[Moment]) -> Window:
-    """From the end of the first round, which is the first token of the target's own, to the last token."""
-    end_of_first = next((i for i, moment in enumerate(moments) if not moment.from_draft), len(moments) - 1)
-    return Window(end_of_first + 1, moments[end_of_first].at, moments[-1].at)
-
-
-def within(spans: Iterable[Span], window: Window) -> float:
-    """Seconds of a window in which one of these spans lay; one worker's, so they do not overlap."""
-    return sum(max(0.0, min(span.ended, window.ended) - max(span.began, window.began)) for span in spans)
-
-
-def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Rounds and proposed tokens of mlx-lm's speculative decoding, from which tokens were drafted.
-
-    A round ends with a token of the target's own, or with the text; it proposes as many as are still wanted.
-    """
-    rounds = proposed = 0
-    is_new_round = True
-    for i, drafted in enumerate(from_draft):
-        if is_new_round:
-            rounds += 1
-            proposed += min(max_tokens - i, num_draft_tokens)
-        is_new_round = not drafted
-    return rounds, proposed

@@ -1,6 +1,6 @@
-"""Ways to decode several prompts with the same models: as streams of this runtime, and in mlx-lm's batches.
+"""Contenders of the benchmark of many streams: streams of this runtime, and mlx-lm's batches.
 
-A group is timed from the call to its last token, prompts included: who waits for how long is part of the question.
+A run is timed from the call to its last token, prompts included, since the waiting times of streams count here.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from mlx_lm.sample_utils import make_sampler
 
 from protocol.statistics import Statistics
 from protocol.trace import Span
-from runtime.bench.contenders import Contender, Lookahead, Moment, Stage, Window, take_until_cancelled, within
+from runtime.bench.contenders import Contender, ContenderRunner, Lookahead
+from runtime.bench.timing import TimedToken, TimingWindow, busy_seconds, take_until_cancelled
 from runtime.engine.runtime import Runtime
 
 Prompts = Sequence[tuple[int, ...]]
 
 
 @attrs.frozen
-class Way:
-    """One way to decode several prompts.
+class StreamsContender:
+    """One contender to decode several prompts.
 
     Attributes:
-        kind: this runtime's streams one after another, or at once; or mlx-lm's `BatchGenerator`, which takes all of
-            them through one forward pass a token, and cannot speculate.
-        lookahead: of the streams; 0 for mlx-lm.
+        kind: "one after another" or "at once" are streams of this runtime; "batched" is mlx-lm's `BatchGenerator`,
+            which decodes all prompts in one forward pass a token, and cannot speculate.
+        lookahead: lookahead of the streams; 0 for mlx-lm.
     """
 
     kind: Literal["one after another", "at once", "batched"]
@@ -43,29 +44,31 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         if self.kind == "batched":
             return "mlx-lm BatchGenerator"
         return f"outrider {self.kind}" + ("" if self.lookahead == "auto" else f", lookahead {self.lookahead}")
 
 
-BATCHED = Way("batched", 0)
+BATCHED = StreamsContender("batched", 0)
 
 
 @attrs.frozen
-class Group:
+class StreamsRun:
     """Several prompts, decoded once.
 
     Attributes:
-        texts: the ids, by prompt.
-        seconds: from the call to the last token of all.
-        first_tokens: by prompt, seconds from the call to its first token; one after another, that includes the others.
-        longest_wait: most seconds between two tokens of one text.
-        rounds: forward passes of the target that gave tokens, each for one stream; None for mlx-lm, as what follows.
-        proposed, accepted: drafted tokens that were judged, and that stood.
-        hits, misses: verdicts whose text had been drafted for already, and the others.
-        drafted: passes of the drafter that were draft steps.
-        target_seconds, draft_seconds: of `seconds`, when each model's thread had work.
+        texts: token ids, by prompt.
+        seconds: time from the call to the last token of all.
+        first_tokens: time from the call to the first token, by prompt, in seconds; with streams one after another it
+            includes the earlier streams.
+        longest_wait: longest time between two tokens of one text, in seconds.
+        rounds: number of the target's forward passes that committed tokens, each for one stream; None for mlx-lm, as
+            all that follows.
+        proposed, accepted: number of drafted tokens that were verified, and that were accepted.
+        hits, misses: number of verdicts whose text had been drafted ahead, and of the others.
+        drafted: number of draft steps.
+        target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -83,120 +86,126 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts."""
+        """Number of tokens of all texts."""
         return sum(map(len, self.texts))
 
 
-def grouped(moments: Sequence[Sequence[Moment]], began: float) -> Group:
-    """What tokens that came say of a group that began at some moment.
+def streams_run(streams: Sequence[Sequence[TimedToken]], began: float) -> StreamsRun:
+    """The run that tokens and their times describe.
 
     Args:
-        moments: by prompt; at least one of each.
-        began: on the clock of the moments.
+        streams: tokens by prompt; at least one of each.
+        began: time of the call, on the clock of the tokens.
     """
-    waits = (b.at - a.at for stream in moments for a, b in itertools.pairwise(stream))
-    return Group(
-        texts=tuple(tuple(moment.token for moment in stream) for stream in moments),
-        seconds=max(stream[-1].at for stream in moments) - began,
-        first_tokens=tuple(stream[0].at - began for stream in moments),
+    waits = (b.at - a.at for stream in streams for a, b in itertools.pairwise(stream))
+    return StreamsRun(
+        texts=tuple(tuple(token.token for token in stream) for stream in streams),
+        seconds=max(stream[-1].at for stream in streams) - began,
+        first_tokens=tuple(stream[0].at - began for stream in streams),
         longest_wait=max(waits, default=0.0),
     )
 
 
-class StreamStage(Stage):
-    """A stage for groups of streams."""
+class StreamsRunner(ContenderRunner):
+    """Runs contenders with several streams, one contender at a time, on one pair of models."""
 
-    async def run_group(self, way: Way, prompts: Prompts, max_tokens: int, temperature: float) -> Group:
+    async def run_streams(
+        self, contender: StreamsContender, prompts: Prompts, max_tokens: int, temperature: float
+    ) -> StreamsRun:
         """Decode some prompts.
 
         Args:
-            way: the runtime for its lookahead was opened (`open_runtimes`); one for all its kinds, so that streams at
-                once meet the same prices as one after another.
+            contender: the runtime for its lookahead is open (`open_runtimes`). Both kinds of a lookahead share it, so
+                that streams at once and one after another have the same prices.
             prompts: at least one.
-            max_tokens, temperature: see `runtime.bench.setup.Asked`.
+            max_tokens, temperature: see `BenchmarkRequest`.
 
-        Raises: JobError: mlx-lm raised; OutriderError: the runtime did.
+        Raises:
+            JobError: mlx-lm raised.
+            OutriderError: the runtime raised.
 
-        Cancellation: strikes after the forward passes that are under way.
+        Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
-        if way.kind == "batched":
-            await self._share_out_threads(0)
+        if contender.kind == "batched":
+            await self._set_blas_threads("mlx-lm")
             return await self._run_batched(prompts, max_tokens, temperature)
-        await self._share_out_threads(1)
+        await self._set_blas_threads("outrider")
         with self._evaluating_layers():
-            return await self._run_streams(way, prompts, max_tokens, temperature)
+            return await self._run_outrider_streams(contender, prompts, max_tokens, temperature)
 
-    async def _run_streams(self, way: Way, prompts: Prompts, max_tokens: int, temperature: float) -> Group:
-        runtime, events = self._runtimes[Contender("outrider", way.lookahead)]
+    async def _run_outrider_streams(
+        self, contender: StreamsContender, prompts: Prompts, max_tokens: int, temperature: float
+    ) -> StreamsRun:
+        runtime, events = self._runtimes[Contender("outrider", contender.lookahead)]
         spans: list[Span] = []
         self._events.listener, self._spans = events, spans
-        moments: list[list[Moment]] = [[] for _ in prompts]
-        read = partial(_read, runtime, max_tokens=max_tokens, temperature=temperature, lookahead=way.lookahead)
+        tokens: list[list[TimedToken]] = [[] for _ in prompts]
+        read = partial(_read, runtime, max_tokens=max_tokens, temperature=temperature, lookahead=contender.lookahead)
         began = time.perf_counter()
-        if way.kind == "at once":
-            statistics = await _read_at_once(read, prompts, moments)
+        if contender.kind == "at once":
+            statistics = await _read_at_once(read, prompts, tokens)
         else:
-            statistics = [await read(*each) for each in zip(prompts, moments, strict=True)]
-        await self._rest()
-        group = grouped(moments, began)
-        window = Window(0, began, began + group.seconds)
+            statistics = [await read(*each) for each in zip(prompts, tokens, strict=True)]
+        await self._wait_until_idle()
+        run = streams_run(tokens, began)
+        window = TimingWindow(0, began, began + run.seconds)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
         return attrs.evolve(
-            group,
+            run,
             rounds=sum(each.rounds for each in statistics),
             proposed=sum(each.proposed for each in statistics),
             accepted=sum(each.accepted for each in statistics),
             hits=sum(each.lookahead_hits for each in statistics),
             misses=sum(each.lookahead_misses for each in statistics),
             drafted=sum(span.kind == "draft" for span in busy["draft"]),
-            target_seconds=within(busy["target"], window),
-            draft_seconds=within(busy["draft"], window),
+            target_seconds=busy_seconds(busy["target"], window),
+            draft_seconds=busy_seconds(busy["draft"], window),
         )
 
-    async def _run_batched(self, prompts: Prompts, max_tokens: int, temperature: float) -> Group:
-        whose: list[int] = []
-        steps = partial(_batched, self._models["target"].module, prompts, max_tokens, temperature, whose)
+    async def _run_batched(self, prompts: Prompts, max_tokens: int, temperature: float) -> StreamsRun:
+        stream_of_token: list[int] = []
+        steps = partial(_batched, self._models["target"].module, prompts, max_tokens, temperature, stream_of_token)
         began = time.perf_counter()
         taken = await take_until_cancelled(self._workers["target"], steps)
-        moments: list[list[Moment]] = [[] for _ in prompts]
-        for stream, moment in zip(whose, taken, strict=True):
-            moments[stream].append(moment)
-        return grouped(moments, began)
+        tokens: list[list[TimedToken]] = [[] for _ in prompts]
+        for stream, token in zip(stream_of_token, taken, strict=True):
+            tokens[stream].append(token)
+        return streams_run(tokens, began)
 
 
 async def _read(
     runtime: Runtime,
     prompt: tuple[int, ...],
-    moments: list[Moment],
+    tokens: list[TimedToken],
     *,
     max_tokens: int,
     temperature: float,
     lookahead: Lookahead,
 ) -> Statistics:
-    """Read a stream to its end, and note its tokens as they come."""
+    """Read a stream to its end, and append its tokens and their times to `tokens`."""
     stream = runtime.stream(
         prompt, max_tokens=max_tokens, temperature=temperature, lookahead=lookahead, ignore_eos=True
     )
     async with stream:
         async for token in stream:
-            moments.append(Moment(token.id, token.from_draft, time.perf_counter()))
+            tokens.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
     return stream.statistics()
 
 
 async def _read_at_once(
-    read: Callable[[tuple[int, ...], list[Moment]], Awaitable[Statistics]],
+    read: Callable[[tuple[int, ...], list[TimedToken]], Awaitable[Statistics]],
     prompts: Prompts,
-    moments: Sequence[list[Moment]],
+    tokens: Sequence[list[TimedToken]],
 ) -> list[Statistics]:
     done: list[outcome.Outcome[Statistics]] = []
 
-    async def read_one(prompt: tuple[int, ...], its_moments: list[Moment]) -> None:
-        # Kept, not let through: the nursery would wrap it in a group.
-        done.append(await outcome.acapture(read, prompt, its_moments))
+    async def read_one(prompt: tuple[int, ...], its_tokens: list[TimedToken]) -> None:
+        # Captured, since the nursery would wrap an exception in a group.
+        done.append(await outcome.acapture(read, prompt, its_tokens))
 
     async with trio.open_nursery() as nursery:
-        for each in zip(prompts, moments, strict=True):
+        for each in zip(prompts, tokens, strict=True):
             nursery.start_soon(read_one, *each)
     return [each.unwrap() for each in done]
 
@@ -205,10 +214,10 @@ async def _read_at_once(
 
 
 def _batched(
-    target: Module, prompts: Prompts, max_tokens: int, temperature: float, whose: list[int]
+    target: Module, prompts: Prompts, max_tokens: int, temperature: float, stream_of_token: list[int]
 ) -> Iterator[tuple[int, bool]]:
-    """Tokens as mlx-lm's batches bring them, none of them proposed; `whose` has the prompt of each."""
-    # Room for all of them at once, prompts too.
+    """(token, False) of each token of mlx-lm's batch; appends the index of its prompt to `stream_of_token`."""
+    # All prompts are in one batch, in prefill too.
     generator = BatchGenerator(
         target,
         sampler=make_sampler(temp=temperature),
@@ -219,5 +228,5 @@ def _batched(
         ids = generator.insert([list(prompt) for prompt in prompts], max_tokens=[max_tokens] * len(prompts))
         while responses := generator.next_generated():
             for response in responses:
-                whose.append(ids.index(response.uid))
+                stream_of_token.append(ids.index(response.uid))
                 yield response.token, False

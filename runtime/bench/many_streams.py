@@ -1,8 +1,8 @@
-"""What many streams at once bring: the same prompts at once on one runtime, one after another on it, and in mlx-lm's
-`BatchGenerator`, which decodes several in one forward pass but cannot speculate.
+"""The benchmark of many streams: the same prompts at once on one runtime, one after another on it, and in mlx-lm's
+`BatchGenerator`, which decodes several prompts in one forward pass but cannot speculate.
 
-Every way runs every number of streams in every repeat, and the order changes each time, so that whatever the machine
-does meanwhile hits all alike. What counts is ratios within one such run.
+Every contender runs every number of streams in every repeat, in an order that changes each time, so that disturbances
+of the machine hit all contenders alike. Compare only ratios within one such benchmark.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench.contenders import PLAIN, Contender, Lookahead
-from runtime.bench.many_stream_contenders import BATCHED, Group, StreamStage, Way
+from runtime.bench.many_stream_contenders import BATCHED, StreamsContender, StreamsRun, StreamsRunner
 from runtime.bench.setup import (
+    BenchmarkCircumstances,
     BenchmarkRequest,
-    Circumstances,
-    once_each,
-    order,
+    load_models,
     ratio,
-    set_up,
+    running_order,
     time_left,
     total,
+    without_repeats,
 )
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 
-MOST_STREAMS = 256
+MAX_STREAMS = 256
 
 
 @attrs.frozen(kw_only=True)
@@ -43,17 +43,19 @@ class StreamsPlan(BenchmarkRequest):
     Raises: SettingsError, PromptError: something is out of its range.
 
     Attributes:
-        prompts: a stream each; where there are more streams, they begin again with the first.
-        streams: how many at once, each in [1, 256].
-        lookaheads: of this runtime's streams, each in [0, 64] or "auto"; each on a runtime of its own.
+        prompts: one a stream; more streams than prompts begin again with the first prompt.
+        streams: numbers of streams, each in [1, 256].
+        lookaheads: lookaheads of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
     """
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=STREAM_PROMPTS, converter=tuple)
     streams: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 8, 16), converter=once_each, validator=validator(check_integers, 1, MOST_STREAMS)
+        default=(1, 2, 4, 8, 16), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
     )
     lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=("auto",), converter=once_each, validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True)
+        default=("auto",),
+        converter=without_repeats,
+        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
 
     def __attrs_post_init__(self) -> None:
@@ -64,9 +66,9 @@ class StreamsPlan(BenchmarkRequest):
             )
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """All of them; for each lookahead one after another comes first, and is what streams at once are held to."""
-        ours = [Way(kind, each) for each in self.lookaheads for kind in ("one after another", "at once")]
+    def contenders(self) -> tuple[StreamsContender, ...]:
+        """All contenders. For each lookahead, "one after another" comes first: it is the baseline of "at once"."""
+        ours = [StreamsContender(kind, each) for each in self.lookaheads for kind in ("one after another", "at once")]
         return (*ours, BATCHED)
 
 
@@ -75,31 +77,31 @@ class StreamsPlan(BenchmarkRequest):
 
 @attrs.frozen
 class StreamsRow:
-    """What one way did with some number of streams.
+    """The figures of one contender with some number of streams.
 
     Speeds are tokens of all streams per second, from the call to the last token, prompts included.
 
     Attributes:
-        name, kind, lookahead: which way; see `Way`.
-        streams: how many.
+        name, kind, lookahead: see `StreamsContender`.
+        streams: number of streams.
         speeds: one a repeat.
-        median, low, high: of those; None where there are none.
-        vs_one_after_another: its median over that of the same streams one after another; None for mlx-lm.
-        vs_batched: its median over that of mlx-lm's `BatchGenerator`.
-        target_busy, draft_busy: fractions of the time in which the model's thread had work. None for mlx-lm, as the
-            following up to `drafted_per_token`.
-        tokens_per_round: tokens over forward passes of the target.
-        proposal: tokens proposed, on average over all rounds: how much is guessed for a pass.
-        acceptance: accepted / proposed; None where nothing was proposed.
-        hit_rate: verdicts whose text had been drafted for already, of all: how much ahead of them is guessed.
-        drafted_per_token: draft steps over tokens: what the guessing costs.
-        first_token: seconds from the call to a stream's first token, the median over streams; one after another that
-            includes the streams before.
-        longest_wait: most seconds between two tokens of a stream, in any repeat.
-        same_texts, num_texts: how many of the texts are what mlx-lm decodes plainly for the prompt alone. In low
-            precision a pass of another width, or over more texts, may decide a near-tie otherwise. None above
+        median, low, high: median, minimum and maximum of `speeds`; None without speeds.
+        vs_one_after_another: median over that of the same streams one after another; None for mlx-lm.
+        vs_batched: median over that of mlx-lm's `BatchGenerator`.
+        target_busy, draft_busy: fraction of the time in which the model's thread worked. None for mlx-lm, as all that
+            follows up to `drafted_per_token`.
+        tokens_per_round: tokens per forward pass of the target.
+        proposal: mean number of tokens proposed for a round.
+        acceptance: accepted / proposed; None if nothing was proposed.
+        hit_rate: fraction of verdicts whose text had been drafted ahead.
+        drafted_per_token: draft steps per token, the cost of drafting.
+        first_token: median time from the call to a stream's first token, in seconds; with streams one after another it
+            includes the earlier streams.
+        longest_wait: longest time between two tokens of a stream in any repeat, in seconds.
+        same_texts, num_texts: number of texts equal to mlx-lm's plain decoding of the prompt alone, and of all texts.
+            In low precision a pass of another width, or over more texts, may decide a near-tie differently. None above
             temperature 0.
-        failure: why it could not run; None where it could.
+        failure: why the contender could not run; None if it could.
     """
 
     name: str
@@ -128,15 +130,15 @@ class StreamsRow:
 
 @attrs.frozen
 class StreamsBenchmark:
-    """What was measured, and where.
+    """The results of a benchmark of many streams, and its circumstances.
 
     Attributes:
-        target, draft, dtypes, machine: see `runtime.bench.setup.Circumstances`.
+        target, draft, dtypes, machine: see `runtime.bench.setup.BenchmarkCircumstances`.
         streams, max_tokens, temperature: see `StreamsPlan`.
-        repeats: how many were asked for.
-        repeats_done: how many of them are in the figures, the last perhaps with some numbers of streams only.
-        is_complete: whether nothing was cut short.
-        rows: by number of streams, in the order of `StreamsPlan.ways`.
+        repeats: number of repeats that were requested.
+        repeats_done: number of repeats in the figures; the last may have some of the numbers of streams only.
+        is_complete: whether everything was measured.
+        rows: by number of streams, in the order of `StreamsPlan.contenders`.
     """
 
     target: str
@@ -153,29 +155,29 @@ class StreamsBenchmark:
 
 
 @attrs.define
-class StreamsMeasured(Circumstances):
-    """What has been measured so far; `result` may be asked for at any time.
+class StreamsMeasured(BenchmarkCircumstances):
+    """The measurements so far; `result` may be called at any time.
 
     Attributes:
-        plan: what is to be.
-        alone: by prompt, its text as mlx-lm decodes it plainly.
-        turns: by (repeat, number of streams), which way did what; in a turn that was cut short, some are missing.
-        failures: which way cannot run, and why.
+        plan: what to measure.
+        alone: the texts that mlx-lm decodes plainly for each prompt alone.
+        turns: runs of the contenders, by (repeat, number of streams); a turn that was interrupted lacks some.
+        failures: why a contender cannot run.
     """
 
     plan: StreamsPlan
     alone: list[tuple[int, ...]] = attrs.field(factory=list)
-    turns: dict[tuple[int, int], dict[Way, Group]] = attrs.field(factory=dict)
-    failures: dict[Way, str] = attrs.field(factory=dict)
+    turns: dict[tuple[int, int], dict[StreamsContender, StreamsRun]] = attrs.field(factory=dict)
+    failures: dict[StreamsContender, str] = attrs.field(factory=dict)
 
     def result(self) -> StreamsBenchmark:
-        """The figures, of turns in which every way ran: others would favour some."""
-        running = [way for way in self.plan.ways if way not in self.failures]
-        turns = {key: turn for key, turn in self.turns.items() if all(way in turn for way in running)}
+        """The figures, from the turns in which every contender ran; incomplete turns would favour some."""
+        running = [contender for contender in self.plan.contenders if contender not in self.failures]
+        turns = {key: turn for key, turn in self.turns.items() if all(contender in turn for contender in running)}
         rows: list[StreamsRow] = []
         for streams in self.plan.streams:
-            of_number = [turn for (_, number), turn in turns.items() if number == streams]
-            rows += self._compared([self._row(way, streams, of_number) for way in self.plan.ways])
+            matching = [turn for (_, number), turn in turns.items() if number == streams]
+            rows += self._compared([self._row(contender, streams, matching) for contender in self.plan.contenders])
         return StreamsBenchmark(
             target=self.target,
             draft=self.draft,
@@ -204,17 +206,19 @@ class StreamsMeasured(Circumstances):
             for row in rows
         ]
 
-    def _row(self, way: Way, streams: int, turns: Sequence[dict[Way, Group]]) -> StreamsRow:
-        groups = [turn[way] for turn in turns if way in turn]
-        speeds = tuple(group.num_tokens / group.seconds for group in groups)
-        seconds, rounds, num_tokens = total(groups, "seconds"), total(groups, "rounds"), total(groups, "num_tokens")
-        hits, misses = total(groups, "hits"), total(groups, "misses")
-        same = sum(text == self.alone[n % len(self.alone)] for group in groups for n, text in enumerate(group.texts))
-        firsts = [first for group in groups for first in group.first_tokens]
+    def _row(
+        self, contender: StreamsContender, streams: int, turns: Sequence[dict[StreamsContender, StreamsRun]]
+    ) -> StreamsRow:
+        runs = [turn[contender] for turn in turns if contender in turn]
+        speeds = tuple(run.num_tokens / run.seconds for run in runs)
+        seconds, rounds, num_tokens = total(runs, "seconds"), total(runs, "rounds"), total(runs, "num_tokens")
+        hits, misses = total(runs, "hits"), total(runs, "misses")
+        same = sum(text == self.alone[n % len(self.alone)] for run in runs for n, text in enumerate(run.texts))
+        firsts = [first for run in runs for first in run.first_tokens]
         return StreamsRow(
-            name=way.name,
-            kind=way.kind,
-            lookahead=way.lookahead,
+            name=contender.name,
+            kind=contender.kind,
+            lookahead=contender.lookahead,
             streams=streams,
             speeds=speeds,
             median=statistics.median(speeds) if speeds else None,
@@ -222,18 +226,18 @@ class StreamsMeasured(Circumstances):
             high=max(speeds, default=None),
             vs_one_after_another=None,
             vs_batched=None,
-            target_busy=ratio(total(groups, "target_seconds"), seconds),
-            draft_busy=ratio(total(groups, "draft_seconds"), seconds),
+            target_busy=ratio(total(runs, "target_seconds"), seconds),
+            draft_busy=ratio(total(runs, "draft_seconds"), seconds),
             tokens_per_round=ratio(num_tokens, rounds),
-            proposal=ratio(total(groups, "proposed"), rounds),
-            acceptance=ratio(total(groups, "accepted"), total(groups, "proposed")),
+            proposal=ratio(total(runs, "proposed"), rounds),
+            acceptance=ratio(total(runs, "accepted"), total(runs, "proposed")),
             hit_rate=None if hits is None or misses is None else ratio(hits, hits + misses),
-            drafted_per_token=ratio(total(groups, "drafted"), num_tokens),
+            drafted_per_token=ratio(total(runs, "drafted"), num_tokens),
             first_token=statistics.median(firsts) if firsts else None,
-            longest_wait=max((group.longest_wait for group in groups), default=None),
+            longest_wait=max((run.longest_wait for run in runs), default=None),
             same_texts=None if self.plan.temperature > 0 else same,
-            num_texts=sum(len(group.texts) for group in groups),
-            failure=self.failures.get(way),
+            num_texts=sum(len(run.texts) for run in runs),
+            failure=self.failures.get(contender),
         )
 
 
@@ -248,22 +252,22 @@ async def measure_streams(
     measured: StreamsMeasured | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> StreamsBenchmark:
-    """Have groups of streams decoded in each way, in turn.
+    """Have all contenders decode all numbers of streams, in turn.
 
     Args, Raises, Cancellation: as `runtime.bench.one_stream.measure`.
     """
     measured = measured or StreamsMeasured(plan or StreamsPlan())
     plan = measured.plan
     async with AsyncExitStack() as stack:
-        cast, prompts = await set_up(stack, target, draft, plan, measured, on_progress)
-        stage = StreamStage(cast)
-        await stage.open_runtimes(stack, [Contender("outrider", lookahead) for lookahead in plan.lookaheads])
-        await _take_turns(stage, prompts, measured, on_progress)
+        pair, prompts = await load_models(stack, target, draft, plan, measured, on_progress)
+        runner = StreamsRunner(pair)
+        await runner.open_runtimes(stack, [Contender("outrider", lookahead) for lookahead in plan.lookaheads])
+        await _run_all(runner, prompts, measured, on_progress)
     return measured.result()
 
 
-async def _take_turns(
-    stage: StreamStage,
+async def _run_all(
+    runner: StreamsRunner,
     prompts: Sequence[tuple[int, ...]],
     measured: StreamsMeasured,
     on_progress: Callable[[str], None],
@@ -271,38 +275,38 @@ async def _take_turns(
     plan = measured.plan
     used = prompts[: max(plan.streams)]
     for number, prompt in enumerate(used, start=1):
-        on_progress(f"decoding plainly what texts are compared with ({number} of {len(used)})")
+        on_progress(f"decoding the reference texts plainly ({number} of {len(used)})")
         try:
-            run = await stage.run(PLAIN, prompt, plan.max_tokens, plan.temperature)
+            reference = await runner.run(PLAIN, prompt, plan.max_tokens, plan.temperature)
         except JobError as error:
             raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
-        measured.alone.append(run.tokens)
-    to_do = len(plan.ways) * sum(plan.streams) * plan.repeats
+        measured.alone.append(reference.tokens)
+    total_streams = len(plan.contenders) * sum(plan.streams) * plan.repeats
     began, done = 0.0, 0
 
-    async def run_group(way: Way, streams: int, when: str) -> Group | None:
-        if way in measured.failures:
+    async def run_streams(contender: StreamsContender, streams: int, when: str) -> StreamsRun | None:
+        if contender in measured.failures:
             return None
-        left = time_left(began, done, to_do).lstrip(", ")
-        on_progress(f"{when}: {way.name}" + (f" ({left})" if left else ""))
+        left = time_left(began, done, total_streams).lstrip(", ")
+        on_progress(f"{when}: {contender.name}" + (f" ({left})" if left else ""))
         chosen = [prompts[n % len(prompts)] for n in range(streams)]
         try:
-            return await stage.run_group(way, chosen, plan.max_tokens, plan.temperature)
+            return await runner.run_streams(contender, chosen, plan.max_tokens, plan.temperature)
         except JobError as error:
-            measured.failures[way] = str(error.__cause__)
+            measured.failures[contender] = str(error.__cause__)
             return None
 
-    # The first of each builds kernels and buffers.
-    for way in plan.ways:
-        await run_group(way, min(2, max(plan.streams)), "warming up")
+    # The first run of each contender builds kernels and buffers.
+    for contender in plan.contenders:
+        await run_streams(contender, min(2, max(plan.streams)), "warming up")
     began = time.perf_counter()
     for repeat in range(plan.repeats):
         for place, streams in enumerate(plan.streams):
             turn = measured.turns.setdefault((repeat, streams), {})
             when = f"repeat {repeat + 1} of {plan.repeats}, {_streams(streams)}"
-            for way in order(plan.ways, repeat * len(plan.streams) + place):
-                if (group := await run_group(way, streams, when)) is not None:
-                    turn[way] = group
+            for contender in running_order(plan.contenders, repeat * len(plan.streams) + place):
+                if (run := await run_streams(contender, streams, when)) is not None:
+                    turn[contender] = run
                 done += streams
 
 

@@ -1,7 +1,7 @@
-"""What speculation buys here: mlx-lm and this runtime decode the same prompts with the same models, in turn.
+"""The benchmark of one stream: mlx-lm and this runtime decode the same prompts with the same models, in turn.
 
-Every contender runs every prompt in every repeat, and the order changes each time, so that whatever the machine
-does meanwhile hits all alike. What counts is ratios within one such run.
+Every contender runs every prompt in every repeat, in an order that changes each time, so that disturbances of the
+machine hit all contenders alike. Compare only ratios within one such benchmark.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError
 from protocol.settings import MAX_LOOKAHEAD, NGRAM
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import PLAIN, Contender, Lookahead, Run, Stage
+from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Lookahead, Run
 from runtime.bench.setup import (
+    BenchmarkCircumstances,
     BenchmarkRequest,
-    Circumstances,
-    once_each,
-    order,
+    load_models,
     ratio,
-    set_up,
+    running_order,
     time_left,
     total,
+    without_repeats,
 )
 from runtime.loading.model_sources import Source
 
@@ -39,22 +39,22 @@ class Plan(BenchmarkRequest):
     Raises: SettingsError: something is out of its range.
 
     Attributes:
-        num_draft_tokens: for mlx-lm's speculative decoding, each in [1, 64].
-        lookaheads: for this runtime, each in [0, 64] or "auto".
+        num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
+        lookaheads: lookaheads of this runtime, each in [0, 64] or "auto".
     """
 
     num_draft_tokens: tuple[int, ...] = attrs.field(
-        default=tuple(range(1, 9)), converter=once_each, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
+        default=tuple(range(1, 9)), converter=without_repeats, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
     )
     lookaheads: tuple[Lookahead, ...] = attrs.field(
         default=(0, 1, 2, 3, 4, 6, 8, "auto"),
-        converter=once_each,
+        converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
-        """All of them; mlx-lm's plain decoding comes first, and is what the others are compared with."""
+        """All contenders. The first is mlx-lm's plain decoding, the baseline of the others."""
         return (
             PLAIN,
             *(Contender("mlx-lm", k) for k in self.num_draft_tokens),
@@ -66,28 +66,28 @@ class Plan(BenchmarkRequest):
 
 
 @attrs.frozen
-class Row:
-    """What one contender did.
+class ContenderRow:
+    """The figures of one contender.
 
     Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat.
 
     Attributes:
-        name, engine, lookahead: who it is.
+        name, engine, lookahead: see `Contender`.
         speeds: one a repeat.
-        median, low, high: of those; None where there are none.
-        vs_plain: its median over that of mlx-lm's plain decoding.
-        vs_best_speculative: its median over the best median of mlx-lm's speculative decoding, chosen in hindsight.
-        acceptance: accepted / proposed; None where nothing was proposed.
-        tokens_per_round: tokens over forward passes of the target.
-        hit_rate: verdicts whose text had been drafted for already, of all; None for mlx-lm.
-        target_busy, draft_busy: fractions of the time in which the model's thread had work; None for mlx-lm.
-        limit: tokens per second if drafting were free: those of the target's passes as they were, end to end. None for
-            mlx-lm.
-        of_limit: how much of that was reached.
-        same_texts, num_texts: how many of the texts are those of mlx-lm's plain decoding. In low precision a pass
-            of another width may decide a near-tie otherwise. None above temperature 0.
-        estimates: what the runtime found out about prices, by name, after the last run; None for mlx-lm.
-        failure: why it could not run; None where it could.
+        median, low, high: median, minimum and maximum of `speeds`; None without speeds.
+        vs_plain: median over that of mlx-lm's plain decoding.
+        vs_best_speculative: median over the best median of mlx-lm's speculative decoding, chosen in hindsight.
+        acceptance: accepted / proposed; None if nothing was proposed.
+        tokens_per_round: tokens per forward pass of the target.
+        hit_rate: fraction of verdicts whose text had been drafted ahead; None for mlx-lm.
+        target_busy, draft_busy: fraction of the time in which the model's thread worked; None for mlx-lm.
+        limit: tokens per second if drafting were free, that is if the target's passes followed each other without a
+            gap; None for mlx-lm.
+        of_limit: speed / limit.
+        same_texts, num_texts: number of texts equal to those of mlx-lm's plain decoding, and of all texts. In low
+            precision a pass of another width may decide a near-tie differently. None above temperature 0.
+        estimates: the runtime's estimates of prices after the last run, by name; None for mlx-lm.
+        failure: why the contender could not run; None if it could.
     """
 
     name: str
@@ -114,18 +114,18 @@ class Row:
 
 @attrs.frozen
 class Benchmark:
-    """What was measured, and where.
+    """The results of a benchmark, and its circumstances.
 
     Attributes:
         target, draft: the models, by name.
-        dtypes: of their weights, by role.
-        machine: what the figures depend on: processor, versions, device, BLAS.
+        dtypes: those of their weights, by role.
+        machine: processor, versions, device and BLAS, by name.
         num_prompts, max_tokens, temperature: see `Plan`.
-        repeats: how many were asked for.
-        repeats_done: how many of them are in the figures, the last perhaps with some of the prompts only.
-        is_complete: whether nothing was cut short.
-        best_speculative: mlx-lm's fastest speculative row, by name; None where there is none.
-        rows: in the order of `Plan.contenders`.
+        repeats: number of repeats that were requested.
+        repeats_done: number of repeats in the figures; the last may have some of the prompts only.
+        is_complete: whether everything was measured.
+        best_speculative: name of mlx-lm's fastest speculative row; None if there is none.
+        rows: one for each contender, in the order of `Plan.contenders`.
     """
 
     target: str
@@ -139,17 +139,17 @@ class Benchmark:
     repeats_done: int
     is_complete: bool
     best_speculative: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[ContenderRow, ...]
 
 
 @attrs.define
-class Measured(Circumstances):
-    """What has been measured so far; `result` may be asked for at any time.
+class Measured(BenchmarkCircumstances):
+    """The measurements so far; `result` may be called at any time.
 
     Attributes:
-        plan: what is to be.
-        turns: by (repeat, prompt), who has done what; in a turn that was cut short, some are missing.
-        failures: who cannot run, and why.
+        plan: what to measure.
+        turns: runs of the contenders, by (repeat, prompt); a turn that was interrupted lacks some.
+        failures: why a contender cannot run.
     """
 
     plan: Plan
@@ -157,10 +157,10 @@ class Measured(Circumstances):
     failures: dict[Contender, str] = attrs.field(factory=dict)
 
     def result(self) -> Benchmark:
-        """The figures, of turns in which every contender ran: others would favour some."""
+        """The figures, from the turns in which every contender ran; incomplete turns would favour some."""
         running = [contender for contender in self.plan.contenders if contender not in self.failures]
         turns = {key: turn for key, turn in self.turns.items() if all(contender in turn for contender in running)}
-        # One text a prompt to compare with, the same for all repeats.
+        # The text to compare with is the same in all repeats.
         texts = {prompt: turn[PLAIN].tokens for (_, prompt), turn in reversed(turns.items())}
         rows = [self._row(contender, turns, texts) for contender in self.plan.contenders]
         plain = rows[0].median
@@ -193,17 +193,17 @@ class Measured(Circumstances):
         contender: Contender,
         turns: dict[tuple[int, int], dict[Contender, Run]],
         texts: dict[int, tuple[int, ...]],
-    ) -> Row:
+    ) -> ContenderRow:
         runs = {key: turn[contender] for key, turn in turns.items() if contender in turn}
-        of_repeat: dict[int, list[Run]] = {}
+        by_repeat: dict[int, list[Run]] = {}
         for (repeat, _), run in runs.items():
-            of_repeat.setdefault(repeat, []).append(run)
-        speeds = [ratio(total(part, "num_timed"), total(part, "seconds")) for part in of_repeat.values()]
+            by_repeat.setdefault(repeat, []).append(run)
+        speeds = [ratio(total(part, "num_timed"), total(part, "seconds")) for part in by_repeat.values()]
         known = tuple(speed for speed in speeds if speed is not None)
         every = list(runs.values())
         seconds, hits = total(every, "seconds"), total(every, "hits")
         same = sum(run.tokens == texts[prompt] for (_, prompt), run in runs.items())
-        return Row(
+        return ContenderRow(
             name=contender.name,
             engine=contender.engine,
             lookahead=contender.lookahead,
@@ -227,7 +227,7 @@ class Measured(Circumstances):
         )
 
 
-def _median(row: Row) -> float:
+def _median(row: ContenderRow) -> float:
     return row.median or 0.0
 
 
@@ -245,32 +245,32 @@ async def measure(
     """Have all contenders decode all prompts, in turn.
 
     Args:
-        target, draft: as for `runtime.open`. With "ngram" for a draft, mlx-lm only decodes plainly.
+        target, draft: as for `runtime.open`. With "ngram" for a draft, mlx-lm decodes plainly only.
         plan: what to measure; None for the defaults.
-        measured: where it is collected, made from the same plan; what is in it is of use also after a cancellation.
-        on_progress: called with what is being done.
+        measured: collects the measurements; made from the same plan. It stays usable after a cancellation.
+        on_progress: called with a description of each step before it starts.
 
     Raises:
-        SettingsError: a dtype for models that are there already.
-        PromptError: a prompt cannot be encoded, or does not fit the contexts with what is to be generated.
+        SettingsError: a dtype was given for models that are loaded already.
+        PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
         ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
         VocabularyMismatchError: target and draft do not share a vocabulary.
 
-    Cancellation: strikes after the forward passes that are under way.
+    Cancellation: takes effect after the current forward passes.
     """
     measured = measured or Measured(plan or Plan())
     if draft == NGRAM:
         measured.plan = attrs.evolve(measured.plan, num_draft_tokens=())
     async with AsyncExitStack() as stack:
-        cast, prompts = await set_up(stack, target, draft, measured.plan, measured, on_progress)
-        stage = Stage(cast)
-        await stage.open_runtimes(stack, measured.plan.contenders)
-        await _take_turns(stage, prompts, measured, on_progress)
+        pair, prompts = await load_models(stack, target, draft, measured.plan, measured, on_progress)
+        runner = ContenderRunner(pair)
+        await runner.open_runtimes(stack, measured.plan.contenders)
+        await _run_all(runner, prompts, measured, on_progress)
     return measured.result()
 
 
-async def _take_turns(
-    stage: Stage, prompts: Sequence[tuple[int, ...]], measured: Measured, on_progress: Callable[[str], None]
+async def _run_all(
+    runner: ContenderRunner, prompts: Sequence[tuple[int, ...]], measured: Measured, on_progress: Callable[[str], None]
 ) -> None:
     plan = measured.plan
     num_runs = len(plan.contenders) * (1 + plan.repeats * len(prompts))
@@ -283,20 +283,20 @@ async def _take_turns(
             return None
         on_progress(f"{when}: {contender.name} ({done} of {num_runs} runs{time_left(began, done - 1, num_runs)})")
         try:
-            return await stage.run(contender, prompt, plan.max_tokens, plan.temperature)
+            return await runner.run(contender, prompt, plan.max_tokens, plan.temperature)
         except JobError as error:
             if contender == PLAIN:
                 raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
             measured.failures[contender] = str(error.__cause__)
             return None
 
-    # The first of each builds kernels and buffers, and measures its first prices.
+    # The first run of each contender builds kernels and buffers, and measures its first prices.
     for contender in plan.contenders:
         await run(contender, prompts[0], "warming up")
     for repeat in range(plan.repeats):
         for number, prompt in enumerate(prompts):
             turn = measured.turns.setdefault((repeat, number), {})
             when = f"repeat {repeat + 1} of {plan.repeats}, prompt {number + 1} of {len(prompts)}"
-            for contender in order(plan.contenders, repeat * len(prompts) + number):
+            for contender in running_order(plan.contenders, repeat * len(prompts) + number):
                 if (result := await run(contender, prompt, when)) is not None:
                     turn[contender] = result

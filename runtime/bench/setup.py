@@ -1,4 +1,4 @@
-"""What benchmarks have in common: what is asked of them, the models on their threads, and the circumstances."""
+"""What all benchmarks share: the request, the loaded models, the circumstances, and helpers for figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
 from protocol.trace import Actor
 from protocol.validation import check_integer, validator
-from runtime.bench.contenders import ModelPair, Switch, blas_threads
+from runtime.bench.contenders import EventSwitch, ModelPair, blas_threads
 from runtime.generation.text import check_vocabularies, encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
@@ -39,29 +39,29 @@ from runtime.loading.model_sources import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# So that there is something to time behind the first round.
+# Enough to leave something to time after the first round.
 MIN_TOKENS = 16
 
 
-def once_each(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Without repetitions."""
+def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values in order, each once."""
     return tuple(dict.fromkeys(values))
 
 
 @attrs.frozen(kw_only=True)
 class BenchmarkRequest:
-    """What any benchmark is asked to measure.
+    """What to measure, as far as all benchmarks share it.
 
     Raises: SettingsError: something is out of its range.
 
     Attributes:
-        prompts: texts, or token ids; at least one.
-        max_tokens: tokens to generate for each prompt, >= 16; nothing ends a text earlier.
-        repeats: how often each contender runs everything, >= 1.
+        prompts: texts or sequences of token ids; at least one.
+        max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
+        repeats: number of times that each contender runs everything, >= 1.
         temperature: >= 0; 0 is greedy.
-        dtype: cast the models to it once they are loaded: "float32", "bfloat16" or "float16"; None leaves them.
+        dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
         rewind, kv_bits, kv_group_size, quantized_kv_start, target_device, draft_device: as for `runtime.open`; mlx-lm
-            quantises its caches likewise, and computes on the target's device.
+            quantises its caches in the same way and computes on the target's device.
     """
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
@@ -81,11 +81,11 @@ class BenchmarkRequest:
 
     @property
     def cache_options(self) -> CacheOptions:
-        """Of the runtime's caches."""
+        """Options of the runtime's caches."""
         return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
     def device(self, role: Actor) -> mx.Device | None:
-        """Where a model computes."""
+        """The device on which a model computes; None for MLX's default."""
         return check_device(role, self.target_device if role == "target" else self.draft_device)
 
     @prompts.validator
@@ -100,13 +100,13 @@ class BenchmarkRequest:
 
 
 @attrs.define
-class Circumstances:
-    """What was measured with.
+class BenchmarkCircumstances:
+    """What a benchmark ran on.
 
     Attributes:
         target, draft: the models, by name.
-        dtypes: of their weights, by role.
-        machine: what the figures depend on: processor, versions, device, BLAS.
+        dtypes: those of their weights, by role.
+        machine: processor, versions, device and BLAS, by name.
     """
 
     target: str = attrs.field(default="", kw_only=True)
@@ -118,8 +118,8 @@ class Circumstances:
 T = TypeVar("T")
 
 
-def order(contenders: Sequence[T], turn: int) -> tuple[T, ...]:
-    """Who runs after whom, the `turn`-th time: every other turn goes backwards, and every two begin elsewhere."""
+def running_order(contenders: Sequence[T], turn: int) -> tuple[T, ...]:
+    """The order of contenders in a turn: every second turn is reversed, and every two turns start one further on."""
     begin = turn // 2 % len(contenders)
     rotated = (*contenders[begin:], *contenders[:begin])
     return rotated if turn % 2 == 0 else rotated[::-1]
@@ -129,12 +129,12 @@ def order(contenders: Sequence[T], turn: int) -> tuple[T, ...]:
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """A ratio; None where that is not known, or there is nothing to divide by."""
+    """Part / whole; None if either is None or `whole` is 0."""
     return part / whole if part is not None and whole else None
 
 
 def total(runs: Sequence[object], name: str) -> float | None:
-    """The sum of an attribute over runs; None where it is not known of all, or there are none."""
+    """The sum of an attribute over runs; None if there are no runs or the attribute is None for one of them."""
     values = [getattr(run, name) for run in runs]
     return sum(values) if values and None not in values else None
 
@@ -142,24 +142,24 @@ def total(runs: Sequence[object], name: str) -> float | None:
 # --- models ---------------------------------------------------------------------------------------
 
 
-async def set_up(
+async def load_models(
     stack: AsyncExitStack,
     target: Source,
     draft: Source,
-    asked: BenchmarkRequest,
-    circumstances: Circumstances,
+    request: BenchmarkRequest,
+    circumstances: BenchmarkCircumstances,
     on_progress: Callable[[str], None],
 ) -> tuple[ModelPair, list[tuple[int, ...]]]:
     """Load two models onto threads of their own.
 
     Args:
-        stack: on leaving it, they are let go.
-        target, draft: as for `runtime.open`, and "ngram" is no model.
-        asked: the prompts, and the dtype.
-        circumstances: noted there.
-        on_progress: called with what is being done.
+        stack: ends the threads on exit.
+        target, draft: as for `runtime.open`; with "ngram" for a draft, only the target is loaded.
+        request: what to measure.
+        circumstances: filled in here.
+        on_progress: called with a description of each step before it starts.
 
-    Returns: what a stage needs, and the prompts as ids.
+    Returns: the models, and the prompts as token ids.
 
     Raises: SettingsError, PromptError, ModelError, VocabularyMismatchError: see `runtime.bench.one_stream.measure`.
     """
@@ -168,27 +168,27 @@ async def set_up(
         circumstances.draft = NGRAM
     else:
         sources["draft"] = check_source("draft", draft)
-    if asked.dtype is not None and any(isinstance(source, tuple) for source in sources.values()):
+    if request.dtype is not None and any(isinstance(source, tuple) for source in sources.values()):
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     stack.enter_context(wired_memory())
-    events = Switch()
+    events = EventSwitch()
     workers: dict[str, Worker] = {
-        role: await stack.enter_async_context(ThreadWorker(role, asked.device(role), events)) for role in sources
+        role: await stack.enter_async_context(ThreadWorker(role, request.device(role), events)) for role in sources
     }
     loaded: dict[str, Loaded] = {}
     for role in sources:
         on_progress(f"loading the {role}")
-        loaded[role] = await _load(workers[role], role, sources[role], asked)
+        loaded[role] = await _load(workers[role], role, sources[role], request)
     models = {role: one.model for role, one in loaded.items()}
     await _note_circumstances(circumstances, sources, models, workers)
-    prompts = await _encode(workers["target"], loaded, asked)
-    return ModelPair(models, workers, events, asked.cache_options), prompts
+    prompts = await _encode(workers["target"], loaded, request)
+    return ModelPair(models, workers, events, request.cache_options), prompts
 
 
-async def _load(worker: Worker, role: str, source: Source, asked: BenchmarkRequest) -> Loaded:
-    loaded = await load_onto(worker, role, source, asked.cache_options)
-    if asked.dtype is not None:
-        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, asked.dtype))))
+async def _load(worker: Worker, role: str, source: Source, request: BenchmarkRequest) -> Loaded:
+    loaded = await load_onto(worker, role, source, request.cache_options)
+    if request.dtype is not None:
+        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, request.dtype))))
     return loaded
 
 
@@ -197,8 +197,8 @@ def _cast(model: MLXModel, dtype: mx.Dtype) -> None:
     mx.eval(model.module)
 
 
-async def _encode(worker: Worker, loaded: dict[str, Loaded], asked: BenchmarkRequest) -> list[tuple[int, ...]]:
-    """The prompts as ids, for both models.
+async def _encode(worker: Worker, loaded: dict[str, Loaded], request: BenchmarkRequest) -> list[tuple[int, ...]]:
+    """The prompts as token ids, which are the same for both models.
 
     Raises: PromptError, VocabularyMismatchError.
     """
@@ -208,19 +208,22 @@ async def _encode(worker: Worker, loaded: dict[str, Loaded], asked: BenchmarkReq
             await worker.run(Job("load", partial(check_vocabularies, target.tokenizer, draft.tokenizer)))
         except JobError as error:
             raise (error.__cause__ or error) from None
-    prompts = [encode_prompt(prompt, target.tokenizer, target.model.vocab_size) for prompt in asked.prompts]
-    room = min((c for one in loaded.values() if (c := one.model.context_length) is not None), default=None)
+    prompts = [encode_prompt(prompt, target.tokenizer, target.model.vocab_size) for prompt in request.prompts]
+    context = min((c for one in loaded.values() if (c := one.model.context_length) is not None), default=None)
     longest = max(map(len, prompts))
-    if room is not None and longest + asked.max_tokens > room:
+    if context is not None and longest + request.max_tokens > context:
         raise PromptError(
-            f"a prompt of {longest} tokens and max_tokens={asked.max_tokens} do not fit a context of {room} tokens; "
-            "shorten one of them"
+            f"a prompt of {longest} tokens and max_tokens={request.max_tokens} do not fit a context of {context} "
+            "tokens; shorten one of them"
         )
     return prompts
 
 
 async def _note_circumstances(
-    circumstances: Circumstances, sources: dict[Actor, Source], models: dict[str, MLXModel], workers: dict[str, Worker]
+    circumstances: BenchmarkCircumstances,
+    sources: dict[Actor, Source],
+    models: dict[str, MLXModel],
+    workers: dict[str, Worker],
 ) -> None:
     circumstances.target = _name(sources["target"])
     if "draft" in sources:
@@ -237,8 +240,9 @@ async def _note_circumstances(
     if (library := blas.blas_in_use()) is not None:
         circumstances.machine["linear algebra"] = library
     if (threads := blas_threads(len(sources))) is not None:
-        theirs, ours = threads
-        circumstances.machine["BLAS threads"] = f"{theirs} for mlx-lm, {ours} for each of this runtime's models"
+        circumstances.machine["BLAS threads"] = (
+            f"{threads['mlx-lm']} for mlx-lm, {threads['outrider']} for each of this runtime's models"
+        )
 
 
 def _name(source: Source) -> str:
@@ -246,7 +250,7 @@ def _name(source: Source) -> str:
 
 
 def _processor() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, or its architecture if the system does not tell."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -258,7 +262,7 @@ def _processor() -> str:
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """How long the rest of so many runs will take, for a line of progress."""
+    """Estimate of the time for the remaining runs, as the end of a progress line; "" before the first is done."""
     if done == 0:
         return ""
     seconds = (time.perf_counter() - began) / done * (total - done)

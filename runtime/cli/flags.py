@@ -1,4 +1,4 @@
-"""Names and messages of the library, in the words of the command line."""
+"""Translates the library's argument names and error messages into the flags of the command line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 
 _SETTINGS = {field.name for field in attrs.fields(Settings)}
 _NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
-# Settings that no request to a server has a field for.
+# Settings for which a request to a server has no field.
 _NO_FIELDS = _NO_FLAGS | {"min_tokens_to_keep", "prefill_step_size", "xtc_special_tokens"}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"spread", "verify_slope"}
 _NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
 
-# Names that are words as well ("stop", "lookahead") mean the argument only where they begin a message, or with "=".
+# Names that are also words ("stop", "lookahead") mean the argument only at the start of a message, or before "=".
 _ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}
 _WITH_UNDERSCORE = sorted((name for name in _NAMES - _NO_FLAGS if "_" in name), key=len, reverse=True)
 
-# What can be done in Python and has another form here.
+# Phrases about Python, and what they are on the command line.
 _PHRASES = (
     ("a path, a hub id or a pair (model, tokenizer)", "a path or a hub id"),
     (", an mlx Device or None", ""),
@@ -41,33 +41,33 @@ _PHRASES = (
 )
 
 
-# Flags of mlx-lm for what is done otherwise here.
-_ELSEWHERE = {
-    "--adapter-path": "an adapter is fused into its model first, by mlx_lm.fuse",
+# Flags of mlx-lm that Outrider replaces by something else.
+_REPLACEMENTS = {
+    "--adapter-path": "fuse the adapter into its model first, with mlx_lm.fuse",
     "--chat-template-config": "`outrider chat` has --thinking and --no-thinking",
-    "--extra-eos-token": "--stop ends a text before another one",
+    "--extra-eos-token": "--stop ends a text at a string",
     "--prompt-cache-file": "`outrider chat` has /save and /load",
     "--verbose": "--stats prints statistics",
 }
 
 
-def elsewhere(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
-    """What to do in place of a flag that there is not.
+def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
+    """A hint about an unknown flag.
 
     Args:
-        given: as it was typed, without a value.
-        known: flags that there are.
-        by_request: whether the command is a server, whose requests have the settings for fields.
+        given: the flag as typed, without a value.
+        known: the flags of the command.
+        by_request: whether the command is a server, whose requests have the settings as fields.
 
-    Returns: a hint; None where nothing comes to mind.
+    Returns: the hint; None if there is none.
     """
-    if given in _ELSEWHERE:
-        return _ELSEWHERE[given]
+    if given in _REPLACEMENTS:
+        return _REPLACEMENTS[given]
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
     name = given.lstrip("-").replace("-", "_")
     setting = SYNONYMS.get(name, name)
     if setting in _SETTINGS and setting not in names:
-        # Whatever flag is spelt alike is for something else.
+        # A flag with a similar spelling means something else.
         has_field = by_request and setting not in _NO_FIELDS
         return f'each request sets this, by its field "{setting}"' if has_field else None
     near = meant(name, names)
@@ -75,33 +75,33 @@ def elsewhere(given: str, known: Sequence[str], *, by_request: bool = False) -> 
 
 
 def flag(name: str) -> str:
-    """An argument as it is typed."""
+    """The flag of an argument."""
     return "--lookahead" if name == "lookaheads" else f"--{name.replace('_', '-')}"
 
 
 def in_flags(message: str) -> str:
-    """An error's message with the names and values that arguments have on the command line.
+    """An error message with flags in place of argument names, and values as they are typed.
 
-    What is quoted, such as a path, stays as it is.
+    Quoted parts, such as paths, stay as they are.
     """
     for python, here in _PHRASES:
         message = message.replace(python, here)
     begins, _, rest = message.partition(" ")
     if begins in _NAMES - _NO_FLAGS - _ALWAYS_WORDS:
         message = f"{flag(begins)} {rest}".strip()
-    # An apostrophe within a word is no quote.
+    # An apostrophe inside a word is not a quote.
     pieces = re.split(r"((?<!\w)'(?:[^'\\]|\\.)*'(?!\w))", message)
-    return "".join(piece if i % 2 else _spelled(piece) for i, piece in enumerate(pieces))
+    return "".join(piece if i % 2 else _with_flags(piece) for i, piece in enumerate(pieces))
 
 
-def _spelled(text: str) -> str:
-    """What is not quoted of a message."""
-    text = re.sub(r"(?<![-\w/.])([a-z_]+)=(\w+|\"[^\"]*\")", _assigned, text)
+def _with_flags(text: str) -> str:
+    """An unquoted part of a message."""
+    text = re.sub(r"(?<![-\w/.])([a-z_]+)=(\w+|\"[^\"]*\")", _flag_with_value, text)
     text = re.sub(rf"(?<![-\w/.])({'|'.join(_WITH_UNDERSCORE)})\b", lambda found: flag(found[1]), text)
     return re.sub(r"(?<![\w\"'/.-])None\b(?![/\w])", '"none"', text)
 
 
-def _assigned(found: re.Match[str]) -> str:
+def _flag_with_value(found: re.Match[str]) -> str:
     name, value = found[1], found[2].strip('"')
     if name not in _NAMES - _NO_FLAGS:
         return found[0]

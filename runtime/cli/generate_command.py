@@ -1,4 +1,4 @@
-"""The command `generate`: its arguments, and a text on stdout as it comes. Imports mlx only once it is needed."""
+"""The command `outrider generate`: streams one text to stdout. Nothing here imports mlx at its top."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import trio
 from protocol.errors import PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.model_arguments import Models
-from runtime.cli.settings_arguments import settings_of, value
-from runtime.terminal.display import Display, Outcome, Output, OutputError, print_statistics, warnings_at_the_end
-from runtime.terminal.signals import quitting, until_signal
+from runtime.cli.settings_arguments import parse_value, settings_of
+from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, print_statistics, warnings_at_the_end
+from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
 
 logger = logging.getLogger("outrider")
@@ -38,65 +38,64 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked of `generate`, beside the models, the settings and the BLAS."""
+    """Add the arguments of `generate`, other than the models, the settings and the BLAS."""
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "prompt_here",
         metavar="PROMPT",
         nargs="?",
-        help='the text to continue, or what to ask a model that has a chat template; "-" reads it from stdin, as it is',
+        help='text to continue, or the user message if the model has a chat template; "-" reads it from stdin',
     )
-    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the same")
+    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the same as PROMPT")
     chat = parser.add_argument_group("chat template")
-    chat.add_argument(
-        "--system", metavar="TEXT", help="what the model is told before it is asked; needs a chat template"
-    )
+    chat.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
     chat.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     whether = chat.add_mutually_exclusive_group()
     whether.add_argument(
         "--chat",
         action="store_true",
-        help="insist on the chat template (default: ask through it where there is one, else continue the text)",
+        help="require the chat template (default: use it if there is one, else continue the text)",
     )
-    whether.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    whether.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
     output.add_argument(
-        "--json-schema", metavar="FILE", help="write JSON that the schema in this file describes (needs llguidance)"
+        "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
+    )
+    output.add_argument(
+        "--json-schema", metavar="FILE", help="generate JSON that follows the schema in this file (needs llguidance)"
     )
     output.add_argument(
         "--logprobs",
         metavar="N",
-        type=value,
+        type=parse_value,
         default=argparse.SUPPRESS,
-        help="with --json, the log-probabilities of the tokens, and of the N likeliest at each place (default: 0)",
+        help="with --json, print log-probabilities of the tokens, and of the N likeliest tokens at each position "
+        "(default: 0)",
     )
-    output.add_argument("--stats", action="store_true", help="end with a table of statistics on stderr")
-    output.add_argument("--trace", metavar="FILE", help="write a trace that Perfetto and chrome://tracing read (JSON)")
-    output.add_argument(
-        "--timeline", metavar="FILE", help="write a page that shows who worked when, and on what (HTML)"
-    )
+    output.add_argument("--stats", action="store_true", help="print statistics on stderr at the end")
+    output.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto and chrome://tracing (JSON)")
+    output.add_argument("--timeline", metavar="FILE", help="write a page with a timeline of both models (HTML)")
 
 
 @attrs.frozen
-class _Asked:
-    """What is to be generated from.
+class _PromptRequest:
+    """The prompt as the command line gives it.
 
     Attributes:
-        prompt: as it was given.
-        system: what the model is told before, or None.
-        template: whether the chat template is to be used; None where there is one.
+        prompt: the text.
+        system: the system message, or None.
+        template: whether to use the chat template; None uses it if there is one.
     """
 
     prompt: str
     system: str | None = None
     template: bool | None = None
 
-    def of(self, tokenizer: TokenizerWrapper | None) -> Prompt:
-        """The prompt for the runtime: a text to continue, or messages.
+    def prompt_for(self, tokenizer: TokenizerWrapper | None) -> Prompt:
+        """The prompt for the runtime: a text to continue, or chat messages.
 
-        Raises: PromptError: there is no chat template, and it was insisted on.
+        Raises: PromptError: the chat template is required, and there is none.
         """
         has_template = tokenizer is not None and tokenizer.has_chat_template
         if not has_template and (self.template or self.system is not None):
@@ -108,30 +107,30 @@ class _Asked:
         return [*system, {"role": "user", "content": self.prompt}]
 
 
-def _asked(arguments: argparse.Namespace) -> _Asked:
-    """What was asked for.
+def _prompt_request(arguments: argparse.Namespace) -> _PromptRequest:
+    """The prompt that the arguments give.
 
     Raises:
-        PromptError: the prompt is not text.
-        SettingsError: a system message is to be said without a chat template.
+        PromptError: the prompt is not valid text.
+        SettingsError: there is a system message, but --raw leaves out the chat template.
     """
     given: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
     if arguments.raw and arguments.system is not None:
-        raise SettingsError("--system is said through the chat template, which --raw leaves out; give one of them")
-    return _Asked(_read(given), arguments.system, False if arguments.raw else True if arguments.chat else None)
+        raise SettingsError("--system needs the chat template, which --raw leaves out; give one of them")
+    return _PromptRequest(_read(given), arguments.system, False if arguments.raw else True if arguments.chat else None)
 
 
 def _read(argument: str) -> str:
-    """The prompt that an argument stands for.
+    """The prompt that an argument stands for: its text, or that of stdin.
 
-    Raises: PromptError: it is not text.
+    Raises: PromptError: it is not valid text, or stdin is closed.
     """
     try:
         if argument == "-":
             if sys.stdin is None:
                 raise PromptError('the prompt "-" is to be read from stdin, and stdin is closed')
             argument = sys.stdin.read()
-        # Arguments that are no text come with lone surrogates in place of what could not be decoded.
+        # Python decodes invalid bytes in arguments to lone surrogates, which cannot be encoded.
         argument.encode()
     except UnicodeError as error:
         raise PromptError(f"the prompt is not valid text: {error}; give it as {sys.getfilesystemencoding()}") from error
@@ -141,7 +140,7 @@ def _read(argument: str) -> str:
 def _schema(file: str) -> str:
     """The JSON schema in a file.
 
-    Raises: SettingsError: it cannot be read or followed.
+    Raises: SettingsError: the file cannot be read, or the schema is not supported.
     """
     from runtime.generation.grammar import check_json_schema
 
@@ -162,14 +161,14 @@ def _schema(file: str) -> str:
 
 
 @attrs.define
-class Generated(Outcome):
-    """What has come of a generation so far; as an outcome, and:
+class Generated(CommandOutcome):
+    """The outcome of `generate`, with the generation so far.
 
     Attributes:
-        pieces: its text.
-        tokens: as they were given.
-        stop_reason: the stop string or stop token that ended it, or None.
-        statistics: None where it never began.
+        pieces: the pieces of the text.
+        tokens: the tokens.
+        stop_reason: the stop string or stop token that ended the text, or None.
+        statistics: statistics of the stream; None if it never started.
     """
 
     pieces: list[str] = attrs.field(factory=list)
@@ -178,8 +177,8 @@ class Generated(Outcome):
     statistics: Statistics | None = None
 
     def as_json(self) -> str:
-        """What `--json` shows of it."""
-        said: dict[str, Any] = {
+        """The JSON object that `--json` prints."""
+        result: dict[str, Any] = {
             "text": "".join(self.pieces),
             "tokens": [token.id for token in self.tokens],
             "finish_reason": self.finish_reason,
@@ -188,7 +187,7 @@ class Generated(Outcome):
             "statistics": None if self.statistics is None else attrs.asdict(self.statistics),
         }
         if any(token.logprob is not None for token in self.tokens):
-            said["logprobs"] = [
+            result["logprobs"] = [
                 {
                     "logprob": _finite(token.logprob),
                     "top_logprobs": [
@@ -197,34 +196,34 @@ class Generated(Outcome):
                 }
                 for token in self.tokens
             ]
-        return json.dumps(said)
+        return json.dumps(result)
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no minus infinity, which is what a token that is forbidden has."""
+    """The value, or None for minus infinity, the log-probability of a forbidden token, which JSON lacks."""
     return None if logprob is None or math.isinf(logprob) else logprob
 
 
-def generate(arguments: argparse.Namespace, models: Models) -> Outcome:
-    """Continue a prompt, and show what came of it, also where it was cut short.
+def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
+    """Continue a prompt, and show the text, also that of an interrupted generation.
 
-    Raises: OutriderError: the arguments make no sense; what fails later is in the outcome.
+    Raises: OutriderError: an argument is invalid. Later errors are in the outcome.
     """
     settings = settings_of(arguments)
     if settings.get("logprobs") and not arguments.json:
-        raise SettingsError("--logprobs has no place in a text; use it with --json")
+        raise SettingsError("--logprobs needs --json, since a text cannot show them; give both")
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
-    asked = _asked(arguments)
+    request = _prompt_request(arguments)
     output = Output()
     generated = Generated()
     with warnings_at_the_end():
-        with Display() as display, quitting(display):
-            display.loading(models.loaded)
-            import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C need not wait for it
+        with Display() as display, exit_on_signal(display):
+            display.show_loading(models.loaded)
+            import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
 
             work = partial(
                 _stream_text,
-                asked,
+                request,
                 models,
                 settings,
                 schema,
@@ -234,7 +233,7 @@ def generate(arguments: argparse.Namespace, models: Models) -> Outcome:
                 None if arguments.trace is None else ChromeFile(arguments.trace),
                 None if arguments.timeline is None else TimelineFile(arguments.timeline),
             )
-            trio.run(until_signal, work, generated, display)
+            trio.run(SignalScope(generated, display).run, work)
         try:
             if not arguments.json:
                 output.end_line()
@@ -248,7 +247,7 @@ def generate(arguments: argparse.Namespace, models: Models) -> Outcome:
 
 
 async def _stream_text(
-    asked: _Asked,
+    request: _PromptRequest,
     models: Models,
     settings: dict[str, Any],
     schema: str | None,
@@ -258,11 +257,11 @@ async def _stream_text(
     trace: ChromeFile | None,
     timeline: TimelineFile | None,
 ) -> None:
-    """Load the models, generate, and write the text to `output`, and what happened to the files, if there are any.
+    """Load the models, generate, stream the text to `output`, and write the trace and the timeline, each unless None.
 
     Raises: OutriderError.
 
-    Cancellation: as `runtime.open` and `TokenStream`. What was generated is in `generated` in any case.
+    Cancellation: as `runtime.open` and `TokenStream`. The text so far stays in `generated`.
     """
     async with AsyncExitStack() as stack:
         listeners = [display.on_event]
@@ -285,15 +284,15 @@ async def _stream_text(
             from runtime.generation.grammar import Grammar
 
             settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
-        prompt = asked.of(runtime.tokenizer)
+        prompt = request.prompt_for(runtime.tokenizer)
         stream = runtime.stream(prompt, **settings)
-        display.reading(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
+        display.show_prefill(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
         try:
             async with stream:
                 async for token in stream:
                     generated.pieces.append(token.text)
                     generated.tokens.append(token)
-                    display.writing()
+                    display.clear_for_text()
                     if output is not None:
                         if token.index == 0 and isinstance(prompt, str):
                             output.echo(prompt)

@@ -1,14 +1,14 @@
 """The command line: `outrider generate PROMPT`, also as `python -m runtime generate PROMPT`.
 
-What goes where: stdout has the generated text and nothing else (under `--json`, one JSON object), so that
-it can be piped on. Everything else, from progress bars to errors, goes to stderr, and what moves or has
-colour only to a terminal. Where stdout is a terminal, the text comes after the prompt, dimmed, and a text
-that ends in mid-line gets a newline; a pipe or a file gets the text byte for byte.
+Stdout has the generated text and nothing else (with `--json`, one JSON object), so it can be piped. Everything else
+goes to stderr; animation and colour go to a terminal only. If stdout is a terminal, the text follows the dimmed prompt,
+and a line break is added if the text does not end with one. A pipe or a file gets the text byte for byte.
 
-Exit statuses: 0 the text is whole; 1 something failed; 2 the command line, a setting or the prompt is
-wrong; 130 and 143 interrupted by SIGINT (Ctrl-C) and SIGTERM; 141 the reader of stdout has gone.
+Exit statuses: 0 the work is complete; 1 an error; 2 the command line, a setting or the prompt is wrong; 130 and 143
+interrupted by SIGINT (Ctrl-C) and SIGTERM; 141 the reader of stdout has gone.
 
-Whatever can be checked without a model is checked before one is loaded.
+Everything that needs no model is checked before one is loaded. A new command has a module of its own beside this one,
+and an `_add_…` function here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ import difflib
 import importlib.metadata
 import signal
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
-
-import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM
-from runtime.cli import bench_command, chat_command, generate_command, serve_command
-from runtime.cli.flags import elsewhere, in_flags
+from runtime.cli import bench_command, chat_command, doctor_command, generate_command, serve_command
+from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.model_arguments import add_models, models_of
 from runtime.cli.settings_arguments import add_settings
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
-from runtime.terminal.display import BY_SIGNAL, Display, Outcome, print_sections, print_text, say, warnings_at_the_end
-from runtime.terminal.signals import quitting
+from runtime.terminal.display import SIGNAL_STATUS_BASE, CommandOutcome, print_message, print_text
 
 FAILED = 1
 MISUSED = 2
@@ -43,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: what comes after the program's name; None for the process's own.
+        argv: the arguments after the program's name; None for those of the process.
 
     Returns: the exit status.
 
-    Raises: SystemExit: for `--help`, `--version` and what argparse cannot parse.
+    Raises: SystemExit: for `--help`, `--version` and arguments that argparse cannot parse.
     """
     try:
         arguments = _parser().parse_args(argv)
@@ -56,33 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
-            return BY_SIGNAL + signal.SIGPIPE
-        say(f"error: {in_flags(str(error))}")
+            return SIGNAL_STATUS_BASE + signal.SIGPIPE
+        print_message(f"error: {in_flags(str(error))}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
-        # Where no event loop was there to receive the signal: while reading a prompt, while importing.
-        return BY_SIGNAL + signal.SIGINT
+        # No signal handler of a command was installed yet: a prompt was read, or a module imported.
+        return SIGNAL_STATUS_BASE + signal.SIGINT
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help is written, or fails, as everything else here, and which says what may have been meant."""
+    """An argparse parser that prints help like all other output, and suggests flags and commands for unknown ones."""
 
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", _Formatter)
         super().__init__(allow_abbrev=False, **keywords)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        # Of a command, too, so that its usage is shown.
+        # Checked by the parser of each command, so that the usage of the command is shown.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         return parsed, unknown
 
     def _hint(self, unknown: list[str]) -> str:
-        """What to type in place of flags that there are not, as far as that is known."""
+        """Suggestions for unknown flags; "" if there are none."""
         flags = [
             name
             for name, action in self._option_string_actions.items()
@@ -92,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
         hints = [
             hint
             for name in unknown
-            if name[:1] == "-" and (hint := elsewhere(name.partition("=")[0], flags, by_request=by_request))
+            if name[:1] == "-" and (hint := hint_for(name.partition("=")[0], flags, by_request=by_request))
         ]
         return "".join(f"; {hint}" for hint in hints)
 
@@ -124,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help as argparse lays it out; indented lines, which are examples, stay as they are."""
+    """Lays out help like argparse, but leaves indented lines, which are examples, as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -132,7 +128,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Version(argparse.Action):
-    """Prints the version; asks for it only then, since that looks through all installed distributions."""
+    """Prints the version. Looked up only when needed, since that searches all installed distributions."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version and exit")
@@ -150,20 +146,20 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "generate",
         usage="outrider generate PROMPT [options]",
-        help="continue a prompt, or answer it",
-        description="Continue a prompt, or answer it where the model has a chat template. The text appears on stdout "
-        "as it comes; everything else goes to stderr.",
+        help="continue or answer a prompt",
+        description="Continue a prompt, or answer it if the model has a chat template. The text streams to stdout; "
+        "everything else goes to stderr.",
         epilog="""examples:
   outrider generate "def quicksort(items):" -m 120 --stats
   outrider generate "What is a monad?" --target org/model --draft org/small
   outrider generate - --target org/model --draft ngram --raw < file.py
 
-Ctrl-C stops cleanly, statistics included; a second one quits at once.""",
+Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits at once.""",
     )
     parser.set_defaults(command=generate)
     generate_command.add_arguments(parser)
     add_settings(parser)
-    # A single text has nothing to reuse.
+    # A single text never reuses a prefix.
     add_models(parser, without=("prefix_cache_bytes",))
     _add_blas(parser)
 
@@ -172,16 +168,16 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = commands.add_parser(
         "chat",
         usage="outrider chat [options]",
-        help="talk with a model",
-        description="Talk with a model, turn by turn: what you type is answered on stdout, as it comes. With a chat "
-        "template, a model is asked as it was trained to be; a base model goes on with the text so far. Where stdin is "
-        "no terminal, each of its lines is a turn.",
+        help="chat with a model",
+        description="Chat with a model, turn by turn. Answers stream to stdout. Turns go through the model's chat "
+        "template; a model without one continues the text so far. If stdin is no terminal, each of its lines is a "
+        "turn.",
         epilog="""examples:
   outrider chat --target org/model --draft org/small --system "You are brief."
   outrider chat --target org/model --draft ngram -t 0.7 --no-thinking
 
-"/help" lists what else can be typed. Ctrl-C stops an answer and keeps what was said; at the prompt, a second one \
-leaves.""",
+"/help" lists the commands of the chat. Ctrl-C stops an answer, which stays in the conversation; pressed twice at the \
+prompt, it leaves the chat.""",
     )
     parser.set_defaults(command=chat)
     add_models(parser)
@@ -194,15 +190,15 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "serve",
         usage="outrider serve [options]",
-        help="answer over HTTP, as OpenAI's clients ask, with a page for browsers",
-        description="Answer over HTTP: OpenAI's interface at /v1, a page at /, /health, /metrics for Prometheus, "
-        "/openapi.json and /docs. Whoever hangs up cancels what it asked for. Needs the extra serve.",
+        help="serve an OpenAI-compatible HTTP API and a web page",
+        description="Serve models over HTTP: an OpenAI-compatible API at /v1, a web page at /, /health, /metrics for "
+        "Prometheus, /openapi.json and /docs. A client that disconnects cancels its request. Needs the extra serve.",
         epilog="""examples:
   outrider serve --target org/model --draft org/small --port 8080
   OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
 
-Ctrl-C or SIGTERM stops it: answers under way have a while to come to their end; a second one quits at once. Where \
-the target fails, it ends with status 1, for a supervisor to start it again.""",
+Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end. A second one exits at once. If the \
+target model fails, the server exits with status 1, so that a supervisor can restart it.""",
     )
     parser.set_defaults(command=serve)
     add_models(parser)
@@ -214,9 +210,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "doctor",
         usage="outrider doctor [MODEL] [options]",
-        help="say what a model or a pair can do on this machine",
-        description="Say what a model or a pair can do on this machine: its caches, how they are rewound and what that "
-        "costs, whether the vocabularies match, what forward passes take, and what to expect of it all.",
+        help="examine a model or a pair on this machine",
+        description="Examine a model or a pair on this machine: its caches and how they rewind, whether the "
+        "vocabularies match, how long forward passes take, and what speed to expect.",
         epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
@@ -236,15 +232,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "bench",
         usage="outrider bench [options]",
-        help="measure what speculation buys on this machine",
-        description="Measure what speculation buys on this machine: mlx-lm's plain and speculative decoding, and this "
-        "runtime's, of the same prompts, in turn. It takes some minutes; nothing else should run meanwhile.",
+        help="measure the speed-up of speculation on this machine",
+        description="Measure the speed-up of speculation on this machine: mlx-lm's plain and speculative decoding and "
+        "this runtime's decode the same prompts in turn. This takes some minutes, in which nothing else should run.",
         epilog="""examples:
   outrider bench --target org/model --draft org/small
   outrider bench --target org/model --draft ngram --prompts prompts.txt -m 200
   outrider bench --streams 1,4 --json
 
-Ctrl-C ends it, and shows what was measured until then.""",
+Ctrl-C stops the benchmark and shows the figures so far.""",
     )
     parser.set_defaults(command=bench)
     add_models(
@@ -260,23 +256,23 @@ def _add_blas(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blas",
         metavar="BLAS",
-        help='Linux: compute with another BLAS than MLX\'s own: "openblas", or the path of a library '
-        f"(default: what {blas.VARIABLE} says, else MLX's own)",
+        help='BLAS to use on Linux in place of MLX\'s own: "openblas" or the path of a library '
+        f"(default: {blas.VARIABLE}, else MLX's own)",
     )
 
 
 def _choose_blas(arguments: argparse.Namespace) -> None:
-    """Put the BLAS in front that the command line, or the environment, asks for.
+    """Load the BLAS that the command line names, or check the one that the environment names.
 
-    Raises: SettingsError: that is not possible.
+    Raises: SettingsError: it cannot be used.
     """
     if not hasattr(arguments, "blas"):
         return  # a command that computes nothing
-    blas.check()
+    blas.check_environment()
     if arguments.blas is not None:
-        # A lookup computes nothing.
+        # Prompt lookup computes nothing.
         is_alone = models_of(arguments).draft in (None, NGRAM)
-        blas.put_in_front(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
+        blas.load_before_mlx(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -287,7 +283,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status.
 
-    Raises: OutriderError: it failed; what there was to show until then has been shown.
+    Raises: OutriderError: it failed; the text so far has been shown.
     """
     return _status(generate_command.generate(arguments, models_of(arguments)))
 
@@ -305,7 +301,7 @@ def chat(arguments: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace) -> int:
     """The command `serve`: answer over HTTP.
 
-    Returns: the exit status; 0 where a signal has stopped it.
+    Returns: the exit status; 0 if a signal stopped the server.
 
     Raises: OutriderError: it failed.
     """
@@ -317,34 +313,28 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status.
 
-    Raises: OutriderError: a model cannot be loaded.
+    Raises: OutriderError: a model cannot be loaded or fails.
     """
-    models = models_of(arguments)
-    with warnings_at_the_end(), Display() as display, quitting(display):
-        from runtime.doctor.report import examine, report
-
-        diagnosis = trio.run(partial(examine, models.target, models.draft, on_progress=display.doing, **models.options))
-    print_sections(report(diagnosis))
-    return 0
+    return _status(doctor_command.doctor(models_of(arguments)))
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """The command `bench`: measure what speculation buys.
+    """The command `bench`: measure the speed-up of speculation.
 
     Returns: the exit status.
 
-    Raises: OutriderError: it failed; what was measured until then has been shown.
+    Raises: OutriderError: it failed; the figures so far have been shown.
     """
     return _status(bench_command.bench(arguments, models_of(arguments)))
 
 
-def _status(outcome: Outcome) -> int:
-    """The exit status of a command that ended so.
+def _status(outcome: CommandOutcome) -> int:
+    """The exit status for an outcome.
 
-    Raises: OutriderError: it failed.
+    Raises: OutriderError: the failure in the outcome.
     """
     if outcome.signal is not None:
-        return BY_SIGNAL + outcome.signal
+        return SIGNAL_STATUS_BASE + outcome.signal
     if outcome.failure is None:
         return 0
     raise outcome.failure

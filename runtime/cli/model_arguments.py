@@ -1,4 +1,4 @@
-"""Which models a command works with, and the options of `runtime.open`, as arguments of the command line."""
+"""The arguments that name the models of a command, and the options of `runtime.open`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.settings import NGRAM
 from runtime.cli.flags import flag
-from runtime.cli.settings_arguments import Option, value
+from runtime.cli.settings_arguments import Option, parse_value
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
-# Bounds and remedies are the library's, which has them in its messages.
+# The library checks bounds, and its messages have the remedies.
 OPTIONS: tuple[Option, ...] = (
-    ("kv_bits", "N", value, "quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits (default: none)"),
-    ("kv_group_size", "N", value, "quantisation group: 32, 64 or 128 (default: 64)"),
-    ("quantized_kv_start", "N", value, "quantise once a cache holds so many tokens (default: 5000)"),
-    ("max_kv_size", "N", value, "most tokens that a cache keeps; older ones are forgotten (default: none)"),
-    ("prefix_cache_bytes", "N", value, "most memory a model keeps of texts that are over; 0 keeps nothing"),
-    ("rewind", "HOW", str, '"trim", "checkpoint" or "none" insists on one way to undo (default: auto)'),
-    ("target_device", "DEVICE", str, '"cpu" or "gpu" (default: MLX\'s)'),
-    ("draft_device", "DEVICE", str, '"cpu" or "gpu" (default: MLX\'s)'),
+    ("kv_bits", "N", parse_value, "quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits (default: none)"),
+    ("kv_group_size", "N", parse_value, "quantisation group: 32, 64 or 128 (default: 64)"),
+    ("quantized_kv_start", "N", parse_value, "number of tokens in a cache from which it is quantised (default: 5000)"),
+    ("max_kv_size", "N", parse_value, "most tokens in a cache; older ones are dropped (default: no limit)"),
+    ("prefix_cache_bytes", "N", parse_value, "size limit of a model's prefix cache in bytes; 0 turns it off"),
+    ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
+    ("target_device", "DEVICE", str, 'device of the target: "cpu" or "gpu" (default: MLX\'s)'),
+    ("draft_device", "DEVICE", str, 'device of the draft model: "cpu" or "gpu" (default: MLX\'s)'),
 )
 
 
 @attrs.frozen
 class Models:
-    """What a command works with.
+    """The models of a command.
 
     Attributes:
         target: a path or hub id.
-        draft: likewise, or "ngram", or None for plain decoding.
-        options: of `runtime.open`, those that were given.
+        draft: a path or hub id, "ngram" for prompt lookup, or None for plain decoding.
+        options: the options of `runtime.open` that were given.
     """
 
     target: str | Path
@@ -44,7 +44,7 @@ class Models:
 
     @property
     def loaded(self) -> list[str | Path]:
-        """What there is to be loaded."""
+        """The models that have to be loaded."""
         return [model for model in (self.target, self.draft) if model is not None and model != NGRAM]
 
 
@@ -55,12 +55,12 @@ def add_models(
     draft_help: str | None = None,
     target_first: bool = False,
 ) -> None:
-    """Give a command the models and their options as arguments; `models_of` reads them.
+    """Add the models and their options to a command's arguments; `models_of` reads them.
 
     Args:
-        parser: of the command.
-        without: options that make no sense for it.
-        draft_help: what `--draft` may be, where it is less than elsewhere.
+        parser: the command's parser.
+        without: options that the command does not have.
+        draft_help: help of `--draft`, if the command does not accept all its values.
         target_first: whether the target may also be given without a flag.
     """
     group = parser.add_argument_group("models")
@@ -73,10 +73,10 @@ def add_models(
         "--draft",
         metavar="MODEL",
         help=draft_help
-        or 'path or hub id; "ngram" looks up what came after the same words before, without a model; '
-        '"none" decodes plainly (default: the demo drafter with the demo target, else none)',
+        or 'path or hub id; "ngram" drafts by prompt lookup, without a model; "none" decodes plainly '
+        "(default: the demo draft model with the demo target, else none)",
     )
-    # As mlx-lm has it.
+    # The flag of mlx-lm.
     group.add_argument("--draft-model", dest="draft", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group = parser.add_argument_group("caches and devices")
     for name, metavar, read, text in OPTIONS:
@@ -85,9 +85,9 @@ def add_models(
 
 
 def models_of(arguments: argparse.Namespace) -> Models:
-    """The models that were asked for.
+    """The models that the arguments name.
 
-    Raises: SettingsError: there is no such thing as what they are asked to do.
+    Raises: SettingsError: an option is for a draft model, and there is none.
     """
     names = [name for name, *_ in OPTIONS]
     options = {name: given for name, given in vars(arguments).items() if name in names}

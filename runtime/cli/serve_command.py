@@ -1,6 +1,6 @@
-"""The command `serve`: the models behind an address, for OpenAI's clients and for a browser.
+"""The command `outrider serve`: serves the models over HTTP, to OpenAI clients and to browsers.
 
-Nothing goes to stdout. Nothing here imports mlx, or what the extra `serve` brings, before the arguments are checked.
+Nothing goes to stdout. Nothing here imports mlx, or packages of the extra `serve`, before the arguments are checked.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from protocol.reprs import shown
 from protocol.validation import check_integer
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.terminal.display import Display, Outcome, say, show
-from runtime.terminal.signals import quitting, until_signal
+from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
+from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
 
-# Where the key is looked for: other users of a machine can read a command line.
+# A variable for the API key: other users of a machine can read its command lines.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 
-# Names of this machine; a page of another host cannot have them.
-_OURSELVES = ("localhost", "127.0.0.1", "[::1]")
+# Names of this machine, which a page of another host cannot have.
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
-# As a browser sends it, to the letter; what differs from that would never be found to be the same.
+# An origin exactly as browsers send it; anything else would never match.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
-_USUAL_PORT = re.compile(r"http://.*:80|https://.*:443")
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 
-# Connections that may wait to be accepted.
+# Maximum number of connections that wait to be accepted.
 _BACKLOG = 128
 
-_NEEDED = ("h11", "prometheus_client", "pydantic", "starlette")
+_REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 
 
 class ServerError(OutriderError):
-    """The address cannot be had, or the models are not there any more."""
+    """The address cannot be used, or the target model has failed."""
 
 
 @attrs.frozen
-class Option:
-    """An option that is a whole number.
+class LimitOption:
+    """A limit of the server: an option whose value is a whole number.
 
     Attributes:
-        name: as attributes have it.
-        low: the least that it may be.
-        default: None for no bound.
-        help: what it is for.
+        name: its name, with underscores.
+        low: its smallest value.
+        default: its default; None for no limit.
+        help: its help text.
     """
 
     name: str
@@ -67,66 +67,68 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """The flag on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
 _LIMITS = (
-    Option("max_streams", 1, 4, "requests that the models work on at once"),
-    Option("max_waiting", 0, 32, "requests that may wait beside those; what comes then is told to try again (429)"),
-    Option("max_tokens", 1, 512, "tokens of an answer where a request does not say how many"),
-    Option("max_tokens_limit", 1, None, "most tokens that a request may ask for (default: what the context holds)"),
-    Option("max_prompt_tokens", 1, None, "most tokens of a prompt (default: what the model's context holds)"),
-    Option(
+    LimitOption("max_streams", 1, 4, "most requests that generate at once"),
+    LimitOption("max_waiting", 0, 32, "most requests that wait beside those; further ones get status 429"),
+    LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),
+    LimitOption("max_tokens_limit", 1, None, "most tokens that a request may set (default: the model's context)"),
+    LimitOption("max_prompt_tokens", 1, None, "most tokens of a prompt (default: the model's context)"),
+    LimitOption(
         "prefill_step_size",
         1,
         None,
-        "tokens of a prompt that are read in one pass, for which all other answers wait (default: as many as are "
-        "cheap, in 0.2 s at most)",
+        "prompt tokens per prefill pass, during which all other answers wait (default: as many as are cheap, in 0.2 s "
+        "at most)",
     ),
-    Option("max_body_bytes", 1, 2 * 2**20, "longest body of a request"),
-    Option("max_connections", 1, 1000, "connections at a time; others wait"),
-    Option("stalled_seconds", 1, 60, "how long a client may leave what it is sent unread; of a long body, each 64 KiB"),
-    Option("grace_seconds", 0, 5, "how long answers may take to come to their end when the server is stopped"),
+    LimitOption("max_body_bytes", 1, 2 * 2**20, "most bytes of a request body"),
+    LimitOption("max_connections", 1, 1000, "most connections at once; further ones wait"),
+    LimitOption(
+        "stalled_seconds", 1, 60, "seconds that a client may leave data unread, or take to send each 64 KiB of a body"
+    ),
+    LimitOption("grace_seconds", 0, 5, "seconds that current answers have to end when the server is stopped"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked of `serve`, beside the models and the BLAS."""
+    """Add the arguments of `serve`, other than the models and the BLAS."""
     group = parser.add_argument_group("address")
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="to listen at; any but this machine's own needs an API key (default: %(default)s)",
+        help="address to listen on; other than a loopback address, it needs an API key (default: %(default)s)",
     )
-    group.add_argument("--port", type=int, default=8000, help="0 takes one that is free (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"what requests must bring (default: what {KEY_VARIABLE} says, else none)"
+        "--api-key", metavar="KEY", help=f"API key that requests must send (default: {KEY_VARIABLE}, else none)"
     )
     group.add_argument(
         "--allow-host",
         metavar="NAME",
         action="append",
         default=[],
-        help='another name that the server may be asked for by, or "*"; without an API key it goes by none but this '
-        "machine's own",
+        help='further host name that requests may carry, or "*" for any (default: names of this machine; with an '
+        "API key, any)",
     )
     group.add_argument(
         "--allow-origin",
         metavar="ORIGIN",
         action="append",
         default=[],
-        help='let pages of another origin use the server, such as https://example.org (no path, no "/" at the end), or '
-        'those of any: "*"',
+        help='origin whose pages may use the server, such as https://example.org (no path, no "/" at the end), or "*" '
+        "for any",
     )
     group.add_argument(
-        "--model-name", metavar="NAME", help="what the target is called (default: the end of its path or id)"
+        "--model-name", metavar="NAME", help="name of the target in the API (default: the end of its path or id)"
     )
     parser.add_argument(
         "--no-access-log",
         dest="access_log",
         action="store_false",
-        help="do not write a line on stderr for each request (prompts and keys are never in it)",
+        help="do not log each request on stderr (the log has no prompts and no keys)",
     )
     limits = parser.add_argument_group("limits")
     for option in _LIMITS:
@@ -134,18 +136,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
 
 
-def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
-    """Serve until a signal ends it; one that comes while the models load ends that, as an interruption.
+def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
+    """Serve until a signal stops the server.
 
     Args:
-        arguments: as they were given.
-        models: what to serve.
+        arguments: the parsed arguments.
+        models: the models to serve.
 
-    Returns: how it ended; to be stopped once it serves is no interruption.
+    Returns: the outcome. A signal while the models load is an interruption; one that stops the running server is not.
 
-    Raises: OutriderError: the arguments make no sense, the address cannot be had, or the target has failed.
+    Raises: OutriderError: an argument is invalid, or the address cannot be used. Later errors are in the outcome.
     """
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
     for option in _LIMITS:
         value = getattr(arguments, option.name)
@@ -155,31 +157,30 @@ def serve(arguments: argparse.Namespace, models: Models) -> Outcome:
         _check_origin(origin)
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
-    outcome = Outcome()
-    with bound, Display() as display, quitting(display):
-        display.loading(models.loaded)
+    outcome = CommandOutcome()
+    with bound, Display() as display, exit_on_signal(display):
+        display.show_loading(models.loaded)
         import runtime.engine.opening
-        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C need not wait for it
+        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
         server = _Server(arguments, models, key, bound, display)
-        work = partial(_open_and_serve, server)
-        trio.run(partial(until_signal, work, outcome, display, ends_gently=server.ends_gently))
+        trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
     return outcome
 
 
 @attrs.define
 class _Server:
-    """A server to be.
+    """A server, from its arguments to its end.
 
     Attributes:
-        arguments: as they were given.
-        models: what to serve.
-        key: what requests must bring, or None.
-        bound: to the address, not listening yet.
-        display: told what goes on.
-        is_serving: whether it does already.
+        arguments: the parsed arguments.
+        models: the models to serve.
+        key: the API key that requests must send, or None.
+        bound: a socket bound to the address, not listening yet.
+        display: shows the loading of the models.
+        is_serving: whether requests are accepted.
         is_broken: whether the target has failed.
-        stopping: when it is to end.
+        stopping: set to stop the server.
     """
 
     arguments: argparse.Namespace
@@ -191,14 +192,22 @@ class _Server:
     is_broken: bool = False
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
+
+class _ServerSignals(SignalScope):
+    """Signals of a server: the first lets the current answers end, or cancels the load of the models."""
+
+    def __init__(self, outcome: CommandOutcome, display: Display, server: _Server) -> None:
+        super().__init__(outcome, display)
+        self._server = server
+
     def ends_gently(self) -> bool:
-        """Have answers come to their end; False where nothing is served yet."""
-        self.stopping.set()
-        return self.is_serving
+        """Stop the server; see `SignalScope.ends_gently`."""
+        self._server.stopping.set()
+        return self._server.is_serving
 
 
 async def _open_and_serve(server: _Server) -> None:
-    """Load the models, and serve until told to stop.
+    """Load the models, and serve until `server.stopping` is set.
 
     Raises:
         OutriderError: a model cannot be loaded, or has no tokenizer.
@@ -229,7 +238,7 @@ async def _open_and_serve(server: _Server) -> None:
         max_waiting=arguments.max_waiting,
         limits=limits,
         api_key=server.key,
-        hosts=["*"] if server.key is not None else [*_OURSELVES, arguments.host, *arguments.allow_host],
+        hosts=["*"] if server.key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
         origins=arguments.allow_origin,
     )
     patience = ConnectionLimits(
@@ -243,13 +252,13 @@ async def _open_and_serve(server: _Server) -> None:
     )
     async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
         server.display.clear()
-        # Not before: whoever asks whether the server is there is to hear that it can answer.
+        # Not earlier: a client that can connect must be able to get answers.
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
         app = application(runtime, service, timelines, check)
         if arguments.access_log:
-            app = AccessLog(app, show)
-        say(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
+            app = AccessLog(app, print_stderr)
+        print_message(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
         server.is_serving = True
 
         async def until_over() -> None:
@@ -264,7 +273,7 @@ async def _open_and_serve(server: _Server) -> None:
 
 
 async def _stop_if_broken(runtime: Runtime, server: _Server) -> None:
-    """End the server where it has nothing to answer with any more: whoever supervises it starts another."""
+    """Stop the server when the target has failed, so that a supervisor can start it again."""
     await runtime.wait_broken()
     server.is_broken = True
     server.stopping.set()
@@ -280,9 +289,9 @@ def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
-    """The API key that requests must bring, or None.
+    """The API key that requests must send, or None.
 
-    Raises: SettingsError: it cannot be sent in a header.
+    Raises: SettingsError: the key cannot be sent in a header.
     """
     key: str | None = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
@@ -291,35 +300,35 @@ def _key(arguments: argparse.Namespace) -> str | None:
 
 
 def _check_origin(origin: str) -> None:
-    """Raises: SettingsError: no page has such an origin, and it would silently let none in."""
-    if not _ORIGIN.fullmatch(origin) or _USUAL_PORT.fullmatch(origin):
+    """Check an origin. Raises: SettingsError: browsers send no such origin, so it would silently allow nothing."""
+    if not _ORIGIN.fullmatch(origin) or _DEFAULT_PORT.fullmatch(origin):
         raise SettingsError(
-            f"--allow-origin {shown(origin)} is not what a browser calls an origin: give scheme and host in small "
-            "letters, and the port where it is not the usual one, with nothing behind, such as https://example.org"
+            f"--allow-origin {shown(origin)} is not an origin as browsers send it: give scheme and host in lower case, "
+            "and the port if it is not the default one, with nothing behind, such as https://example.org"
         )
 
 
 def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A socket at an address, not listening yet: until the models are there, connections are refused.
+    """A socket bound to an address, not listening yet: until the models are loaded, connections are refused.
 
     Raises:
-        SettingsError: the address makes no sense, or is not this machine's own and there is no key.
-        ServerError: it cannot be had.
+        SettingsError: the address is invalid, or is not a loopback address and there is no key.
+        ServerError: the address cannot be bound.
     """
     check_integer("--port", port, 0, 65535)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host {shown(host)} is no address: {error}") from error
+        raise SettingsError(f"--host {shown(host)} is not an address: {error}") from error
     family, kind, protocol, _, address = found[0]
     if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise SettingsError(
-            f"--host {host} lets other machines in, and they need a key: give one with --api-key, or in {KEY_VARIABLE}"
+            f"--host {host} lets other machines in, which needs an API key; give one by --api-key or {KEY_VARIABLE}"
         )
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Tokens are small, and are not to wait for each other.
+        # Tokens are small, and must not wait for each other.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.bind(address)
     except OSError as error:
@@ -334,7 +343,7 @@ def _url(bound: socket.socket) -> str:
 
 
 def _name(model: str | Path) -> str:
-    """What a model is called, by its path or hub id."""
+    """The name of a model, from its path or hub id."""
     if model in (DEMO_TARGET, DEMO_DRAFT):
         return f"outrider-demo-{Path(model).name}"
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else str(model)

@@ -1,4 +1,4 @@
-"""The settings of a generation, as options of the command line."""
+"""The settings of a generation as arguments of the command line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from runtime.cli.flags import flag
 Value = int | float | str | None
 
 
-def value(text: str) -> Value:
-    """What a setting's text would be in Python; the text itself where it is neither a number nor "none"."""
+def parse_value(text: str) -> Value:
+    """The Python value of a setting's text: a number, None for "none", else the text itself."""
     if text.lower() == "none":
         return None
     for number in (int, float):
@@ -26,55 +26,70 @@ def value(text: str) -> Value:
     return text
 
 
-def values(text: str) -> tuple[Value, ...]:
-    """Of "1,2" the numbers; what is no number is left to the settings to refuse."""
-    return tuple(value(part.strip()) for part in text.split(",")) if text.strip() else ()
+def parse_values(text: str) -> tuple[Value, ...]:
+    """The values in a list such as "1,2"; `Settings` rejects those that are not numbers."""
+    return tuple(parse_value(part.strip()) for part in text.split(",")) if text.strip() else ()
 
 
-def pairs(text: str) -> dict[Value, Value] | str:
-    """Of "12=-1.5,7=-inf" the mapping; the text itself where it is none."""
+def parse_pairs(text: str) -> dict[Value, Value] | str:
+    """The mapping in a text such as "12=-1.5,7=-inf"; the text itself if it is not one."""
     found = [part.partition("=") for part in text.split(",")] if text.strip() else []
     if not all(equals for _, equals, _ in found):
         return text
-    return {value(key.strip()): value(number.strip()) for key, _, number in found}
+    return {parse_value(key.strip()): parse_value(number.strip()) for key, _, number in found}
 
 
-# Name, placeholder, how the text is read, help. Bounds and remedies are the library's, which has them in its messages.
+# Name, placeholder, parser of the text, help. The library checks bounds, and its messages have the remedies.
 Option = tuple[str, str, Callable[[str], Any], str]
 BASIC: tuple[Option, ...] = (
-    ("max_tokens", "N", value, 'most tokens to generate; "none" for no limit'),
-    ("temperature", "T", value, "0 is greedy"),
-    ("draft_temperature", "T", value, 'the drafter\'s own, at a temperature; "none" takes that'),
-    ("seed", "N", value, "makes a text at a temperature repeatable"),
-    ("lookahead", "N", value, 'most tokens in one proposal; "auto"; 0 decodes plainly'),
-    ("acceptance", "RULE", value, '"match", "rejection", or "auto": match at temperature 0 or with a seed'),
-    ("prefill_step_size", "N", value, 'prompt tokens per forward pass; "auto": as many as are cheap, in 0.2 s at most'),
+    ("max_tokens", "N", parse_value, 'most tokens to generate; "none" for no limit'),
+    ("temperature", "T", parse_value, "sampling temperature; 0 is greedy"),
+    (
+        "draft_temperature",
+        "T",
+        parse_value,
+        'temperature of the drafter if --temperature is above 0; "none" for the same',
+    ),
+    ("seed", "N", parse_value, "seed that makes sampled text repeatable"),
+    ("lookahead", "N", parse_value, 'most tokens in one proposal, or "auto"; 0 decodes plainly'),
+    (
+        "acceptance",
+        "RULE",
+        parse_value,
+        'rule for drafted tokens: "match", "rejection", or "auto", which is match at temperature 0 or with a seed',
+    ),
+    (
+        "prefill_step_size",
+        "N",
+        parse_value,
+        'prompt tokens per prefill pass; "auto" takes as many as are cheap, in 0.2 s at most',
+    ),
 )
 FILTERS: tuple[Option, ...] = (
-    ("top_p", "P", value, "keep the likeliest tokens that together have this probability; 0 and 1 keep all"),
-    ("min_p", "P", value, "keep tokens at least so likely, as a part of the likeliest's probability"),
-    ("min_tokens_to_keep", "N", value, "tokens that --min-p always keeps"),
-    ("top_k", "K", value, "keep so many of the likeliest tokens; 0 keeps all"),
-    ("xtc_probability", "P", value, "how often to leave out the top choices (XTC)"),
-    ("xtc_threshold", "P", value, "what is above it is a top choice for XTC"),
-    ("xtc_special_tokens", "IDS", values, "tokens that XTC never leaves out, such as 1,2"),
+    ("top_p", "P", parse_value, "keep the likeliest tokens that together have this probability; 0 and 1 keep all"),
+    ("min_p", "P", parse_value, "keep tokens with at least this share of the likeliest token's probability"),
+    ("min_tokens_to_keep", "N", parse_value, "tokens that --min-p always keeps"),
+    ("top_k", "K", parse_value, "keep this many of the likeliest tokens; 0 keeps all"),
+    ("xtc_probability", "P", parse_value, "probability of removing the top tokens (XTC)"),
+    ("xtc_threshold", "P", parse_value, "probability above which a token is a top token for XTC"),
+    ("xtc_special_tokens", "IDS", parse_values, "ids of tokens that XTC never removes, such as 1,2"),
 )
 PENALTIES: tuple[Option, ...] = (
-    ("logit_bias", "ID=B,...", pairs, "what to add to the logits of tokens, such as 12=-1.5,7=-inf"),
-    ("repetition_penalty", "X", value, "makes what was said lately less likely, by this factor"),
-    ("repetition_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
-    ("presence_penalty", "X", value, "subtracted from the logits of what was said lately"),
-    ("presence_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
-    ("frequency_penalty", "X", value, "likewise, once for each time it was said"),
-    ("frequency_context_size", "N", value, 'tokens that it looks back; "none" for the whole text'),
+    ("logit_bias", "ID=B,...", parse_pairs, "values to add to logits, by token id, such as 12=-1.5,7=-inf"),
+    ("repetition_penalty", "X", parse_value, "factor that makes recent tokens less likely"),
+    ("repetition_context_size", "N", parse_value, 'number of recent tokens that count; "none" for the whole text'),
+    ("presence_penalty", "X", parse_value, "value subtracted from the logits of recent tokens"),
+    ("presence_context_size", "N", parse_value, 'number of recent tokens that count; "none" for the whole text'),
+    ("frequency_penalty", "X", parse_value, "value subtracted for each occurrence among recent tokens"),
+    ("frequency_context_size", "N", parse_value, 'number of recent tokens that count; "none" for the whole text'),
 )
-ENDS: tuple[Option, ...] = (("stop_tokens", "IDS", values, "tokens that end the text, such as 1,2"),)
+ENDS: tuple[Option, ...] = (("stop_tokens", "IDS", parse_values, "ids of tokens that end the text, such as 1,2"),)
 
 
-# Of what is typed most; mlx-lm has the same letters.
+# Short flags of the most common settings, the same as in mlx-lm.
 SHORT = {"max_tokens": ("-m",), "temperature": ("-t",)}
 
-# What mlx-lm and others call some of them, which is understood and not shown in `--help`.
+# Names of mlx-lm and others, which are accepted but not shown in `--help`.
 ALIASES = {
     "--temp": "temperature",
     "--num-draft-tokens": "lookahead",
@@ -84,7 +99,7 @@ ALIASES = {
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Give a command the settings as options; `settings_of` reads them."""
+    """Add the settings to a command's arguments; `settings_of` reads them."""
     for title, options in (
         ("settings", BASIC),
         ("where the text ends", ENDS),
@@ -109,13 +124,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
                 metavar="TEXT",
                 action="append",
                 default=argparse.SUPPRESS,
-                help="end before this text where it appears; may be given more than once",
+                help="string that ends the text, and is left out; may be given more than once",
             )
             group.add_argument(
                 "--ignore-eos",
                 action="store_true",
                 default=argparse.SUPPRESS,
-                help="go on where the model would end the text",
+                help="continue after the model's end-of-text token",
             )
 
 

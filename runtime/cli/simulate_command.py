@@ -1,6 +1,7 @@
-"""The command `outrider simulate`: what a draft model would buy, on a machine that is described by a few numbers.
+"""The command `outrider simulate`: the speed that a draft model would bring on a machine described by a few numbers.
 
-It plays one and the same text, in simulated time, by each way of decoding, and compares their speeds.
+It decodes one text in simulated time in each way, and compares the speeds. Nothing here imports mlx before the
+arguments are checked.
 """
 
 from __future__ import annotations
@@ -16,55 +17,64 @@ from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer
-from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare, in_words
+from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare, described
+from runtime.simulation.scenario import Scenario
 from runtime.terminal.display import Display, Output, printing, warnings_at_the_end
-from runtime.terminal.tables import Row, Sheet, show_table
+from runtime.terminal.tables import TableRow, TextTable, show_table
 
 PLOT_SUFFIXES = (".svg", ".png")
 
-# Options that are fields of a `Scenario`: what each stands for, its type, and a word for its values.
+# Options that are fields of a `Scenario`: help text, type and placeholder of each.
 _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "acceptance": ("how often the draft's first choice is the target's, in [0, 1]", float, "A"),
-    "cost_ratio": ("time of a draft step over that of a decoding step of the target, T_d / T_v(1), > 0", float, "C"),
+    "acceptance": ("probability that the draft's first choice is the target's token, in [0, 1]", float, "A"),
+    "cost_ratio": ("time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0", float, "C"),
     "contention": (
-        "part of a draft step's time that it costs the target while both run, in [0, 1]; 0 for separate hardware "
+        "share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate hardware "
         "(default: 0)",
         float,
         "K",
     ),
     "verify_slope": ("verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0 (default: 0.06)", float, "S"),
-    "draft_slope": ("likewise a draft pass over several tokens (default: as verifying)", float, "S"),
-    "overhead": ("time that each forward pass takes on top, in T_v(1), >= 0 (default: 0)", float, "T"),
+    "draft_slope": (
+        "the same for a draft pass over m tokens, in draft steps (default: that of --verify-slope)",
+        float,
+        "S",
+    ),
+    "overhead": ("time added to each forward pass, in T_v(1), >= 0 (default: 0)", float, "T"),
     "second_choice": (
-        "how often the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
+        "probability that the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
         float,
         "P",
     ),
     "spread": (
-        "concentration of the Beta distribution of the draft's confidence, > 0: small where it knows when it is "
-        "right (default: 1.3)",
+        "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
+        "is right (default: 1.3)",
         float,
         "B",
     ),
-    "overconfidence": ("by how much the draft overstates what it knows, >= 0 (default: 0)", float, "O"),
-    "seed": ("of the text and the drafts (default: 0)", int, "N"),
+    "overconfidence": (
+        "how far the draft overstates its confidence, >= 0; 0 is calibrated (default: 0)",
+        float,
+        "O",
+    ),
+    "seed": ("seed of the text and of the drafts (default: 0)", int, "N"),
 }
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the command line's."""
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "simulate",
         usage="outrider simulate --acceptance A --cost-ratio C [options]",
-        help="say what a draft model would buy on hardware that you describe",
-        description="Say what a draft model would buy on hardware that you describe: the real scheduling, over "
-        "scripted models, in simulated time. All speeds are relative to plain decoding.",
+        help="predict what a draft model brings on hardware that you describe",
+        description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
+        "real one; models and time are simulated. All speeds are relative to plain decoding.",
         epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
   outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
 
-The same arguments give the same figures on any machine. `outrider doctor` measures cost ratio and slope of a pair of \
-models.""",
+The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio and the slopes of a \
+pair of models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")
@@ -74,23 +84,27 @@ models.""",
             f"--{name.replace('_', '-')}",
             metavar=metavar,
             type=kind,
-            # Left to the scenario, which has the bounds in its messages.
+            # `Scenario` has the defaults, and checks the bounds.
             default=argparse.SUPPRESS,
             required=required,
             help=text,
         )
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--tokens", metavar="N", type=int, default=NUM_TOKENS, help="length of the text (default: %(default)s)"
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=NUM_TOKENS,
+        help="length of the text in tokens (default: %(default)s)",
     )
     run.add_argument(
         "--lookahead",
         metavar="LIST",
         default=",".join(map(str, LOOKAHEADS)),
-        help="fixed lookaheads to compare with, separated by commas (default: %(default)s)",
+        help="fixed lookaheads to compare, separated by commas (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
 
 
@@ -101,16 +115,14 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     Raises:
         SettingsError: an argument is out of its range, or a plot cannot be drawn here.
-        OutputError: what came of it cannot be written.
+        OutputError: the result cannot be written.
     """
     num_tokens = _num_tokens(arguments.tokens)
     lookaheads = _lookaheads(arguments.lookahead)
     plot = None if arguments.plot is None else _plot_file(arguments.plot)
-    from runtime.simulation.simulation import Scenario
-
     scenario = Scenario(**{name: value for name, value in vars(arguments).items() if name in _SCENARIO})
     with warnings_at_the_end(), Display() as display:
-        comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.doing)
+        comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.show_activity)
     if plot is not None:
         from runtime.simulation.plot import draw
 
@@ -131,13 +143,13 @@ def _num_tokens(value: int) -> int:
 
 
 def _lookaheads(text: str) -> list[int]:
-    """Lookaheads from a list such as "1,2,4", in order, each once."""
+    """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
     values = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
-                f"lookahead must be whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas, "
-                f"got {shown(text)}; plain decoding and the automatic lookahead are always compared"
+                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
+                "plain decoding and the automatic lookahead are always included"
             )
         values.add(int(part))
     return sorted(values)
@@ -156,7 +168,8 @@ def _plot_file(name: str) -> Path:
     return path
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------
+
 
 _HEADINGS = (
     "decoding",
@@ -175,7 +188,7 @@ def _print(comparison: Comparison) -> None:
     best = comparison.best_sequential
     rows = []
     for contender in comparison.contenders:
-        counts, is_drafted = contender.played.statistics, contender.decoding != "plain"
+        counts, is_drafted = contender.result.statistics, contender.decoding != "plain"
         cells = (
             contender.decoding,
             str(contender.lookahead) if is_drafted else "–",
@@ -187,13 +200,13 @@ def _print(comparison: Comparison) -> None:
             f"{counts.draft_busy:.0%}" if is_drafted else "–",
             "best" if contender is best else "",
         )
-        rows.append(Row(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
+        rows.append(TableRow(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
     with printing() as console:
         console.print(
-            f"{in_words(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
+            f"{described(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
             style="dim",
         )
-        show_table(console, Sheet(_HEADINGS, tuple(rows), num_labels=2))
+        show_table(console, TextTable(_HEADINGS, tuple(rows), num_labels=2))
         console.print(
             f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
             f"lookahead {best.lookahead}"

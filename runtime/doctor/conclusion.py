@@ -1,4 +1,4 @@
-"""What to expect of a model or a pair, in words, by what their forward passes were measured to take."""
+"""The doctor's conclusion: the speed to expect of a model or a pair, and remedies, from measured forward passes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import attrs
 
 from protocol.prices import Prices
 
-# Acceptances of which the speed is told: a pair that suits its text, and one that suits it well.
-USUAL, GOOD = 0.7, 0.9
+# Acceptance rates for which the report gives speed-ups: a usual one and a good one.
+USUAL_ACCEPTANCE, GOOD_ACCEPTANCE = 0.7, 0.9
 
-# A speed-up that nobody would notice.
-NOTABLE = 1.05
+# The smallest speed-up worth mentioning.
+MIN_SPEEDUP = 1.05
 
-# Where each further token of a pass costs more than this part of the first, width is what speculation pays most for.
-DEAR_WIDTH = 0.3
-# Where a draft step costs more than this part of the target's, the drafter is.
-DEAR_DRAFT = 0.4
+# Width is expensive if each further token of a pass costs more than this fraction of the first.
+MAX_WIDTH_COST = 0.3
+# A draft model is expensive if its step costs more than this fraction of a target pass over one token.
+MAX_DRAFT_COST = 0.4
 
 
 @attrs.frozen
 class Findings:
-    """What the doctor has found out, as far as it matters here.
+    """The findings on which the conclusion rests.
 
     Attributes:
-        verify_seconds: of the target's passes, by their width in tokens, 1 among them.
-        draft_seconds: of the draft model's; None without one.
-        same_vocabulary: whether the two share one; None where that was not compared.
-        can_rewind: whether the target's caches can be put right after a rejection.
-        dtypes: of the target's weights.
-        blas: the linear algebra in use, by its name; None where that is unknown.
-        suggestions: draft models that would fit, the best first.
+        verify_seconds: seconds of the target's passes, by width in tokens; width 1 is among them.
+        draft_seconds: seconds of the draft model's passes, by width; None without one.
+        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
+        can_rewind: whether the target's caches can drop rejected tokens.
+        dtypes: dtypes of the target's weights.
+        blas: name of the BLAS in use; None if unknown.
+        suggestions: draft models that fit, the best first.
     """
 
     verify_seconds: Mapping[int, float]
@@ -44,27 +44,32 @@ class Findings:
 
     @property
     def width_cost(self) -> float:
-        """What each further token of a pass costs, as a part of the first."""
+        """Cost of each further token of a pass, as a fraction of the first."""
         return self._prices().verify.per_token / self.verify_seconds[1]
 
     @property
     def draft_cost(self) -> float:
-        """What a draft step costs, as a part of the target's pass over one token; 0 without a draft model."""
+        """Cost of a draft step, as a fraction of the target's pass over one token; 0 without a draft model."""
         return 0.0 if self.draft_seconds is None else self.draft_seconds[1] / self.verify_seconds[1]
 
+    @property
+    def can_predict(self) -> bool:
+        """Whether the fitted price of a pass over one token is above 0. On a busy machine it may not be."""
+        return self._prices().plain_rate > 0
+
     def speedup(self, acceptance: float) -> float:
-        """Speculation's speed over that of plain decoding, were each drafted token to stand with this probability."""
+        """Speed over plain decoding if each drafted token is accepted with this probability."""
         prices = self._prices()
         return prices.modelled_rate(acceptance) / prices.plain_rate
 
     def break_even(self) -> float | None:
-        """The least acceptance, in steps of 0.05, that makes a notable difference; None where none does."""
+        """The smallest acceptance, in steps of 0.05, with a speed-up of `MIN_SPEEDUP`; None if there is none."""
         steps = (n / 20 for n in range(1, 20))
-        return next((acceptance for acceptance in steps if self.speedup(acceptance) >= NOTABLE), None)
+        return next((acceptance for acceptance in steps if self.speedup(acceptance) >= MIN_SPEEDUP), None)
 
     def _prices(self) -> Prices:
         prices = Prices()
-        # More than once, so that what was measured outweighs what is believed beforehand.
+        # Several times, so that the measurements outweigh the priors.
         for _ in range(10):
             for width, seconds in self.verify_seconds.items():
                 prices.verify.observe(width, 0.0, seconds)
@@ -74,7 +79,7 @@ class Findings:
 
 
 def conclude(found: Findings) -> list[tuple[str, str]]:
-    """What follows from it: rows of a word and a sentence, with the remedies last."""
+    """The conclusion: rows of (word, sentence), with the remedies last."""
     return list(_rows(found))
 
 
@@ -91,34 +96,39 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
         yield from _faster_width(found)
         yield from _drafts(found)
         return
-    least = found.break_even()
-    if least is None:
+    if not found.can_predict:
+        yield "expect", "unknown: the times of passes are too uneven; run the doctor again on an idle machine"
+        return
+    min_acceptance = found.break_even()
+    if min_acceptance is None:
         yield "expect", "no gain: with this pair, plain decoding is about as fast even at an acceptance of 0.95"
     else:
-        said = f"about {_speeds(found, least)}; nothing to speak of below {least:g}"
+        said = f"about {_speeds(found, min_acceptance)}; nothing to speak of below {min_acceptance:g}"
         yield "expect", f"{said}. --stats shows the acceptance of a text"
     yield from _faster_width(found)
-    if found.draft_cost > DEAR_DRAFT:
+    if found.draft_cost > MAX_DRAFT_COST:
         yield "try", f"a smaller draft model: a step of this one takes {found.draft_cost:.0%} of a pass of the target"
         yield from _drafts(found)
 
 
-def _speeds(found: Findings, least: float) -> str:
-    """The speed-up at some acceptances that make a difference."""
-    first, *rest = [acceptance for acceptance in (USUAL, GOOD) if acceptance >= least] or [least]
+def _speeds(found: Findings, min_acceptance: float) -> str:
+    """The speed-ups at some acceptances from `min_acceptance` on."""
+    first, *rest = [
+        acceptance for acceptance in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE) if acceptance >= min_acceptance
+    ] or [min_acceptance]
     more = "".join(f", {found.speedup(acceptance):.1f}× at {acceptance:g}" for acceptance in rest)
     return f"{found.speedup(first):.1f}× plain decoding with this pair at an acceptance of {first:g}{more}"
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
-    """How to have passes over several tokens cost less."""
-    if found.width_cost <= DEAR_WIDTH:
+    """How to make passes over several tokens cheaper."""
+    if found.width_cost <= MAX_WIDTH_COST:
         return
-    dear = f"each further token of a pass costs {found.width_cost:.0%} of the first"
+    expensive = f"each further token of a pass costs {found.width_cost:.0%} of the first"
     if found.blas is not None and found.blas.startswith("reference BLAS") and "float32" in found.dtypes:
-        yield "try", f"--blas openblas: {dear}, with the reference BLAS"
+        yield "try", f"--blas openblas: {expensive}, with the reference BLAS"
     else:
-        yield "note", f"{dear}, which is what limits speculation here"
+        yield "note", f"{expensive}, which is what limits speculation here"
 
 
 def _drafts(found: Findings) -> Iterator[tuple[str, str]]:

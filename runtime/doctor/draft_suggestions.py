@@ -1,6 +1,6 @@
-"""Draft models for a target: those on the disk that are known to fit it, then those of its family on the hub.
+"""Suggestions of draft models for a target: models on this disk that fit, then models of its family on the hub.
 
-Nothing here asks the network.
+Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from protocol.reprs import shown, shown_path
 from runtime.doctor.draft_families import small_models
 from runtime.loading.trained_drafters import trained_drafter
 
-# A larger draft model takes so much of the target's time that there is little to win.
-MOST_OF_THE_TARGET = 1 / 3
+# Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
+MAX_SIZE_RATIO = 1 / 3
 
 
 @attrs.frozen
@@ -31,11 +31,11 @@ class Suggestion:
     """A draft model that fits a target.
 
     Attributes:
-        model: what to give as `draft`: a hub id, or a path.
-        is_on_disk: whether it need not be downloaded.
-        is_checked: whether its vocabulary was compared with the target's, token by token. It always was of a model on
-            the disk; of one on the hub it will be when it is opened.
-        num_bytes: of its weights; about, for one on the hub.
+        model: the value for `draft`: a hub id or a path.
+        is_on_disk: whether it is on this disk, so that nothing is downloaded.
+        is_checked: whether its vocabulary was compared with the target's, token by token. True for a model on the
+            disk; a model on the hub is checked when it is opened.
+        num_bytes: size of its weights; approximate for a model on the hub.
     """
 
     model: str
@@ -45,7 +45,7 @@ class Suggestion:
 
     @property
     def described(self) -> str:
-        """It in words."""
+        """The suggestion as a phrase."""
         size = f"{self.num_bytes / 1e6:,.0f} MB"
         if self.is_on_disk:
             return f"{self.model} ({size}, on this disk, the same vocabulary)"
@@ -55,19 +55,19 @@ class Suggestion:
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
     """Draft models that fit a target, the best first.
 
-    On the disk, Hugging Face's cache is looked through and, where the target is a directory, those beside it. A model
-    fits that has the target's vocabulary and at most a third of its size; smaller ones come first. Behind them come
-    those that a table has for the target's family and that are not on the disk.
+    Searches Hugging Face's cache and, if the target is a directory, the directories beside it. A model fits if it has
+    the target's vocabulary and at most a third of its size; smaller models come first. Models from the table of the
+    target's family that are not on the disk follow.
 
     Args:
         target: a path, or a hub id that was downloaded.
-        cache_dir: Hugging Face's cache; None for the usual one.
+        cache_dir: Hugging Face's cache; None for the default one.
 
-    Returns: what was found; empty where nothing fits.
+    Returns: the suggestions; empty if nothing fits.
 
     Raises:
         SettingsError: the target is neither a path nor a hub id.
-        ModelError: it is not on this disk, or it has no config.json that can be read.
+        ModelError: the target is not on this disk, or has no readable config.json.
     """
     directory = _directory(target, cache_dir)
     config = _config(directory)
@@ -75,11 +75,11 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         raise ModelError(
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
-    room = _num_bytes(directory) * MOST_OF_THE_TARGET
+    max_bytes = _num_bytes(directory) * MAX_SIZE_RATIO
     vocabulary = _vocabulary(directory)
     found = []
     for name, candidate in _on_disk(directory, cache_dir):
-        if vocabulary is None or candidate == directory or not 0 < (num_bytes := _num_bytes(candidate)) <= room:
+        if vocabulary is None or candidate == directory or not 0 < (num_bytes := _num_bytes(candidate)) <= max_bytes:
             continue
         other = _config(candidate)
         if other is None or "model_type" not in other or trained_drafter(other) is not None:
@@ -89,7 +89,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     found.sort(key=lambda suggestion: suggestion.num_bytes)
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
     for small in small_models(str(config.get("model_type")), _vocab_size(config)):
-        if small.model not in present and small.num_megabytes * 1e6 <= room:
+        if small.model not in present and small.num_megabytes * 1e6 <= max_bytes:
             found.append(
                 Suggestion(small.model, is_on_disk=False, is_checked=False, num_bytes=small.num_megabytes * 10**6)
             )
@@ -103,7 +103,7 @@ def _directory(target: Any, cache_dir: str | Path | None) -> Path:
     if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
         raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
     path = Path(target).expanduser()
-    with suppress(OSError):  # a name that is too long for a path, for one
+    with suppress(OSError):  # such as a name that is too long for a path
         if path.is_dir():
             return path.resolve()
     try:
@@ -118,9 +118,9 @@ def _directory(target: Any, cache_dir: str | Path | None) -> Path:
 
 
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
-    """Models, by what they are named by, and where they are; each once."""
+    """(name, directory) of each model on the disk."""
     if "snapshots" not in target.parts:
-        # Whatever may not be read, is no candidate.
+        # A directory that cannot be read has no candidates.
         with suppress(OSError):
             for beside in sorted(target.parent.iterdir()):
                 if (beside / "config.json").is_file():
@@ -130,7 +130,7 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
     except (CacheNotFound, OSError):
         return
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
-        # Of several revisions, the one that is opened by this name.
+        # The revision that opening by name uses.
         current = [revision for revision in repository.revisions if "main" in revision.refs]
         if repository.repo_type == "model" and current:
             yield repository.repo_id, current[0].snapshot_path.resolve()
@@ -151,22 +151,22 @@ def _vocab_size(config: dict[str, Any]) -> int:
 
 
 def _num_bytes(directory: Path) -> int:
-    """Of the weights."""
+    """Size of the weights in a directory."""
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Ids by token; None where there is no tokenizer that can be read."""
+    """Ids by token; None if there is no readable tokenizer."""
     try:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception:  # tokenizers raises plain Exception, whatever is wrong with a file
+    except Exception:  # tokenizers raises plain Exception for every fault of a file
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return vocabulary
 
 
 def _agree(ours: dict[str, int], theirs: dict[str, int] | None) -> bool:
-    """Whether ids that both have stand for the same tokens; see `runtime.generation.text.check_vocabularies`."""
+    """Whether common ids stand for the same tokens; see `runtime.generation.text.check_vocabularies`."""
     if theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}

@@ -1,4 +1,4 @@
-"""What a model, or a pair, can do on this machine: caches, the way they rewind, and measured prices."""
+"""The examination of a model or a pair on this machine: caches, rewind modes and pass times, and the report on them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from runtime.loading.model_sources import (
 
 WIDTHS = (1, 2, 3, 5, 9)
 REPEATS = 7
-CONTEXT = 64  # tokens of text at which passes are timed
+CONTEXT_TOKENS = 64  # tokens in the cache when a pass is timed
 
 
 @attrs.frozen
@@ -43,9 +43,9 @@ class Passes:
     """Measured forward passes.
 
     Attributes:
-        seconds: median by width.
-        spread: (fastest, slowest) by width, in seconds.
-        price: the affine function through the medians, which one slow pass does not bend.
+        seconds: median by width in tokens.
+        spread: (fastest, slowest) in seconds, by width.
+        price: affine function fitted to the medians, so that one slow pass has no influence.
     """
 
     seconds: dict[int, float]
@@ -54,8 +54,8 @@ class Passes:
 
 
 @attrs.frozen
-class Examined:
-    """One model: what it is made of, and what its passes take."""
+class ExaminedModel:
+    """One model: its anatomy, and its pass times."""
 
     anatomy: Anatomy
     passes: Passes
@@ -63,19 +63,19 @@ class Examined:
 
 @attrs.frozen
 class Diagnosis:
-    """What `examine` found.
+    """The findings of `examine`.
 
     Attributes:
         target, draft: the models; draft is None without one.
-        same_vocabulary: whether the two share one; None where there is nothing to compare.
+        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
         vocabulary_note: what differs, or why nothing was compared.
-        device: MLX's default: cpu or gpu.
-        blas: the linear algebra that MLX's CPU backend uses, where the system tells; else None.
-        suggestions: draft models that fit the target, where there is none or not the right one.
+        device: MLX's default device, "cpu" or "gpu".
+        blas: the BLAS of MLX's CPU backend; None if the system does not tell.
+        suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
     """
 
-    target: Examined
-    draft: Examined | None
+    target: ExaminedModel
+    draft: ExaminedModel | None
     same_vocabulary: bool | None
     vocabulary_note: str
     device: str
@@ -92,18 +92,18 @@ async def examine(
     draft_device: Device = None,
     **cache_options: Any,
 ) -> Diagnosis:
-    """Look at a model, or at a pair, on this machine.
+    """Examine a model or a pair on this machine.
 
     Args:
         target, draft, target_device, draft_device: as for `runtime.open`.
-        on_progress: called with what is being done.
-        **cache_options: those of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
+        on_progress: called with a description of each step before it starts.
+        **cache_options: options of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
 
     Raises:
         SettingsError: an option is out of its range.
         ModelError: a model cannot be loaded, or fails; the original error is the cause.
 
-    Cancellation: strikes once the load or the timing that is under way is done.
+    Cancellation: takes effect after the current load or timing.
     """
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
@@ -111,9 +111,9 @@ async def examine(
     options = check_cache_options(**cache_options)
     devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
     loaded: dict[Actor, Loaded] = {}
-    examined: dict[Actor, Examined] = {}
+    examined: dict[Actor, ExaminedModel] = {}
     async with AsyncExitStack() as stack:
-        # One after the other: a price is that of a model alone.
+        # One after the other, so that each model is timed alone.
         for role, source in sources.items():
             worker = await stack.enter_async_context(ThreadWorker(role, devices[role]))
             on_progress(f"loading the {role}")
@@ -124,7 +124,7 @@ async def examine(
         suggestions: tuple[Suggestion, ...] = ()
         if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
-            # No more than a hint: a disk that cannot be looked through keeps nobody from what was measured.
+            # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
             with suppress(JobError):
                 suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
     return Diagnosis(
@@ -132,7 +132,7 @@ async def examine(
     )
 
 
-async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> Examined:
+async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
     try:
         return await worker.run(Job("load", partial(_examine, model)))
     except JobError as error:
@@ -158,45 +158,45 @@ async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[b
 # --- on a model's thread --------------------------------------------------------------------------
 
 
-def _examine(model: MLXModel) -> Examined:
-    return Examined(model.anatomy(), _time_passes(model))
+def _examine(model: MLXModel) -> ExaminedModel:
+    return ExaminedModel(model.anatomy(), _time_passes(model))
 
 
 def _time_passes(model: MLXModel) -> Passes:
-    """Forward passes of several widths, each from the same text, in turn so that drift hits all alike."""
-    line = _line_with_text(model)
+    """Time forward passes of several widths over the same text, in turn, so that drift affects all widths alike."""
+    sequence = _filled_sequence(model)
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
     price = WidthPrice(memory=1e9)
     for repeat in range(REPEATS + 1):
         for width in WIDTHS:
-            rewind_mode = line.prepare(width, CONTEXT)
+            rewind_mode = sequence.prepare(width, CONTEXT_TOKENS)
             began = time.perf_counter()
-            mx.eval(line.feed((1,) * width, width))
+            mx.eval(sequence.feed((1,) * width, width))
             took = time.perf_counter() - began
             if rewind_mode is RewindMode.SINGLE:
-                line = _line_with_text(model)
+                sequence = _filled_sequence(model)
             else:
-                line.rewind(CONTEXT)
+                sequence.rewind(CONTEXT_TOKENS)
             if repeat > 0:  # the first of each builds kernels and buffers
                 seconds[width].append(took)
-    line.close()
+    sequence.close()
     medians = {width: statistics.median(times) for width, times in seconds.items()}
     for width, took in medians.items():
         price.observe(width, took)
     return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
 
 
-def _line_with_text(model: MLXModel) -> CachedSequence:
-    line = model.open_sequence(beside_another=False)
-    line.feed(tuple(range(CONTEXT)), 0)
-    return line
+def _filled_sequence(model: MLXModel) -> CachedSequence:
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed(tuple(range(CONTEXT_TOKENS)), 0)
+    return sequence
 
 
-# --- in words -------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What was found, for people: sections, each a title and rows of (name, finding)."""
+    """The report: sections, each a title and rows of (name, finding)."""
     sections = [("target", _rows(diagnosis.target, "T_v"))]
     if diagnosis.draft is not None:
         sections.append(("draft", _rows(diagnosis.draft, "T_d")))
@@ -228,7 +228,7 @@ def _findings(diagnosis: Diagnosis) -> Findings:
     )
 
 
-def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
+def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     anatomy, passes = examined.anatomy, examined.passes
     rows = [
         ("family", anatomy.family),
@@ -237,10 +237,10 @@ def _rows(examined: Examined, symbol: str) -> list[tuple[str, str]]:
             f"{anatomy.num_parameters / 1e6:,.1f} M values, {_size(anatomy.num_bytes)}, {', '.join(anatomy.dtypes)}",
         ),
         ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
-        ("rewinds by", _RUNGS[anatomy.rewind_mode]),
+        ("rewinds by", _REWIND_MODES[anatomy.rewind_mode]),
     ]
     if anatomy.window is not None and anatomy.rewind_mode_beyond_window is not None:
-        rows.append((f"beyond {anatomy.window:,} tokens", _RUNGS[anatomy.rewind_mode_beyond_window]))
+        rows.append((f"beyond {anatomy.window:,} tokens", _REWIND_MODES[anatomy.rewind_mode_beyond_window]))
     if RewindMode.CHECKPOINT in (anatomy.rewind_mode, anatomy.rewind_mode_beyond_window):
         rows.append(("a checkpoint keeps", _size(anatomy.checkpoint_bytes)))
     for width, seconds in passes.seconds.items():
@@ -258,7 +258,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} bytes"
 
 
-_RUNGS = {
+_REWIND_MODES = {
     RewindMode.TRIM: "trim: drops rejected tokens, at no cost",
     RewindMode.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
     RewindMode.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",

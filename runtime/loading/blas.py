@@ -1,8 +1,11 @@
-"""Which linear algebra MLX computes with, and OpenBLAS put in front of it where that is asked for.
+"""The BLAS of MLX's CPU backend: another library, such as OpenBLAS, loaded in place of MLX's own.
 
-On Linux, MLX's CPU wheel brings the reference BLAS, with which verifying several tokens in float32 takes as
-many times as long as decoding one. A library that is loaded with its symbols global before MLX is takes that
-one's place. So nothing here imports mlx, nor may anything that is imported before this has done its work.
+On Linux, MLX's CPU wheel brings the reference BLAS, with which verifying k tokens in float32 takes about k times as
+long as decoding one. A BLAS that is loaded with global symbols before MLX replaces it. So neither this module nor
+anything imported before it may import mlx.
+
+A restart of the process with LD_PRELOAD is no alternative: it would run a program a second time up to its import of
+`runtime`.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ VARIABLE = "OUTRIDER_BLAS"
 OPENBLAS = "openblas"
 SYSTEM = "system"
 
-# Any of these sets the threads of OpenBLAS; what a user has set stays as it is.
+# Each of these sets the number of OpenBLAS threads. A value that the user set is kept.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 
-# Target and drafter compute at the same time.
+# Number of threads that compute at once: those of the target and the draft model.
 WORKERS = 2
 
-# What MLX calls. A library with other names for it (those of 64-bit integers, say) would change nothing.
+# A function that MLX calls. A library with other names, such as those for 64-bit integers, would have no effect.
 _SYMBOL = "cblas_sgemm"
 
 _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
@@ -40,17 +43,17 @@ _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
 
 
 def candidates(machine: str) -> tuple[str, ...]:
-    """Where distributions have an OpenBLAS with threads of its own, the likeliest first.
+    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first.
 
     Args:
-        machine: as `platform.machine` has it, such as "x86_64" or "aarch64".
+        machine: the value of `platform.machine()`, such as "x86_64" or "aarch64".
     """
     triplet = f"/usr/lib/{machine}-linux-gnu"
     return (
         f"{triplet}/openblas-pthread/libopenblas.so.0",  # Debian, Ubuntu: libopenblas0-pthread
         "/usr/lib64/libopenblasp.so.0",  # Fedora: openblas-threads
-        "/usr/lib64/libopenblas.so.0",  # openSUSE; on Fedora the one without threads
-        f"{triplet}/libopenblas.so.0",  # whichever Debian has been told to use
+        "/usr/lib64/libopenblas.so.0",  # openSUSE; on Fedora this one has no threads
+        f"{triplet}/libopenblas.so.0",  # the alternative that Debian is configured to use
         "/usr/lib/libopenblas.so.0",  # Arch, Alpine
         "/usr/lib/libopenblas.so",
     )
@@ -63,17 +66,17 @@ def choose(
     exists: Callable[[str], bool] = os.path.exists,
     search: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> str | None:
-    """The library that a user's word stands for.
+    """The library that a value of --blas or OUTRIDER_BLAS stands for.
 
     Args:
-        wanted: "openblas", "system" (or nothing), or a path.
+        wanted: "openblas", "system" (or ""), or a path.
         machine: see `candidates`.
         exists: whether there is a file at a path.
-        search: asks the system's linker for a library by its short name; asked last, since that starts processes.
+        search: finds a library by its short name with the system's linker; called last, since it starts processes.
 
-    Returns: a path, or a name that the linker knows; None where MLX's own is to stay.
+    Returns: a path, or a name that the linker knows; None to keep MLX's own.
 
-    Raises: SettingsError: it is none of these, or not there.
+    Raises: SettingsError: `wanted` is none of these, or there is no such library.
     """
     if wanted in ("", SYSTEM):
         return None
@@ -93,63 +96,63 @@ def choose(
 
 
 def num_threads(environment: Mapping[str, str], num_cores: int, num_workers: int) -> int | None:
-    """BLAS threads for each of several workers, so that together they are no more than the cores.
+    """Number of BLAS threads for each of several workers, which together use at most the available cores.
 
     Args:
-        environment: variables of the process.
-        num_cores: that the process may use, >= 1.
-        num_workers: threads that compute at the same time, >= 1.
+        environment: environment variables of the process.
+        num_cores: number of cores that the process may use, >= 1.
+        num_workers: number of threads that compute at once, >= 1.
 
-    Returns: at least 1; None where a user has decided that already.
+    Returns: at least 1; None if the user has set a number.
     """
     if any(environment.get(name) for name in THREAD_VARIABLES):
         return None
     return max(1, num_cores // num_workers)
 
 
-# --- doing it -------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 @attrs.define
-class _InFront:
-    """What has been done in this process.
+class _LoadedBlas:
+    """The BLAS that this process loaded in place of MLX's own.
 
     Attributes:
-        library: what was put in front of MLX's own, or None.
-        handle: of it.
-        are_threads_ours: whether how many threads it has was decided here.
-        refusal: why the environment's wish could not be met.
+        library: its path or name; None for MLX's own.
+        handle: its handle.
+        sets_threads: whether its number of threads was set here.
+        environment_error: why the BLAS that the environment names could not be loaded.
     """
 
     library: str | None = None
     handle: ctypes.CDLL | None = None
-    are_threads_ours: bool = False
-    refusal: SettingsError | None = None
+    sets_threads: bool = False
+    environment_error: SettingsError | None = None
 
 
-_in_front = _InFront()
+_loaded = _LoadedBlas()
 
 
-def put_in_front(wanted: str, *, num_workers: int = WORKERS) -> None:
-    """Have MLX compute with another BLAS in this process.
+def load_before_mlx(wanted: str, *, num_workers: int = WORKERS) -> None:
+    """Load a BLAS, so that MLX uses it in this process. To be called before mlx is imported.
 
     Args:
         wanted: see `choose`.
-        num_workers: threads that will compute at the same time.
+        num_workers: number of threads that will compute at once.
 
-    Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is no BLAS,
-        or another one was put in front before.
+    Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is not a BLAS, or
+        another one was loaded before.
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(
             f'blas {shown(wanted)} is for Linux: elsewhere MLX has a fast one of its own; leave it "{SYSTEM}"'
         )
     library = choose(wanted, os.uname().machine)
-    if library == _in_front.library:
+    if library == _loaded.library:
         return
-    if _in_front.library is not None:
+    if _loaded.library is not None:
         raise SettingsError(
-            f"blas {shown(wanted)} comes too late: {VARIABLE} has put {_in_front.library} in front; change or unset it"
+            f"blas {shown(wanted)} comes too late: {VARIABLE} has loaded {_loaded.library}; change or unset it"
         )
     assert library is not None
     if is_mlx_imported():
@@ -157,35 +160,35 @@ def put_in_front(wanted: str, *, num_workers: int = WORKERS) -> None:
             f"blas {shown(wanted)} comes too late: mlx is imported already; set {VARIABLE} and import runtime "
             "before mlx"
         )
-    # Read by the library as it is loaded, and before numpy or a child process does the same.
+    # The library reads the variable when it is loaded, and so will numpy and child processes.
     threads = num_threads(os.environ, num_usable_cores(), num_workers)
     if threads is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
     try:
-        _in_front.handle = _load(library)
+        _loaded.handle = _load(library)
     except SettingsError:
         if threads is not None:
             del os.environ["OPENBLAS_NUM_THREADS"]
         raise
-    _in_front.library, _in_front.are_threads_ours = library, threads is not None
+    _loaded.library, _loaded.sets_threads = library, threads is not None
 
 
 def _load(library: str) -> ctypes.CDLL:
     try:
-        # Looked at first with its symbols to itself: what is no BLAS must not get in front of anything.
-        looked_at = ctypes.CDLL(library)
-        if not hasattr(looked_at, _SYMBOL):
+        # Loaded with local symbols first: a library that is not a BLAS must not replace anything.
+        candidate = ctypes.CDLL(library)
+        if not hasattr(candidate, _SYMBOL):
             raise SettingsError(f"{library} is no BLAS that MLX could call: it has no {_SYMBOL}; give another")
         return ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise SettingsError(f"cannot load {library} as a BLAS library: {error}") from error
 
 
-def obey_environment() -> None:
-    """Put in front what the environment variable names.
+def load_from_environment() -> None:
+    """Load the BLAS that the environment variable names.
 
-    A wish that cannot be met is kept for `check`, so that a command line can say so in one line. One that comes
-    too late is a warning: whatever has imported mlx computes with what it has.
+    An error is kept for `check_environment`, so that the command line can report it in one line. If mlx is imported
+    already, there is a warning only, since MLX keeps the BLAS that it has.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", SYSTEM) and sys.platform == "linux" and is_mlx_imported():
@@ -196,53 +199,53 @@ def obey_environment() -> None:
         )
         return
     try:
-        put_in_front(wanted)
+        load_before_mlx(wanted)
     except SettingsError as error:
-        _in_front.refusal = SettingsError(f"{VARIABLE}: {error}")
+        _loaded.environment_error = SettingsError(f"{VARIABLE}: {error}")
 
 
-def check() -> None:
-    """Say whether the environment's wish could be met.
+def check_environment() -> None:
+    """Check that the BLAS that the environment names was loaded.
 
-    Raises: SettingsError: it could not.
+    Raises: SettingsError: it could not be loaded.
     """
-    if _in_front.refusal is not None:
-        raise SettingsError(*_in_front.refusal.args)
+    if _loaded.environment_error is not None:
+        raise SettingsError(*_loaded.environment_error.args)
 
 
 def is_mlx_imported() -> bool:
-    """Whether it is too late to put anything in front."""
+    """Whether mlx is imported, so that it is too late to load another BLAS."""
     return "mlx.core" in sys.modules
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     affinity: Callable[[int], Collection[int]] | None = getattr(os, "sched_getaffinity", None)
     return max(1, len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- the BLAS in use ------------------------------------------------------------------------------
 
 
 def blas_in_use() -> str | None:
-    """The BLAS library that this process has loaded, by its file's name; None where that cannot be seen."""
-    if _in_front.library is not None:
-        name = Path(_in_front.library).name
-        return describe([name], threads_in_front()) or name
+    """Name of the BLAS that this process has loaded; None if that cannot be determined."""
+    if _loaded.library is not None:
+        name = Path(_loaded.library).name
+        return describe([name], num_loaded_threads()) or name
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
     paths = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/" in line}
-    # numpy and scipy bring one of their own, under names that nobody else links to.
+    # numpy and scipy bring their own, under names that nothing else links to.
     return describe([name for path in paths if "scipy" not in (name := path.name)])
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
-    """What the BLAS among some library files is, in words; None where there is none.
+    """The BLAS among some library files, as text; None if there is none.
 
     Args:
-        files: names of files. Where several are loaded, the reference BLAS is the one that is not called.
-        threads: how many it has, where that is known.
+        files: names of files. If the reference BLAS and another one are loaded, the other one is used.
+        threads: number of its threads, if known.
     """
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
@@ -251,22 +254,22 @@ def describe(files: Sequence[str], threads: int | None = None) -> str | None:
     return None
 
 
-def threads_in_front() -> int | None:
-    """How many threads the library that was put in front has; None where there is none, or it does not tell."""
-    get = getattr(_in_front.handle, "openblas_get_num_threads", None)
+def num_loaded_threads() -> int | None:
+    """Number of threads of the loaded BLAS; None if none was loaded, or it does not tell."""
+    get = getattr(_loaded.handle, "openblas_get_num_threads", None)
     return None if get is None else int(get())
 
 
-def can_set_threads_in_front() -> bool:
-    """Whether how many threads there are is decided here: the library can be told, and the user has said nothing."""
-    return _in_front.are_threads_ours and hasattr(_in_front.handle, "openblas_set_num_threads")
+def can_set_threads() -> bool:
+    """Whether `set_threads` has an effect: the library allows it, and the user has not set a number."""
+    return _loaded.sets_threads and hasattr(_loaded.handle, "openblas_set_num_threads")
 
 
-def set_threads_in_front(threads: int) -> None:
-    """Give the library that was put in front another number of threads, if that is decided here."""
-    if can_set_threads_in_front():
-        assert _in_front.handle is not None
-        _in_front.handle.openblas_set_num_threads(ctypes.c_int(threads))
+def set_threads(threads: int) -> None:
+    """Set the number of threads of the loaded BLAS, if `can_set_threads()`."""
+    if can_set_threads():
+        assert _loaded.handle is not None
+        _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
 _NAMES = (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS"))

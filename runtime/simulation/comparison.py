@@ -1,6 +1,6 @@
-"""Ways of decoding one text, compared in simulated time; what `outrider simulate` prints and plots.
+"""A comparison of the ways of decoding one text in one scenario: plain, sequential, single chain and tree.
 
-The models' libraries take seconds to import, so they are imported when a comparison begins.
+Nothing here imports mlx before `compare` is called, so that arguments can be checked first.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from protocol.settings import Settings
-
 if TYPE_CHECKING:
     from actors.drafters.drafter import MakePolicy
     from protocol.lookahead_policy import Policy
     from protocol.prices import Prices
-    from runtime.simulation.simulation import Played, Scenario
+    from protocol.settings import Settings
+    from runtime.simulation.scenario import Scenario
+    from runtime.simulation.simulation import SimulatedRun
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUM_TOKENS = 1000
@@ -25,32 +25,32 @@ Decoding = Literal["plain", "sequential", "single chain", "tree"]
 
 
 @attrs.frozen
-class Contender:
-    """A way of decoding, and how it fared.
+class SimulatedContender:
+    """A way of decoding, and its result.
 
     Attributes:
-        decoding: "plain"; "sequential", which drafts and verifies in turn; "single chain", which drafts ahead while
-            a verdict is due; "tree", which also drafts for corrections.
+        decoding: "plain" has no drafter; "sequential" drafts and verifies in turn; "single chain" drafts ahead while
+            a verify pass runs; "tree" also drafts ahead for corrections.
         lookahead: most tokens in a proposal, or "auto".
         speed: tokens per second, relative to plain decoding.
-        played: what came of it.
+        result: the simulated run.
     """
 
     decoding: Decoding
     lookahead: int | Literal["auto"]
     speed: float
-    played: Played
+    result: SimulatedRun
 
     @property
     def hit_rate(self) -> float:
-        """The part of the verdicts whose text had been drafted for; 0 where there were none."""
-        counts = self.played.statistics
+        """Fraction of verdicts whose text had been drafted ahead; 0 if there were none."""
+        counts = self.result.statistics
         verdicts = counts.lookahead_hits + counts.lookahead_misses
         return counts.lookahead_hits / verdicts if verdicts else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For machines to read."""
-        counts = self.played.statistics
+        """The contender as a JSON object."""
+        counts = self.result.statistics
         return {
             "decoding": self.decoding,
             "lookahead": self.lookahead,
@@ -70,29 +70,29 @@ class Comparison:
     Attributes:
         scenario: what was simulated.
         num_tokens: length of the text.
-        contenders: plain decoding first, and the tree last.
+        contenders: plain decoding first, the tree last.
     """
 
     scenario: Scenario
     num_tokens: int
-    contenders: Sequence[Contender]
+    contenders: Sequence[SimulatedContender]
 
-    def of(self, decoding: Decoding) -> list[Contender]:
-        """The contenders of one kind."""
+    def of(self, decoding: Decoding) -> list[SimulatedContender]:
+        """The contenders of one way of decoding."""
         return [contender for contender in self.contenders if contender.decoding == decoding]
 
     @property
-    def best_sequential(self) -> Contender:
-        """The fastest sequential one, chosen with hindsight."""
+    def best_sequential(self) -> SimulatedContender:
+        """The fastest sequential contender, chosen in hindsight."""
         return max(self.of("sequential"), key=lambda contender: contender.speed)
 
     @property
     def gain(self) -> float:
-        """The speed of the tree over that of the best sequential one."""
+        """Speed of the tree over that of the best sequential contender."""
         return self.of("tree")[0].speed / self.best_sequential.speed
 
     def as_json(self) -> dict[str, Any]:
-        """For machines to read."""
+        """The comparison as a JSON object."""
         return {
             "scenario": attrs.asdict(self.scenario),
             "tokens": self.num_tokens,
@@ -113,27 +113,25 @@ def compare(
     Args:
         scenario: what to simulate.
         num_tokens: length of the text, >= 1.
-        lookaheads: of the sequential ways, each in [1, 64]; at least one.
-        on_progress: called with what is being done.
+        lookaheads: those of the sequential contenders, each in [1, 64]; at least one.
+        on_progress: called with a description of each run before it starts.
     """
-    from runtime.simulation.simulation import played
+    from runtime.simulation.simulation import run_simulation
 
-    contenders: list[Contender] = []
-    ways = list(_ways(lookaheads))
-    for index, (decoding, lookahead, setting, make_policy) in enumerate(ways, start=1):
+    contenders: list[SimulatedContender] = []
+    plans = list(_plans(lookaheads))
+    for number, (decoding, lookahead, make_policy) in enumerate(plans, start=1):
         with_lookahead = f", lookahead {lookahead}" if lookahead else ""
-        on_progress(f"simulating {index} of {len(ways)}: {decoding}{with_lookahead}")
-        result = played(scenario, num_tokens=num_tokens, lookahead=setting, make_policy=make_policy)
-        # The first is plain decoding.
-        plain = contenders[0].played if contenders else result
-        contenders.append(Contender(decoding, lookahead, result.speed / plain.speed, result))
+        on_progress(f"simulating {number} of {len(plans)}: {decoding}{with_lookahead}")
+        result = run_simulation(scenario, num_tokens=num_tokens, lookahead=lookahead, make_policy=make_policy)
+        # The first contender is plain decoding.
+        plain = contenders[0].result if contenders else result
+        contenders.append(SimulatedContender(decoding, lookahead, result.speed / plain.speed, result))
     return Comparison(scenario, num_tokens, contenders)
 
 
-def _ways(
-    lookaheads: Sequence[int],
-) -> Iterator[tuple[Decoding, int | Literal["auto"], int | Literal["auto"], MakePolicy]]:
-    """Each way of decoding: its name, its lookahead, the setting for it, and its policy."""
+def _plans(lookaheads: Sequence[int]) -> Iterator[tuple[Decoding, int | Literal["auto"], MakePolicy]]:
+    """The way of decoding, the lookahead and the policy of each contender."""
     from actors.drafters.drafter import policy_by_settings
     from protocol.lookahead_policy import AutoPolicy, ChainPolicy
 
@@ -145,23 +143,23 @@ def _ways(
         assert isinstance(tree, AutoPolicy)
         return attrs.evolve(tree, num_guesses=1)
 
-    yield "plain", 0, 0, policy_by_settings
+    yield "plain", 0, policy_by_settings
     for lookahead in lookaheads:
-        yield "sequential", lookahead, lookahead, sequential(lookahead)
-    yield "single chain", "auto", "auto", single_chain
-    yield "tree", "auto", "auto", policy_by_settings
+        yield "sequential", lookahead, sequential(lookahead)
+    yield "single chain", "auto", single_chain
+    yield "tree", "auto", policy_by_settings
 
 
-def in_words(scenario: Scenario) -> str:
-    """A scenario in one line."""
+def described(scenario: Scenario) -> str:
+    """A scenario in one line; fields beyond the usual four only where they differ from their defaults."""
     words = [
         f"acceptance {scenario.acceptance:g}",
         f"cost ratio {scenario.cost_ratio:g}",
         f"contention {scenario.contention:g}",
         f"verify slope {scenario.verify_slope:g}",
     ]
-    usual = attrs.fields_dict(type(scenario))
+    fields = attrs.fields_dict(type(scenario))
     for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence"):
-        if (value := getattr(scenario, name)) != usual[name].default:
+        if (value := getattr(scenario, name)) != fields[name].default:
             words.append(f"{name.replace('_', ' ')} {value:g}")
     return ", ".join(words)

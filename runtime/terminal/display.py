@@ -1,4 +1,4 @@
-"""What the command line writes: text to stdout, and whatever moves, warns or sums up to stderr."""
+"""What the command line writes: text and tables to stdout; progress, warnings and statistics to stderr."""
 
 from __future__ import annotations
 
@@ -26,21 +26,18 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
 
 
-BY_SIGNAL = 128  # plus the signal's number, as a shell has it, is the status of a process that one ended
-
-# Seconds within which a second signal is taken for an echo of the first: timeout(1) and its like send
-# theirs to the process, and again to the group that the process is in.
-ECHO_S = 0.5
+# Exit status of a process that a signal ended, less the signal's number, as shells have it.
+SIGNAL_STATUS_BASE = 128
 
 
 @attrs.define
-class Outcome:
-    """How a command has ended.
+class CommandOutcome:
+    """How a command ended.
 
     Attributes:
-        finish_reason: None unless all of it was done.
-        failure: why it ended, where something failed.
-        signal: which one interrupted it, if one did.
+        finish_reason: why the work was complete; None if it was not.
+        failure: the error that ended it, if any.
+        signal: number of the signal that interrupted it, if any.
     """
 
     finish_reason: str | None = None
@@ -48,13 +45,13 @@ class Outcome:
     signal: int | None = None
 
 
-def say(message: str) -> None:
-    """One line on stderr, whatever a library below has put into a message."""
+def print_message(message: str) -> None:
+    """Print one line on stderr, after the program's name; line breaks in the message become blanks."""
     print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
 
 
-def show(text: str, end: str = "\n") -> None:
-    """Something for whoever is at the keyboard, on stderr, as it is."""
+def print_stderr(text: str, end: str = "\n") -> None:
+    """Print a text on stderr as it is."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
@@ -62,21 +59,21 @@ def show(text: str, end: str = "\n") -> None:
 
 
 class OutputError(OutriderError):
-    """Stdout does not take what is written; the operating system's error is the cause."""
+    """Stdout or a file cannot be written; the operating system's error is the cause."""
 
 
 class Output:
-    """Stdout, past Python's buffers: those would be flushed at exit once more, to a reader that has gone."""
+    """Stdout without Python's buffers, which would be flushed again at exit, to a reader that may have gone."""
 
     def __init__(self) -> None:
-        # Where a process is started with stdout closed, Python has None for it.
+        # Python has None for a stdout that was closed when the process started.
         self._fd = -1 if sys.stdout is None else sys.stdout.fileno()
         self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_in_line = False
 
     def echo(self, prompt: str) -> None:
-        """Show the prompt, dimmed, if this is a terminal."""
+        """Write the prompt, dimmed, if stdout is a terminal."""
         if self._is_terminal:
             from rich.console import Console
             from rich.text import Text
@@ -86,7 +83,7 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody may be looking."""
+        """Whether stdout is a terminal."""
         return self._is_terminal
 
     async def write(self, text: str, *, dimmed: bool = False) -> None:
@@ -94,25 +91,25 @@ class Output:
 
         Args:
             text: the piece.
-            dimmed: whether to show it so, if this is a terminal.
+            dimmed: whether to dim it, if stdout is a terminal and NO_COLOR is not set.
 
         Raises: OutputError: it cannot be written.
 
-        Cancellation: returns at once, and the piece may or may not be written.
+        Cancellation: returns at once; the piece may or may not be written.
         """
         if text:
             self._is_in_line = False
             shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self._is_terminal and "NO_COLOR" not in os.environ else text
-            # On a thread, since a reader that has stopped reading must not keep a signal from being heard.
+            # On a thread, so that a reader that has stopped reading does not block the handling of signals.
             try:
                 await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
             except trio.Cancelled:
-                self._is_in_line = self._is_terminal  # as far as anybody knows
+                self._is_in_line = self._is_terminal  # how much was written is not known
                 raise
             self._is_in_line = not text.endswith("\n")
 
     def write_now(self, text: str) -> None:
-        """Write, and wait until it is written.
+        """Write a text, and block until it is written.
 
         Raises: OutputError: it cannot be written.
         """
@@ -124,7 +121,7 @@ class Output:
             raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
     def end_line(self) -> None:
-        """End a line that the text has left open, if this is a terminal.
+        """End an open line, if stdout is a terminal.
 
         Raises: OutputError: it cannot be written.
         """
@@ -132,7 +129,7 @@ class Output:
             self.write_now("\n")
 
     def end_answer(self) -> None:
-        """End the line that an answer has left open, also where nobody is looking.
+        """End an open line, whether stdout is a terminal or not.
 
         Raises: OutputError: it cannot be written.
         """
@@ -143,16 +140,16 @@ class Output:
 
 @contextmanager
 def printing() -> Iterator[Console]:
-    """A console; what is printed to it goes to stdout at the end of the block.
+    """A console for the block; what is printed to it is written to stdout at the end of the block.
 
-    Where stdout is no terminal, nothing is wrapped or split, unless the environment says how many COLUMNS there are.
+    If stdout is no terminal, nothing is wrapped or split, unless the environment variable COLUMNS sets a width.
 
-    Raises: OutputError: it cannot be written. (A console left to itself ends the process with 1 where the reader of
+    Raises: OutputError: it cannot be written. (A plain rich console ends the process with status 1 if the reader of
         stdout has gone.)
     """
     from rich.console import Console
 
-    # Apart from stdout, which rich would write to, and fail, also where there is nothing to write.
+    # A buffer: rich would write to stdout, and fail, even with nothing to write.
     printed = io.StringIO()
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     console = Console(
@@ -161,7 +158,7 @@ def printing() -> Iterator[Console]:
     yield console
     text = printed.getvalue()
     if not console.is_terminal:
-        # Tables fill their lines with blanks.
+        # Tables pad their lines with blanks.
         text = "".join(line.rstrip() + "\n" for line in text.splitlines())
     print_text(text)
 
@@ -177,7 +174,7 @@ def _width(is_terminal: bool) -> int | None:
 
 
 def print_text(text: str) -> None:
-    """Print to stdout, as it is but for characters that its encoding lacks.
+    """Print a text on stdout; characters that its encoding lacks are replaced.
 
     Raises: OutputError: it cannot be written.
     """
@@ -188,7 +185,7 @@ def print_text(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
-        # Python would try to write the rest once more as it exits, and complain.
+        # At exit Python would write the rest again, and complain.
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise OutputError(f"cannot write to stdout: {error.strerror}") from error
@@ -198,7 +195,7 @@ def print_text(text: str) -> None:
 
 
 def _console() -> Console:
-    """Stderr; without colour where it is no terminal, whatever the environment asks for."""
+    """A console on stderr; without colour if stderr is no terminal, whatever the environment says."""
     from rich.console import Console
 
     is_terminal = _is_terminal()
@@ -212,16 +209,16 @@ def _is_terminal() -> bool:
 
 
 class Display:
-    """What moves on stderr: a spinner while models load, a bar while a prompt is read.
+    """Progress on stderr: a spinner while models load, a bar during prefill.
 
-    Nothing is shown where stderr is no terminal, and nothing stays behind where it is one.
+    Nothing is shown if stderr is no terminal, and nothing stays on the screen if it is one.
     """
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._stops = ""  # when what is being done can be stopped
-        self._is_writing = False
+        self._stops_when = ""  # when the current activity can be stopped
+        self._shows_text = False
 
     def __enter__(self) -> Display:
         return self
@@ -229,43 +226,43 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.clear()
 
-    def doing(self, what: str) -> None:
-        """Say what is being done, in place of what was said before.
+    def show_activity(self, what: str) -> None:
+        """Show a description of the current activity, in place of the one before.
 
-        Nothing moves meanwhile: it may be something that is timed, and what draws would take its time from it.
+        Without animation: the activity may be timed, and drawing would take time from it.
         """
-        self._stops = f"once this is over: {what}"
+        self._stops_when = f"once this is over: {what}"
         self.clear()
         if _is_terminal():
             self._show(what, None, moves=False)
 
-    def loading(self, models: Sequence[str | Path]) -> None:
-        """Say that models are being loaded."""
-        self._stops = "once the models are loaded"
-        # What is not on disk is downloaded, and downloads show bars of their own.
+    def show_loading(self, models: Sequence[str | Path]) -> None:
+        """Show that models are being loaded."""
+        self._stops_when = "once the models are loaded"
+        # A model that is not on disk is downloaded, and downloads show bars of their own.
         if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
             self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
 
-    def reading(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
-        """Say that the prompt is being read, and how far, where that takes more than a step."""
-        self._stops = "after the forward pass that is running"
-        self._is_writing = False
+    def show_prefill(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
+        """Show that prefill is running, with a bar if it takes more than one pass."""
+        self._stops_when = "after the forward pass that is running"
+        self._shows_text = False
         self.clear()
         if _is_terminal():
-            # The last token is read together with the first that is generated. Where all others make one
-            # step, there is nothing to measure.
+            # The last prompt token belongs to the first decoding pass. If one pass takes all others, there is no
+            # progress to show.
             from protocol.prefill_chunks import MIN_CHUNK_TOKENS
 
             pass_tokens = MIN_CHUNK_TOKENS if step_size == "auto" else step_size
             self._show("reading the prompt", prompt_tokens - 1 if prompt_tokens - 1 > pass_tokens else None)
 
-    def writing(self) -> None:
-        """Leave the screen to the text, of which a piece comes now."""
-        self._is_writing = True
+    def clear_for_text(self) -> None:
+        """Clear the screen before a piece of the text."""
+        self._shows_text = True
         self.clear()
 
     def on_event(self, event: Event) -> None:
-        """Move the bar, if an event is about the prompt."""
+        """Advance the bar, if an event is a prefill pass of the target."""
         if (
             self._progress is not None
             and self._task is not None
@@ -274,20 +271,20 @@ class Display:
         ):
             self._progress.update(self._task, advance=event.num_tokens, refresh=True)
 
-    def stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
-        """Say what a cancellation waits for.
+    def show_stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
+        """Print what a cancellation waits for.
 
         Args:
-            and_then: what else there is to say.
+            and_then: end of the sentence.
         """
-        if self._stops and _is_terminal():
+        if self._stops_when and _is_terminal():
             self.clear()
-            if self._is_writing and sys.stdout is not None and sys.stdout.isatty():
-                show("")  # the text has left the cursor in mid-line, most likely
-            say(f"stopping {self._stops}{and_then}")
+            if self._shows_text and sys.stdout is not None and sys.stdout.isatty():
+                print_stderr("")  # the cursor is most likely in the middle of a line
+            print_message(f"stopping {self._stops_when}{and_then}")
 
     def clear(self) -> None:
-        """Leave nothing on the screen."""
+        """Remove everything from the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -296,7 +293,7 @@ class Display:
         from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
-        # Goes on in a second line where the terminal is narrow: what is cut off would be how long it takes.
+        # Folded in a narrow terminal: otherwise the remaining time would be cut off.
         wrapped = Column(overflow="fold")
         columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
         if moves:
@@ -312,7 +309,7 @@ class Display:
 
 @contextmanager
 def warnings_at_the_end() -> Iterator[None]:
-    """Keep the runtime's warnings out of the middle of the text, and their tracebacks out altogether."""
+    """Hold back the runtime's warnings until the end of the block, and print them without tracebacks."""
     messages: list[str] = []
 
     class Collector(logging.Handler):
@@ -326,7 +323,7 @@ def warnings_at_the_end() -> Iterator[None]:
     finally:
         logger.removeHandler(collector)
         for message in messages:
-            say(f"warning: {message}")
+            print_message(f"warning: {message}")
 
 
 def print_statistics(statistics: Statistics) -> None:
@@ -370,7 +367,7 @@ def _size(num_bytes: int) -> str:
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of names and findings on stdout.
+    """Print titled tables of (name, value) on stdout.
 
     Raises: OutputError: it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a command: the first cancels its work, another one ends the process."""
+"""What SIGINT and SIGTERM do to a command: the first cancels its work, a second one ends the process."""
 
 from __future__ import annotations
 
@@ -6,92 +6,133 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import trio
 
 from protocol.errors import OutriderError
-from runtime.terminal.display import BY_SIGNAL, ECHO_S, Display, Outcome
+from runtime.terminal.display import SIGNAL_STATUS_BASE, CommandOutcome, Display
 
-# Seconds after which somebody who has stopped a command is told what it waits for. Most passes are over by then.
+# Seconds after which a user who has stopped a command is told what it waits for. Most forward passes are over by then.
 ACKNOWLEDGE_S = 0.1
+
+# Seconds within which a second signal counts as an echo of the first: timeout(1) and similar programs signal the
+# process, and then the process group that it is in.
+ECHO_S = 0.5
 
 
 @contextmanager
-def quitting(display: Display, quit_now: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Have SIGINT or SIGTERM end the process at once while the block runs, where nobody else handles them.
+def exit_on_signal(display: Display, exit_now: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Have SIGINT and SIGTERM end the process at once inside the block, unless other handlers are installed there.
 
-    For what cannot be cancelled and leaves nothing half done, such as imports.
+    For work that cannot be cancelled and leaves nothing half done, such as imports. A signal that is ignored stays so.
 
     Args:
         display: cleared first, since it may have hidden the cursor.
-        quit_now: ends the process with a status.
+        exit_now: ends the process with a status.
     """
 
-    def on_signal(number: int, _: object) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         display.clear()
-        quit_now(BY_SIGNAL + number)
+        exit_now(SIGNAL_STATUS_BASE + number)
 
-    before = {
-        number: signal.signal(number, on_signal)
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    with _handlers(on_signal, [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]):
+        yield
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, FrameType | None], None], numbers: list[signal.Signals]) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
-async def until_signal(
-    work: Callable[[], Awaitable[None]],
-    outcome: Outcome,
-    display: Display,
-    quit_now: Callable[[int], object] = os._exit,
-    *,
-    ends_gently: Callable[[], bool] = lambda: False,
-) -> None:
-    """Do the work; SIGINT or SIGTERM cancels it, and another one ends the process.
+class SignalScope:
+    """A cancel scope for a command's work: SIGINT or SIGTERM cancels it, and a second signal ends the process.
 
-    Args:
-        work: what to do.
-        outcome: where a failure of the work, or the signal that cancelled it, is noted.
-        display: told of a cancellation.
-        quit_now: ends the process with a status.
-        ends_gently: asked at the first signal; where the work can and does come to an end of its own, it is neither
-            cancelled nor interrupted.
+    Attributes:
+        outcome: the command's outcome; a failure, and the signal that cancelled the work, are noted there.
+        display: says what a cancellation waits for.
     """
-    scope = trio.CancelScope()
 
-    async def acknowledge() -> None:
-        await trio.sleep(ACKNOWLEDGE_S)
-        display.stopping()
+    def __init__(self, outcome: CommandOutcome, display: Display, exit_now: Callable[[int], object] = os._exit) -> None:
+        """A scope that does not listen yet.
 
-    async def cancel_on_signal() -> None:
-        first_at: float | None = None
-        async for number in signals:
-            if first_at is None:
-                first_at = trio.current_time()
-                if not ends_gently():
-                    outcome.signal = number
-                    scope.cancel()
-                    nursery.start_soon(acknowledge)
-            elif trio.current_time() - first_at > ECHO_S:
-                # A load cannot be interrupted, and is waited for; here comes somebody who will not wait.
-                display.clear()
-                quit_now(BY_SIGNAL + number)
+        Args:
+            outcome: see the class.
+            display: see the class.
+            exit_now: ends the process with a status.
+        """
+        self.outcome = outcome
+        self.display = display
+        self._exit_now = exit_now
+        self._scope = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None  # while the work runs
+        self._first_at: float | None = None
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancel_on_signal)
-            with scope:
-                # Kept, not let through: the nursery would wrap it in a group.
+    def intercept(self, number: int) -> bool:
+        """Whether the command handles a signal itself, so that it neither cancels the work nor ends the process.
+
+        Called in the main thread, between any two bytecodes. An exception that it raises appears there.
+        """
+        return False
+
+    def ends_gently(self) -> bool:
+        """Whether the work ends by itself upon the first signal, so that it is not cancelled."""
+        return False
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work, and listen to signals meanwhile; to be called once.
+
+        Args:
+            work: what to do. An `OutriderError` that it raises is noted in the outcome.
+        """
+        token = trio.lowlevel.current_trio_token()
+
+        def on_signal(number: int, _: FrameType | None) -> None:
+            # Decided here: when trio runs again, the command may do something else.
+            if not self.intercept(number):
+                token.run_sync_soon(self._on_signal, number)
+
+        with _handlers(on_signal, [signal.SIGINT, signal.SIGTERM]):
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 try:
-                    await work()
+                    with self._scope:
+                        await work()
                 except OutriderError as error:
-                    outcome.failure = error
-            nursery.cancel_scope.cancel()
-    if outcome.finish_reason is not None:
-        outcome.signal = None  # it came too late to interrupt anything
-    if outcome.signal is not None:
-        outcome.failure = None  # nobody waits any more for what failed
+                    # Captured, since the nursery would wrap it in a group.
+                    self.outcome.failure = error
+                finally:
+                    self._nursery = None
+                nursery.cancel_scope.cancel()
+        if self.outcome.finish_reason is not None:
+            self.outcome.signal = None  # it came too late to interrupt anything
+        if self.outcome.signal is not None:
+            self.outcome.failure = None  # after an interruption, a failure is of no interest
+
+    def cancel(self, number: int) -> None:
+        """Cancel the work because of a signal."""
+        self.outcome.signal = number
+        self._scope.cancel()
+
+    def _on_signal(self, number: int) -> None:
+        if self._nursery is None:
+            return  # the work was over before trio ran this
+        if self._first_at is None:
+            self._first_at = trio.current_time()
+            if not self.ends_gently():
+                self.cancel(number)
+                self._nursery.start_soon(self._acknowledge)
+        elif trio.current_time() - self._first_at > ECHO_S:
+            # A load cannot be interrupted. A user who does not want to wait for it sends a second signal.
+            self.display.clear()
+            self._exit_now(SIGNAL_STATUS_BASE + number)
+
+    async def _acknowledge(self) -> None:
+        await trio.sleep(ACKNOWLEDGE_S)
+        self.display.show_stopping()

@@ -34,22 +34,17 @@ from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.trace import Span
-from runtime.bench.contenders import (
-    PLAIN,
-    Contender,
-    ModelPair,
-    Moment,
-    Run,
-    Stage,
-    Switch,
-    Window,
+from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, EventSwitch, ModelPair, Run
+from runtime.bench.one_stream import Benchmark, ContenderRow, Measured, Plan, measure
+from runtime.bench.setup import running_order
+from runtime.bench.timing import (
+    TimedToken,
+    TimingWindow,
+    busy_seconds,
     count_rounds,
     take_until_cancelled,
-    timed,
-    within,
+    timing_window,
 )
-from runtime.bench.one_stream import Benchmark, Measured, Plan, Row, measure
-from runtime.bench.setup import order
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
@@ -144,7 +139,7 @@ def test_no_prompt_is_no_benchmark():
 @pytest.mark.slow
 def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_backwards():
     everyone = small().contenders
-    turns = [order(everyone, turn) for turn in range(2 * len(everyone))]
+    turns = [running_order(everyone, turn) for turn in range(2 * len(everyone))]
     for turn in turns:
         assert sorted(turn, key=everyone.index) == list(everyone)
     firsts = {turn[0] for turn in turns}
@@ -157,9 +152,9 @@ def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_back
 # --- what came when -------------------------------------------------------------------------------
 
 
-def moments(flags: str, *, start: float = 10.0) -> list[Moment]:
+def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
     """Tokens a second apart: d was drafted, t is the target's own."""
-    return [Moment(i, flag == "d", start + i) for i, flag in enumerate(flags)]
+    return [TimedToken(i, flag == "d", start + i) for i, flag in enumerate(flags)]
 
 
 @pytest.mark.slow
@@ -168,7 +163,7 @@ def moments(flags: str, *, start: float = 10.0) -> list[Moment]:
     [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
 )
 def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
-    assert timed(moments(flags)) == Window(first, began, 10.0 + len(flags) - 1)
+    assert timing_window(moments(flags)) == TimingWindow(first, began, 10.0 + len(flags) - 1)
 
 
 @pytest.mark.slow
@@ -189,7 +184,7 @@ def test_rounds_and_proposals_are_told_from_who_proposed_the_tokens(flags, num_d
 @pytest.mark.slow
 def test_only_what_lies_in_the_window_counts():
     spans = [Span("target", "verify", 0, began, ended) for began, ended in ((0, 2), (3, 5), (5, 6), (9, 12), (20, 21))]
-    assert within(spans, Window(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
+    assert busy_seconds(spans, TimingWindow(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -217,7 +212,7 @@ def scripted(*, plan: Plan | None = None) -> Measured:
     return measured
 
 
-def by_name(result: Benchmark) -> dict[str, Row]:
+def by_name(result: Benchmark) -> dict[str, ContenderRow]:
     return {row.name: row for row in result.rows}
 
 
@@ -431,14 +426,14 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
 @pytest.mark.slow
 async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
     # A late step of the drafter's, which ends some time after the text.
-    ours, events, late, log = Contender("outrider", 0), Switch(), threading.Event(), []
+    ours, events, late, log = Contender("outrider", 0), EventSwitch(), threading.Event(), []
     async with AsyncExitStack() as stack:
         workers: dict[str, Any] = {}
         made = {}
         for role, model in zip(("target", "draft"), pair, strict=True):
             workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
             made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
-        stage = Stage(ModelPair(made, workers, events))
+        stage = ContenderRunner(ModelPair(made, workers, events))
         await stage.open_runtimes(stack, [ours])
         (rt, _) = stage._runtimes[ours]
 
@@ -625,7 +620,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert said.keys() == attrs.fields_dict(Benchmark).keys()
     assert [row["name"] for row in said["rows"]] == [contender.name for contender in small().contenders]
     for row in said["rows"]:
-        assert row.keys() == attrs.fields_dict(Row).keys()
+        assert row.keys() == attrs.fields_dict(ContenderRow).keys()
         assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
         assert (row["same_texts"], row["num_texts"]) == (2, 2)
     assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
@@ -676,7 +671,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        (["--draft", "none"], "needs a draft model: give --draft"),
+        (["--draft", "none"], "needs a draft model; give --draft"),
         (["--max-tokens", "3"], "--max-tokens must be a whole number of at least 16, got 3"),
         (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
         (["--lookahead", "2,always"], "got 'always' among them"),
@@ -700,7 +695,7 @@ def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, cap
 @pytest.mark.slow
 def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
     assert cli.main(["bench", "--target", saved[0]]) == 2
-    assert "needs a draft model: give --draft" in capsys.readouterr().err
+    assert "needs a draft model; give --draft" in capsys.readouterr().err
 
 
 @pytest.mark.slow

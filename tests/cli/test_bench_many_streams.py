@@ -14,15 +14,15 @@ from models import greedy, llama, mamba, near, save
 from our_threads import outrider_threads
 
 import runtime
-from runtime.bench.contenders import Moment
-from runtime.bench.many_stream_contenders import BATCHED, Group, StreamStage, Way, grouped
+from runtime.bench.many_stream_contenders import BATCHED, StreamsContender, StreamsRun, StreamsRunner, streams_run
 from runtime.bench.many_streams import StreamsBenchmark, StreamsMeasured, StreamsPlan, StreamsRow, measure_streams
+from runtime.bench.timing import TimedToken
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.demo import STREAM_PROMPTS
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21], [34, 55])
-ONE_BY_ONE, AT_ONCE = Way("one after another", "auto"), Way("at once", "auto")
+ONE_BY_ONE, AT_ONCE = StreamsContender("one after another", "auto"), StreamsContender("at once", "auto")
 
 
 def small(**changes: Any) -> StreamsPlan:
@@ -36,9 +36,15 @@ def small(**changes: Any) -> StreamsPlan:
 
 @pytest.mark.slow
 def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last():
-    assert StreamsPlan().ways == (ONE_BY_ONE, AT_ONCE, BATCHED)
-    ways = small(lookaheads=(0, "auto")).ways
-    assert ways == (Way("one after another", 0), Way("at once", 0), ONE_BY_ONE, AT_ONCE, BATCHED)
+    assert StreamsPlan().contenders == (ONE_BY_ONE, AT_ONCE, BATCHED)
+    ways = small(lookaheads=(0, "auto")).contenders
+    assert ways == (
+        StreamsContender("one after another", 0),
+        StreamsContender("at once", 0),
+        ONE_BY_ONE,
+        AT_ONCE,
+        BATCHED,
+    )
     assert [way.name for way in ways[1:4]] == [
         "outrider at once, lookahead 0", "outrider one after another", "outrider at once"
     ]  # fmt: skip
@@ -70,20 +76,22 @@ def test_what_is_out_of_range_is_refused(changes, complaint):
 # --- figures --------------------------------------------------------------------------------------
 
 
-def moments(*at: float) -> list[Moment]:
-    return [Moment(i, False, moment) for i, moment in enumerate(at)]
+def moments(*at: float) -> list[TimedToken]:
+    return [TimedToken(i, False, moment) for i, moment in enumerate(at)]
 
 
 @pytest.mark.slow
 def test_a_group_ends_with_the_last_token_of_all_and_its_longest_wait_is_within_one_stream():
-    group = grouped([moments(11.0, 12.0, 15.0), moments(14.0, 14.5)], began=10.0)
+    group = streams_run([moments(11.0, 12.0, 15.0), moments(14.0, 14.5)], began=10.0)
     assert (group.num_tokens, group.seconds, group.first_tokens, group.longest_wait) == (5, 5.0, (1.0, 4.0), 3.0)
     assert group.texts == ((0, 1, 2), (0, 1))
     assert group.target_seconds is group.rounds is None
 
 
-def a_group(seconds: float, texts: tuple[tuple[int, ...], ...] = ((7, 8), (9, 9)), **changes: Any) -> Group:
-    return Group(**{"texts": texts, "seconds": seconds, "first_tokens": (0.5, 1.5), "longest_wait": 0.25} | changes)
+def a_group(seconds: float, texts: tuple[tuple[int, ...], ...] = ((7, 8), (9, 9)), **changes: Any) -> StreamsRun:
+    return StreamsRun(
+        **{"texts": texts, "seconds": seconds, "first_tokens": (0.5, 1.5), "longest_wait": 0.25} | changes
+    )
 
 
 OF_OURS = {
@@ -172,7 +180,7 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     alone = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
     assert measured.alone == alone
     for (_, streams), turn in measured.turns.items():
-        assert set(turn) == set(measured.plan.ways)
+        assert set(turn) == set(measured.plan.contenders)
         for way, group in turn.items():
             # The fourth begins with the first prompt again.
             assert group.texts == (*alone, alone[0])[:streams], way
@@ -196,15 +204,15 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     target, draft = pair
     measured = StreamsMeasured(small(streams=(3,), repeats=1))
     most: dict[str, int] = {}
-    real: Callable[..., Any] = StreamStage._run_streams
+    real: Callable[..., Any] = StreamsRunner._run_outrider_streams
 
-    async def watched(self: StreamStage, way: Way, *arguments: Any) -> Group:
+    async def watched(self: StreamsRunner, way: StreamsContender, *arguments: Any) -> StreamsRun:
         (rt, events) = next(iter(self._runtimes.values()))
         events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
         return await real(self, way, *arguments)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamStage, "_run_streams", watched)
+        patch.setattr(StreamsRunner, "_run_outrider_streams", watched)
         await measure_streams((target, None), (draft, None), measured=measured)
     assert most["at once"] == 3
 

@@ -19,7 +19,8 @@ from command_line import broken_weights, outrider, piped, read_all, save_model, 
 import runtime
 from runtime.cli import chat_command
 from runtime.cli import main as cli
-from runtime.terminal.display import Display, Outcome, Output
+from runtime.cli.chat_input import ChatSignals, LineReader
+from runtime.terminal.display import CommandOutcome, Display, Output
 
 MAX = ("--max-tokens", "6")
 
@@ -196,10 +197,10 @@ async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
         await person.sees("> ")
         await person.types("/hepl\x7f\x7flp\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         await person.types("\x1b[A\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         await person.types("/exit\r")
         await person.sees_all()
@@ -226,12 +227,12 @@ async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
     assert person.process.returncode == 0
 
 
-def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> chat_command.Lines:
+def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
     """A person's lines, of which nothing is edited."""
-    lines = chat_command.Lines()
+    lines = LineReader()
     lines.is_interactive = True
     rest = iter(typed)
-    monkeypatch.setattr(lines, "_read", lambda prompt: next(rest, None))
+    monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))
     return lines
 
 
@@ -255,7 +256,7 @@ def test_where_a_text_of_several_lines_begins_and_ends(
     typed: tuple[str, ...], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = lines_of(monkeypatch, *typed)
-    assert list(iter(lines.next, None)) == texts
+    assert list(iter(lines.read, None)) == texts
 
 
 async def test_each_line_of_a_pipe_stays_a_turn_whatever_it_ends_with(endless: str) -> None:
@@ -327,7 +328,7 @@ async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endle
         await person.sees("> ")
         # Something else in between, and it is the first again.
         await person.types("/help\r")
-        await person.sees("stops an answer; what was said stays")
+        await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
         person.interrupts()
         await person.types("\r")
@@ -387,14 +388,14 @@ async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
 # --- thinking -------------------------------------------------------------------------------------
 
 
-class Typed(chat_command.Lines):
+class Typed(LineReader):
     """Lines that nobody needs to type."""
 
     def __init__(self, *lines: str) -> None:
         self.is_interactive = False
         self._left = list(lines)
 
-    def next(self) -> str | None:
+    def read(self) -> str | None:
         return self._left.pop(0) if self._left else None
 
 
@@ -404,7 +405,7 @@ async def shown(output: Output) -> None:
     processor = says(wrapped, "<think>\nHm.\n</think>\n\nimport os")
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:
         conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
-        signals = chat_command.Signals(Outcome(), Display())
+        signals = ChatSignals(CommandOutcome(), Display())
         await chat_command.Chat(rt, conversation, Typed("What now?"), output, signals, False).take_turns()
 
 

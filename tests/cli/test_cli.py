@@ -25,7 +25,7 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.terminal.signals import until_signal
+from runtime.terminal.signals import ECHO_S, SignalScope
 
 PROMPT = "w1 w2 w3"
 
@@ -241,7 +241,9 @@ def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
         None
     }
     assert run_here(PROMPT, "--target", endless, "--logprobs", "2") == 2
-    assert capfd.readouterr().err == "outrider: error: --logprobs has no place in a text; use it with --json\n"
+    assert (
+        capfd.readouterr().err == "outrider: error: --logprobs needs --json, since a text cannot show them; give both\n"
+    )
 
 
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
@@ -493,7 +495,7 @@ def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
-    runtime.terminal.display.say("error: not found:\n\n    try this\nor that\n")
+    runtime.terminal.display.print_message("error: not found:\n\n    try this\nor that\n")
     assert capfd.readouterr().err == "outrider: error: not found: try this or that\n"
 
 
@@ -628,7 +630,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         await trio.sleep(1)  # as the way out of a runtime is
         raise AssertionError("the signal was not heard")
 
-    await until_signal(work, generated, runtime.terminal.display.Display())
+    await SignalScope(generated, runtime.terminal.display.Display()).run(work)
     assert cli._status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
@@ -675,15 +677,15 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
     async def work() -> None:
         with trio.CancelScope(shield=True):  # as a load is
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.display.ECHO_S / 2)
+            await trio.sleep(ECHO_S / 2)
             signal.raise_signal(signal.SIGINT)
-            await trio.sleep(runtime.terminal.display.ECHO_S)
+            await trio.sleep(ECHO_S)
             assert statuses == []
             signal.raise_signal(signal.SIGTERM)
             await trio.sleep(1)
             assert statuses == [143]
 
-    await until_signal(work, generated, runtime.terminal.display.Display(), quit_now=statuses.append)
+    await SignalScope(generated, runtime.terminal.display.Display(), statuses.append).run(work)
     assert generated.signal == signal.SIGINT
     assert statuses == [143]
 
@@ -784,8 +786,8 @@ async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endl
 
 def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
     with runtime.terminal.display.Display() as display:
-        display.loading([runtime.DEMO_TARGET])
-        display.stopping()
-        display.reading(5000, 2048)
+        display.show_loading([runtime.DEMO_TARGET])
+        display.show_stopping()
+        display.show_prefill(5000, 2048)
         display.on_event(Span("target", "prefill", 0, 0.0, 1.0, 2048))
     assert capfd.readouterr() == ("", "")

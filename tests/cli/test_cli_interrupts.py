@@ -15,8 +15,8 @@ from command_line import ROOT, environment
 
 import runtime
 from protocol.errors import OutriderError
-from runtime.terminal.display import Display, Outcome
-from runtime.terminal.signals import ACKNOWLEDGE_S, quitting, until_signal
+from runtime.terminal.display import CommandOutcome, Display
+from runtime.terminal.signals import ACKNOWLEDGE_S, SignalScope, exit_on_signal
 
 # Modules of which the import, wherever it is, ends in a Ctrl-C.
 INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the signal was not heard')\n"
@@ -114,9 +114,9 @@ def on_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return made
 
 
-async def interrupted(display: Display, waits_s: float) -> Outcome:
+async def interrupted(display: Display, waits_s: float) -> CommandOutcome:
     """A piece of work is interrupted that cannot end for some seconds."""
-    outcome = Outcome()
+    outcome = CommandOutcome()
 
     async def work() -> None:
         with trio.CancelScope(shield=True):
@@ -124,14 +124,14 @@ async def interrupted(display: Display, waits_s: float) -> Outcome:
             await trio.sleep(waits_s)
         await trio.sleep_forever()
 
-    await until_signal(work, outcome, display)
+    await SignalScope(outcome, display).run(work)
     return outcome
 
 
 async def test_the_first_ctrl_c_says_that_a_load_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
     stderr = on_stderr(monkeypatch)
     display = Still()
-    display.loading([runtime.DEMO_TARGET])
+    display.show_loading([runtime.DEMO_TARGET])
     assert (await interrupted(display, 2 * ACKNOWLEDGE_S)).signal == signal.SIGINT
     assert stderr.text == "outrider: stopping once the models are loaded; Ctrl-C again quits at once\n"
 
@@ -139,7 +139,7 @@ async def test_the_first_ctrl_c_says_that_a_load_is_waited_for(autojump_clock: A
 async def test_the_first_ctrl_c_says_that_a_pass_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
     stderr = on_stderr(monkeypatch)
     display = Still()
-    display.reading(5000, 2048)
+    display.show_prefill(5000, 2048)
     await interrupted(display, 2 * ACKNOWLEDGE_S)
     assert stderr.text == "outrider: stopping after the forward pass that is running; Ctrl-C again quits at once\n"
 
@@ -147,7 +147,7 @@ async def test_the_first_ctrl_c_says_that_a_pass_is_waited_for(autojump_clock: A
 async def test_a_step_that_is_waited_for_is_named(autojump_clock: Any, monkeypatch: Any) -> None:
     stderr = on_stderr(monkeypatch)
     display = Still()
-    display.doing("timing the target")
+    display.show_activity("timing the target")
     await interrupted(display, 2 * ACKNOWLEDGE_S)
     assert stderr.text == ("outrider: stopping once this is over: timing the target; Ctrl-C again quits at once\n")
 
@@ -155,7 +155,7 @@ async def test_a_step_that_is_waited_for_is_named(autojump_clock: Any, monkeypat
 async def test_nothing_is_said_of_what_is_over_in_no_time(autojump_clock: Any, monkeypatch: Any) -> None:
     stderr = on_stderr(monkeypatch)
     display = Still()
-    display.reading(5000, 2048)
+    display.show_prefill(5000, 2048)
     await interrupted(display, ACKNOWLEDGE_S / 2)
     assert stderr.text == ""
 
@@ -166,7 +166,7 @@ def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None
     display = Display()
     display.clear = lambda: cleared.append("cleared")  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with quitting(display, quit_now=statuses.append):
+    with exit_on_signal(display, exit_now=statuses.append):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
     assert (statuses, cleared) == ([130, 143], ["cleared"] * 2)
@@ -174,7 +174,7 @@ def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None
 
 
 async def test_a_failure_after_the_first_ctrl_c_is_of_no_interest(autojump_clock: Any) -> None:
-    outcome = Outcome()
+    outcome = CommandOutcome()
 
     async def work() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -182,5 +182,5 @@ async def test_a_failure_after_the_first_ctrl_c_is_of_no_interest(autojump_clock
             await trio.sleep(1)
         raise OutriderError("too late")
 
-    await until_signal(work, outcome, Still())
+    await SignalScope(outcome, Still()).run(work)
     assert (outcome.failure, outcome.signal) == (None, signal.SIGINT)

@@ -84,7 +84,7 @@ def test_what_needs_a_chat_template_is_refused_where_there_is_none(flags: list[s
 
 def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> None:
     assert cli.main(["generate", PROMPT, "--target", "/no/such/model", "--raw", "--system", "w4"]) == 2
-    assert "--system is said through the chat template, which --raw leaves out" in capfd.readouterr().err
+    assert "--system needs the chat template, which --raw leaves out" in capfd.readouterr().err
 
 
 def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> None:

@@ -25,8 +25,9 @@ from protocol.settings import Settings
 from runtime.cli import main as cli
 from runtime.cli import simulate_command
 from runtime.simulation import plot as simulation_plot
-from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, compare, in_words
-from runtime.simulation.simulation import Scenario, played
+from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, compare, described
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import run_simulation
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,9 +96,9 @@ def test_the_figures_are_those_of_the_simulation(capfd):
         return ChainPolicy(3, overlaps=False)
 
     for contender, result in (
-        (contenders[0], played(scenario, num_tokens=60, lookahead=0)),
-        (contenders[2], played(scenario, num_tokens=60, make_policy=sequential)),
-        (contenders[4], played(scenario, num_tokens=60, make_policy=policy_by_settings)),
+        (contenders[0], run_simulation(scenario, num_tokens=60, lookahead=0)),
+        (contenders[2], run_simulation(scenario, num_tokens=60, make_policy=sequential)),
+        (contenders[4], run_simulation(scenario, num_tokens=60, make_policy=policy_by_settings)),
     ):
         assert contender["speed"] == pytest.approx(result.speed)
         assert contender["tokens_per_round"] == result.statistics.tokens_per_round
@@ -109,7 +110,7 @@ def test_speeds_are_relative_to_plain_decoding_with_its_overhead():
     comparison = compare(Scenario(1.0, 0.5, overhead=1.0, verify_slope=0.0), 60, [2])
     plain, sequential = comparison.contenders[:2]
     assert plain.speed == 1.0
-    assert plain.played.speed == pytest.approx(0.5)
+    assert plain.result.speed == pytest.approx(0.5)
     # Three tokens for two steps of 1.5 and a pass of 2, where decoding takes 2 for each.
     assert sequential.speed == pytest.approx(3 * 2 / (2 * 1.5 + 2))
 
@@ -154,9 +155,9 @@ def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
 
 
 def test_what_is_unusual_in_a_scenario_is_named():
-    assert in_words(Scenario(0.5, 0.25)) == "acceptance 0.5, cost ratio 0.25, contention 0, verify slope 0.06"
+    assert described(Scenario(0.5, 0.25)) == "acceptance 0.5, cost ratio 0.25, contention 0, verify slope 0.06"
     unusual = Scenario(0.5, 0.25, draft_slope=0.5, overhead=0.125, second_choice=0.25, spread=8, overconfidence=1)
-    assert in_words(unusual).endswith(
+    assert described(unusual).endswith(
         "verify slope 0.06, draft slope 0.5, overhead 0.125, second choice 0.25, spread 8, overconfidence 1"
     )
 
@@ -324,7 +325,7 @@ def test_a_reader_that_has_gone_ends_it_quietly():
     os.close(reading)
     run = process("--lookahead", "1", "--tokens", "5", stdout=writing)
     os.close(writing)
-    assert (run.returncode, run.stderr) == (cli.BY_SIGNAL + signal.SIGPIPE, "")
+    assert (run.returncode, run.stderr) == (cli.SIGNAL_STATUS_BASE + signal.SIGPIPE, "")
 
 
 def process(*arguments: str, stdout: Any) -> subprocess.CompletedProcess[str]:

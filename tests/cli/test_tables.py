@@ -11,13 +11,11 @@ import pytest
 from rich.console import Console
 
 from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
-from runtime.bench.one_stream import Benchmark
-from runtime.bench.one_stream import Row as BenchRow
-from runtime.cli.bench_command import _sheet as bench_sheet
-from runtime.cli.many_streams_table import _sheet as streams_sheet
+from runtime.bench.one_stream import Benchmark, ContenderRow
+from runtime.bench.tables import many_streams_table, one_stream_table
 from runtime.cli.simulate_command import _HEADINGS as SIMULATE_HEADINGS
 from runtime.terminal.display import OutputError, print_sections
-from runtime.terminal.tables import UNBOUNDED, Row, Sheet, show_sections, show_table
+from runtime.terminal.tables import UNBOUNDED, TableRow, TextTable, show_sections, show_table
 
 MEASURED: dict[str, Any] = {
     "target": "demo",
@@ -32,14 +30,14 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def bench_row(name: str, speed: float, **changes: Any) -> BenchRow:
+def bench_row(name: str, speed: float, **changes: Any) -> ContenderRow:
     figures: dict[str, Any] = {
         "name": name, "engine": "outrider", "lookahead": "auto", "speeds": (speed,),
         "median": speed, "low": speed - 11.1, "high": speed + 22.2, "vs_plain": speed / 50, "vs_best_speculative": 1.5,
         "acceptance": 0.76, "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
         "limit": 300.0, "of_limit": 0.93, "same_texts": 117, "num_texts": 120, "estimates": None, "failure": None,
     }  # fmt: skip
-    return BenchRow(**figures | changes)
+    return ContenderRow(**figures | changes)
 
 
 def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
@@ -52,7 +50,7 @@ def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
 
 
 SHEETS = {
-    "bench": bench_sheet(
+    "bench": one_stream_table(
         Benchmark(
             **MEASURED,
             num_prompts=5,
@@ -65,7 +63,7 @@ SHEETS = {
             ),
         )
     ),
-    "bench --streams": streams_sheet(
+    "bench --streams": many_streams_table(
         StreamsBenchmark(
             **MEASURED,
             streams=(1, 16),
@@ -78,18 +76,18 @@ SHEETS = {
             ),
         )
     ),
-    "simulate": Sheet(
+    "simulate": TextTable(
         SIMULATE_HEADINGS,
         (
-            Row(("sequential", "16", "1.07×", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
-            Row(("single chain", "auto", "1.97×", "3.21", "80%", "66%", "99%", "100%", "best")),
+            TableRow(("sequential", "16", "1.07×", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
+            TableRow(("single chain", "auto", "1.97×", "3.21", "80%", "66%", "99%", "100%", "best")),
         ),
         num_labels=2,
     ),
 }
 
 
-def printed(width: int, sheet: Sheet) -> list[str]:
+def printed(width: int, sheet: TextTable) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     show_table(console, sheet)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -124,7 +122,7 @@ def test_each_part_says_in_front_whose_its_numbers_are(name, width):
 
 
 def test_a_table_that_fits_is_in_one_piece_and_one_that_is_split_goes_on_below():
-    sheet = Sheet(("", "one", "two", "three"), (Row(("a", "11", "22", "33")), Row(("bb", "failed"))))
+    sheet = TextTable(("", "one", "two", "three"), (TableRow(("a", "11", "22", "33")), TableRow(("bb", "failed"))))
     lines = [line.rstrip() for line in printed(16, sheet) if "─" not in line]
     assert lines == [
         "       one  two",
@@ -140,7 +138,7 @@ def test_a_table_that_fits_is_in_one_piece_and_one_that_is_split_goes_on_below()
 
 
 def test_a_table_of_which_no_column_fits_beside_its_labels_is_given_row_by_row():
-    sheet = Sheet(("", "a\nround", "limit"), (Row(("outrider lookahead auto", "2.50", "1.07")),))
+    sheet = TextTable(("", "a\nround", "limit"), (TableRow(("outrider lookahead auto", "2.50", "1.07")),))
     assert [line.rstrip() for line in printed(26, sheet)] == [
         "outrider lookahead auto",
         "  a round  2.50",
@@ -149,7 +147,7 @@ def test_a_table_of_which_no_column_fits_beside_its_labels_is_given_row_by_row()
 
 
 def test_a_group_is_named_once_and_set_apart():
-    sheet = Sheet(("n", "way", "x"), tuple(Row((n, way, "1")) for n in ("1", "16") for way in "ab"), 2, True)
+    sheet = TextTable(("n", "way", "x"), tuple(TableRow((n, way, "1")) for n in ("1", "16") for way in "ab"), 2, True)
     lines = printed(80, sheet)
     assert [line.split() for line in lines if "─" not in line] == [
         ["n", "way", "x"],
@@ -185,3 +183,17 @@ def test_nothing_is_wrapped_or_filled_up_where_no_terminal_shows_it(monkeypatch,
     finding = "word " * 100 + "end"
     print_sections([("machine", [("device", finding), ("blas", "x")])])
     assert capsys.readouterr().out == f"machine\ndevice  {finding}\nblas    x\n"
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_colour_off_a_terminal_wraps_nothing(monkeypatch, capsys, variable):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv(variable, "1")
+    print_sections([("machine", [("device", "word " * 100 + "end")])])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_an_empty_width_in_the_environment_is_no_width(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "")
+    print_sections([("machine", [("device", "word " * 100 + "end")])])
+    assert len(capsys.readouterr().out.splitlines()) == 2

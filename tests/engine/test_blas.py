@@ -51,7 +51,7 @@ print(json.dumps({
     "blas": blas.blas_in_use(),
     "is_global": hasattr(ctypes.CDLL(None), "cblas_sgemm"),
     "variable": os.environ.get("OPENBLAS_NUM_THREADS"),
-    "threads": blas.threads_in_front(),
+    "threads": blas.num_loaded_threads(),
 }))
 """
 
@@ -149,8 +149,8 @@ def test_what_names_no_library_is_refused(wanted, complaint):
 def test_elsewhere_than_on_linux_there_is_nothing_to_put_in_front(wanted, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(runtime.SettingsError, match=r'is for Linux.*leave it "system"'):
-        blas.put_in_front(wanted)
-    blas.put_in_front("system")
+        blas.load_before_mlx(wanted)
+    blas.load_before_mlx("system")
 
 
 # --- how many threads -----------------------------------------------------------------------------
@@ -260,13 +260,13 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 @pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
 @pytest.mark.parametrize(("user", "set_to"), [({}, 3), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
 def test_threads_can_be_changed_later_unless_the_user_set_them(user, set_to):
-    before = "import runtime; from runtime.loading import blas; blas.set_threads_in_front(3)"
+    before = "import runtime; from runtime.loading import blas; blas.set_threads(3)"
     assert look_around(before, **{VARIABLE: "openblas"}, **user)["threads"] == set_to
 
 
 @linux
 def test_asking_twice_for_the_same_is_no_error(copy):
-    put = "blas.put_in_front({!r})"
+    put = "blas.load_before_mlx({!r})"
     before = f"import runtime; from runtime.loading import blas; {put}; import mlx.core; {put}"
     assert look_around(before.format(copy, copy))["blas"] == "libmine.so"
 
@@ -345,7 +345,7 @@ def test_a_flag_that_comes_after_mlx_is_refused(copy, capfd):
 def test_a_flag_cannot_take_back_what_the_environment_did(copy):
     done = outrider("doctor", "--blas", "system", **{VARIABLE: copy})
     assert done.returncode == 2
-    assert f"OUTRIDER_BLAS has put {copy} in front; change or unset it" in done.stderr
+    assert f"OUTRIDER_BLAS has loaded {copy}; change or unset it" in done.stderr
 
 
 @pytest.mark.slow

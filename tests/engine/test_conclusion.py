@@ -106,3 +106,10 @@ def test_a_draft_model_of_another_vocabulary_cannot_be_used() -> None:
 def test_a_target_that_cannot_be_rewound_gains_nothing() -> None:
     ((word, said),) = conclude(findings(can_rewind=False))
     assert (word, said[:8]) == ("expect", "no gain:")
+
+
+def test_of_times_that_are_too_uneven_nothing_is_predicted() -> None:
+    uneven = dict(zip(WIDTHS, (0.001, 0.001, 0.001, 0.001, 0.1), strict=True))
+    ((word, sentence),) = conclude(findings(verify_seconds=uneven))
+    assert word == "expect"
+    assert sentence.startswith("unknown")

@@ -19,7 +19,7 @@ from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 import runtime
 from actors.model import RewindMode
 from runtime.cli import main as cli
-from runtime.doctor.report import WIDTHS, Diagnosis, Examined, Passes, blas_in_use, examine, report
+from runtime.doctor.report import WIDTHS, Diagnosis, ExaminedModel, Passes, blas_in_use, examine, report
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
     diagnosis = await examine((llama(), None), (mamba(), None), on_progress=steps.append)
     assert steps == ["loading the target", "timing the target", "loading the draft", "timing the draft"]
     assert diagnosis.same_vocabulary is None
-    assert isinstance(diagnosis.draft, Examined)
+    assert isinstance(diagnosis.draft, ExaminedModel)
     assert [diagnosis.target.anatomy.family, diagnosis.draft.anatomy.family] == ["llama", "mamba"]
     assert_measured(diagnosis.target.passes)
     assert_measured(diagnosis.draft.passes)

@@ -81,8 +81,10 @@ def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) ->
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
-    tiny = tuple(attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small, (0, 9), strict=True))
-    monkeypatch.setattr(draft_families, "FAMILIES", (attrs.evolve(family, small=tiny),))
+    tiny = tuple(
+        attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small_models, (0, 9), strict=True)
+    )
+    monkeypatch.setattr(draft_families, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
@@ -98,10 +100,12 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 def test_each_family_is_found_by_its_types_and_sizes(family: draft_families.Family) -> None:
     for model_type in family.model_types:
         for size in family.vocab_sizes:
-            assert set(family.small) <= set(small_models(model_type, size))
-        assert not set(family.small) & set(small_models(model_type, family.vocab_sizes[0] - 1))
-    assert [small.num_megabytes for small in family.small] == sorted(small.num_megabytes for small in family.small)
-    assert all(small.model.count("/") == 1 for small in family.small)
+            assert set(family.small_models) <= set(small_models(model_type, size))
+        assert not set(family.small_models) & set(small_models(model_type, family.vocab_sizes[0] - 1))
+    assert [small.num_megabytes for small in family.small_models] == sorted(
+        small.num_megabytes for small in family.small_models
+    )
+    assert all(small.model.count("/") == 1 for small in family.small_models)
 
 
 @pytest.mark.parametrize(

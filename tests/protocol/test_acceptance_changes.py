@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from runtime.simulation.simulation import Scenario, played
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import run_simulation
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700
@@ -18,7 +19,7 @@ LONG = 300
 @functools.cache
 def seconds(num_tokens: int, cost: float, slope: float, kappa: float, *changes: tuple[int, float]) -> float:
     scenario = Scenario(GOOD, cost, contention=kappa, verify_slope=slope, acceptance_changes=changes)
-    return played(scenario, num_tokens=num_tokens).seconds
+    return run_simulation(scenario, num_tokens=num_tokens).seconds
 
 
 def pace(begin: int, machine: tuple[float, float, float], *changes: tuple[int, float]) -> float:

@@ -13,7 +13,9 @@ from functools import cache
 import pytest
 
 from protocol.lookahead_policy import AutoPolicy, ChainPolicy
-from runtime.simulation.simulation import PROMPT, Scenario, ScriptedDraft, ScriptedTarget, played
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
+from runtime.simulation.simulation import run_simulation
 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)
@@ -78,13 +80,13 @@ def auto(settings, prices) -> AutoPolicy:
 @cache
 def speed_of_auto(acceptance: float, cost: float, slope: float, contention: float) -> float:
     scenario = Scenario(acceptance, cost, contention=contention, verify_slope=slope)
-    return played(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
+    return run_simulation(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
 
 
 @pytest.mark.parametrize(("acceptance", "cost", "slope", "lookahead"), [(0.6, 0.1, 0.06, 3), (0.92, 0.2, 0.5, 6)])
 def test_a_fixed_lookahead_without_overlap_takes_what_the_script_says(acceptance, cost, slope, lookahead):
     scenario = Scenario(acceptance, cost, verify_slope=slope)
-    result = played(
+    result = run_simulation(
         scenario, num_tokens=200, make_policy=lambda settings, prices: ChainPolicy(lookahead, overlaps=False)
     )
     assert result.speed == pytest.approx(sequential_speed(scenario, lookahead, 200), rel=1e-6)

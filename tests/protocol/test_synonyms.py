@@ -17,7 +17,7 @@ import runtime
 from protocol.settings import Settings, settings_from
 from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
 from runtime.cli import main as cli
-from runtime.cli.flags import elsewhere, flag
+from runtime.cli.flags import flag, hint_for
 from runtime.server.openai.requests import CompletionRequest
 
 SETTINGS = {field.name for field in attrs.fields(Settings)}
@@ -151,8 +151,8 @@ def test_a_stream_says_what_it_is_called(name: str, hint: str) -> None:
         (["serve", "--lookahead=3"], 'each request sets this, by its field "lookahead"'),
         (["serve", "--temp", "1"], 'each request sets this, by its field "temperature"'),
         (["serve", "--max-new-tokens", "9"], "did you mean --max-tokens?"),
-        (["generate", "hi", "--extra-eos-token", "x"], "--stop ends a text before another one"),
-        (["generate", "hi", "--adapter-path", "x"], "an adapter is fused into its model first, by mlx_lm.fuse"),
+        (["generate", "hi", "--extra-eos-token", "x"], "--stop ends a text at a string"),
+        (["generate", "hi", "--adapter-path", "x"], "fuse the adapter into its model first, with mlx_lm.fuse"),
     ],
 )
 def test_a_command_says_what_it_is_called(arguments: list[str], hint: str, capfd: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_command_without_a_setting_suggests_no_flag_in_its_place(name: str, ca
 
 
 def test_a_server_says_of_just_those_settings_that_requests_set_them() -> None:
-    said = {name for name in SETTINGS if elsewhere(flag(name), ["--port"], by_request=True) is not None}
+    said = {name for name in SETTINGS if hint_for(flag(name), ["--port"], by_request=True) is not None}
     assert said == SETTINGS & set(CompletionRequest.model_fields)
 
 

@@ -11,7 +11,8 @@ from protocol.lookahead_policy import AutoPolicy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
-from runtime.simulation.simulation import PlayedStreams, Scenario, played_streams
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import SimulatedStreams, run_many_streams
 
 # --- who is when ----------------------------------------------------------------------------------
 
@@ -106,11 +107,13 @@ def test_a_budget_ends_where_the_passes_of_others_do():
 # --- in simulated time ----------------------------------------------------------------------------
 
 
-def both(scenario: Scenario, num_streams: int, lookahead: int | str = "auto") -> tuple[PlayedStreams, PlayedStreams]:
+def both(
+    scenario: Scenario, num_streams: int, lookahead: int | str = "auto"
+) -> tuple[SimulatedStreams, SimulatedStreams]:
     """One after another, and at once."""
     trio._core._run._r.seed(0)
     alone, at_once = (
-        played_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
+        run_many_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
         for at_once in (False, True)
     )
     return alone, at_once
@@ -156,7 +159,7 @@ def test_nor_are_they_with_a_fixed_lookahead(lookahead):
 def test_two_streams_guess_less_ahead_than_one():
     alone, at_once = both(Scenario(0.6, 0.1), 2)
 
-    def steps_per_token(played: PlayedStreams) -> float:
+    def steps_per_token(played: SimulatedStreams) -> float:
         return played.draft_busy * played.seconds / 0.1 / 300
 
     assert steps_per_token(at_once) < 0.7 * steps_per_token(alone)

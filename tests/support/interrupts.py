@@ -13,6 +13,6 @@ class Interrupted(Display):
     at = ""
     number = signal.SIGINT
 
-    def doing(self, what: str) -> None:
+    def show_activity(self, what: str) -> None:
         if what.startswith(self.at):
             signal.raise_signal(self.number)

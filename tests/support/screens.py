@@ -1,4 +1,4 @@
-"""A terminal with somebody in front of it: keys go in, and what is on the screen can be looked at."""
+"""A terminal with a person in front of it: a test types keys, and reads the screen."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import trio
 
 ALTERNATE_SCREEN = 1049
 
-# A way out of a hang, no expectation.
+# Ends a hang; not an expectation.
 HANGS_S = 30
 
 
 class TwoScreens(pyte.Screen):
-    """pyte's screen, and the alternate one, which pyte does not have."""
+    """pyte's screen with an alternate screen, which pyte lacks."""
 
     def __init__(self, columns: int, lines: int) -> None:
         self._other: Any = None
@@ -41,12 +41,12 @@ class TwoScreens(pyte.Screen):
 
 
 class Person:
-    """Somebody at a terminal.
+    """A person at a terminal.
 
     Attributes:
-        screen: what is on it; `screen.display` has its rows.
-        sent: all bytes that came.
-        given: the file descriptor of the side that a program has; this process holds it too, until `lets_go`.
+        screen: the screen; `screen.display` has its rows.
+        sent: all bytes that the program wrote.
+        given: file descriptor of the program's side; this process holds it too, until `lets_go`.
     """
 
     def __init__(self, seen: trio.lowlevel.FdStream, given: int, columns: int, rows: int) -> None:
@@ -61,7 +61,7 @@ class Person:
         await self._seen.send_all(keys.encode() if isinstance(keys, str) else keys)
 
     def lets_go(self) -> None:
-        """Close the side that a program has, as far as this process holds it: nothing more comes once no other does."""
+        """Close this process's copy of the program's side, so that reading ends when the program ends."""
         if self.given >= 0:
             os.close(self.given)
             self.given = -1
@@ -71,15 +71,15 @@ class Person:
         await self._seen.aclose()
 
     def resizes(self, columns: int, rows: int) -> None:
-        """Give the window another size; whoever is at work in it has to be told by a signal. What it showed is lost."""
+        """Change the size of the window, which clears it. The program has to be told by a signal."""
         self.screen.resize(rows, columns)
         self.screen.erase_in_display(2)
         self._set_size(columns, rows)
 
     async def sees(self, wanted: str | Callable[[str], Any]) -> str:
-        """Look on until a text is on the screen, or what is there is as it should be.
+        """Read until a text is on the screen, or the screen satisfies a predicate.
 
-        Returns: what is there, row by row, without the blanks at their ends.
+        Returns: the rows of the screen, without blanks at their ends.
         """
         is_there = (lambda shown: wanted in shown) if isinstance(wanted, str) else wanted
         while not is_there(self.shown):
@@ -94,7 +94,7 @@ class Person:
         return self.shown
 
     async def sees_the_end(self) -> str:
-        """Look on until nobody holds the terminal any more."""
+        """Read until no process holds the terminal."""
         with contextlib.suppress(trio.BrokenResourceError):
             async for part in self._seen:
                 self.sent += part
@@ -107,11 +107,11 @@ class Person:
 
     @property
     def attributes(self) -> list[Any]:
-        """Of the terminal, as termios has them."""
+        """The termios attributes of the terminal."""
         return termios.tcgetattr(self.given)
 
     def coloured(self, colour: str) -> str:
-        """All characters of a colour, in their order."""
+        """All characters of a colour, in order."""
         places = itertools.product(range(self.screen.lines), range(self.screen.columns))
         cells = (self.screen.buffer[row][column] for row, column in places)
         return "".join(cell.data for cell in cells if cell.fg == colour)
@@ -122,7 +122,7 @@ class Person:
 
 @contextlib.asynccontextmanager
 async def person(columns: int = 80, rows: int = 24) -> AsyncIterator[Person]:
-    """Somebody at a terminal of that size."""
+    """A person at a terminal of that size."""
     seen, given = pty.openpty()
     async with trio.lowlevel.FdStream(seen) as stream:
         somebody = Person(stream, given, columns, rows)

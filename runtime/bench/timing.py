@@ -1,0 +1,123 @@
+"""Timing of generated tokens, the same for every contender.
+
+A run is timed from the end of its first round to its last token. The tokens of the first round take no time of their
+own, and their number depends on the contender. Prefill is left out with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, cast
+
+import attrs
+import outcome
+import trio
+
+from actors.workers.worker import Job, Worker
+from protocol.trace import Span
+
+
+@attrs.frozen
+class TimedToken:
+    """A generated token and its time.
+
+    Attributes:
+        token: its id.
+        from_draft: whether the draft proposed it.
+        at: when it was ready for use, in seconds on `time.perf_counter`.
+    """
+
+    token: int
+    from_draft: bool
+    at: float
+
+
+@attrs.frozen
+class TimingWindow:
+    """The timed part of a run: the tokens from index `first` on, and the times of its begin and end in seconds."""
+
+    first: int
+    began: float
+    ended: float
+
+
+def timing_window(tokens: Sequence[TimedToken]) -> TimingWindow:
+    """The window from the end of the first round, marked by the first token of the target's own, to the last token."""
+    end_of_first = next((i for i, token in enumerate(tokens) if not token.from_draft), len(tokens) - 1)
+    return TimingWindow(end_of_first + 1, tokens[end_of_first].at, tokens[-1].at)
+
+
+def busy_seconds(spans: Iterable[Span], window: TimingWindow) -> float:
+    """Seconds of a window that spans cover. They must be of one worker, so that they do not overlap."""
+    return sum(max(0.0, min(span.ended, window.ended) - max(span.began, window.began)) for span in spans)
+
+
+def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Numbers of rounds and of proposed tokens in mlx-lm's speculative decoding, derived from the token flags.
+
+    A round ends with a token of the target's own or with the text. It proposes `num_draft_tokens` tokens, or as many
+    as `max_tokens` leaves.
+
+    Args:
+        from_draft: by token, whether the draft proposed it.
+        num_draft_tokens: most tokens in a proposal.
+        max_tokens: most tokens in the text.
+    """
+    rounds = proposed = 0
+    is_new_round = True
+    for i, drafted in enumerate(from_draft):
+        if is_new_round:
+            rounds += 1
+            proposed += min(max_tokens - i, num_draft_tokens)
+        is_new_round = not drafted
+    return rounds, proposed
+
+
+# --- on a worker's thread -------------------------------------------------------------------------
+
+
+class _StopFlag:
+    """A flag that a job checks between two tokens."""
+
+    is_set = False
+
+
+async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[tuple[int, bool]]]) -> list[TimedToken]:
+    """All tokens of a generator with their times; the generator runs and is closed on a worker's thread.
+
+    Args:
+        worker: the worker.
+        generate: makes the generator, which yields (token, from_draft); called on the worker's thread.
+
+    Raises: JobError: the generator raised.
+
+    Cancellation: takes effect after the next token.
+    """
+    stop = _StopFlag()
+
+    async def stop_when_cancelled() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            stop.is_set = True
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stop_when_cancelled)
+        # Captured, since the nursery would wrap an exception in a group.
+        taken = await outcome.acapture(worker.run, Job("decode", partial(_take, generate, stop)))
+        nursery.cancel_scope.cancel()
+    return taken.unwrap()
+
+
+def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: _StopFlag) -> list[TimedToken]:
+    tokens = []
+    # Closed on this thread: mlx-lm's generators hold a stream of the thread that ran them.
+    with closing(cast(Any, generate())) as steps:
+        for token, from_draft in steps:
+            tokens.append(TimedToken(token, from_draft, time.perf_counter()))
+            if stop.is_set:
+                break
+    return tokens

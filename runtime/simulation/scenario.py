@@ -1,0 +1,82 @@
+"""A scenario: the few numbers that describe a machine and a pair of models to the simulator.
+
+The unit of time is T_v(1), the time that the target takes to decode one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from protocol.settings import MAX_SEED
+from protocol.validation import check_integer, check_number, is_integer, validator
+
+
+def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    previous_token = 0
+    for change in value:
+        if (
+            not isinstance(change, tuple)
+            or len(change) != 2
+            or not is_integer(change[0])
+            or change[0] <= previous_token
+        ):
+            raise SettingsError(
+                f"{attribute.name} must be pairs (token, acceptance) with tokens that start at 1 and rise, "
+                f"got {shown(change)}"
+            )
+        previous_token = change[0]
+        check_number(f"an acceptance in {attribute.name}", change[1], 0, 1)
+
+
+@attrs.frozen
+class Scenario:
+    """A machine and a pair of models.
+
+    Attributes:
+        acceptance: probability that the draft's first choice is the target's token, in [0, 1].
+        cost_ratio: time of a draft step, > 0, in units of T_v(1).
+        contention: share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for
+            separate hardware.
+        verify_slope: a verify pass over m tokens takes T_v(1)·(1 + verify_slope·(m − 1)); >= 0.
+        draft_slope: the same for a draft pass, in units of a draft step; None for the same slope.
+        overhead: time added to every forward pass, >= 0, in units of T_v(1).
+        second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1]. The
+            second choice is never likelier than the first, so it is right less often where the first is very unlikely.
+        spread: concentration of the draft's confidence, > 0. At each position the first choice is right with a
+            probability drawn from the Beta distribution with mean `acceptance` and concentration `spread`. A small
+            value means a draft that knows when it is right; a large value means the same confidence everywhere.
+        overconfidence: how far the draft overstates its confidence, >= 0: its logits are multiplied by
+            1 + overconfidence. At 0 its confidence is calibrated.
+        acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens
+            are >= 1 and rise.
+        seed: seed of the text and of everything that is drawn, in [0, 2**64).
+
+    Raises: SettingsError: a value is out of its range.
+    """
+
+    acceptance: float = attrs.field(validator=validator(check_number, 0, 1))
+    cost_ratio: float = attrs.field(validator=validator(check_number, above=0))
+    contention: float = attrs.field(default=0.0, validator=validator(check_number, 0, 1))
+    verify_slope: float = attrs.field(default=0.06, validator=validator(check_number, 0))
+    draft_slope: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(validator(check_number, 0))
+    )
+    overhead: float = attrs.field(default=0.0, validator=validator(check_number, 0))
+    second_choice: float = attrs.field(default=0.45, validator=validator(check_number, 0, 1))
+    spread: float = attrs.field(default=1.3, validator=validator(check_number, above=0))
+    overconfidence: float = attrs.field(default=0.0, validator=validator(check_number, 0))
+    acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_changes)
+    seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED))
+
+    def verify_seconds(self, num_tokens: int) -> float:
+        """Time of a target pass over `num_tokens` tokens, in units of T_v(1)."""
+        return self.overhead + 1.0 + self.verify_slope * (num_tokens - 1)
+
+    def draft_seconds(self, num_tokens: int) -> float:
+        """Time of a draft pass over `num_tokens` tokens, in units of T_v(1)."""
+        slope = self.verify_slope if self.draft_slope is None else self.draft_slope
+        return self.overhead + self.cost_ratio * (1.0 + slope * (num_tokens - 1))
