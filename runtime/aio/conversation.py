@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from runtime.aio.token_stream import TokenStream
 from runtime.bridge.handles import ConversationHandle
 from runtime.generation import conversation
-from runtime.generation.token_stream import Completion, complete
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import Completion, SessionFile, complete
 
 if TYPE_CHECKING:
     from runtime.aio.runtime import Runtime

@@ -19,9 +19,8 @@ from runtime.engine import runtime as engine
 from runtime.generation import token_stream
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, complete
+from runtime.generation.token_stream import Completion, SessionFile, complete
 from runtime.loading.model_sources import Device, Source
-from runtime.persistence.session_file import SessionFile
 
 T = TypeVar("T")
 

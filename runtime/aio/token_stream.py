@@ -13,7 +13,7 @@ from runtime.aio.thread import settled
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 
 
 class TokenStream(StreamHandle):
@@ -85,7 +85,7 @@ class TokenStream(StreamHandle):
             raise
         finally:
             self._is_waiting = False
-        token = source.reading.give()
+        token = source.reading.next_token()
         if token.finish_reason is not None:
             self._close()
         return token

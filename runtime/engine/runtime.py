@@ -44,12 +44,11 @@ from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStream
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText, Prompt, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
-from runtime.generation.token_stream import Completion, TokenStream, complete
+from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.loading.model_sources import Device, Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedStream
 from runtime.persistence.saving import Models
-from runtime.persistence.session_file import SessionFile
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
@@ -430,7 +429,7 @@ class Runtime:
         self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
     ) -> int:
         with self._while_open():
-            return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
+            return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
 
     def _models(self) -> Models:
         # One that has failed for good is none: nothing can be asked of it.
@@ -500,7 +499,7 @@ class Runtime:
             self._places.enter(session)
         stream = TokenStream(reading, arrivals, partial(self._save_stream, opened, arrivals))
         if reading.finish_reason is not None:
-            stream._close()
+            stream.close()
         return stream
 
     def _begin_session(self, session: Session) -> None:

@@ -14,8 +14,7 @@ from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
-from runtime.generation.token_stream import Completion, TokenStream, complete
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 
 Message = dict[str, str]
 

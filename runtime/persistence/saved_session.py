@@ -22,8 +22,9 @@ from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.settings import MAX_SEED, Settings, settings_from
 from runtime.generation.token_reader import Progress
+from runtime.generation.token_stream import SessionFile
 from runtime.persistence import session_file
-from runtime.persistence.session_file import Contents, SessionFile, named
+from runtime.persistence.session_file import Contents, named
 
 
 @attrs.frozen

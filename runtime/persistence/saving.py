@@ -22,9 +22,10 @@ from protocol.messages import Open
 from runtime.generation.conversation import Account
 from runtime.generation.text import encode_prompt
 from runtime.generation.token_reader import Progress
+from runtime.generation.token_stream import SessionFile
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedSession, SavedStream, settings_for_json
-from runtime.persistence.session_file import SessionFile, named, shown
+from runtime.persistence.session_file import named, shown
 
 logger = logging.getLogger("outrider")
 

@@ -17,18 +17,16 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any, NoReturn
 
 import attrs
 
 from actors.tensor import DTYPES, Tensor
 from protocol.errors import SessionFileError
 from protocol.reprs import shown_path
+from runtime.generation.token_stream import SessionFile
 
 VERSION = 1
-
-SessionFile = str | os.PathLike[str] | BinaryIO
-"""A file by its path, or an open one; what it holds begins at its position."""
 
 CheckCancelled = Callable[[], None]
 

@@ -29,9 +29,8 @@ from runtime.engine.opening import OPTIONS
 from runtime.generation import token_stream
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, completion_of
+from runtime.generation.token_stream import Completion, SessionFile, completion_of
 from runtime.loading.model_sources import Device, Source
-from runtime.persistence.session_file import SessionFile
 from runtime.sync.conversation import Conversation
 from runtime.sync.many_prompts import TokenStreams
 from runtime.sync.thread import SyncThread, result_of

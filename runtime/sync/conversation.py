@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.bridge.handles import ConversationHandle
 from runtime.generation import conversation
-from runtime.generation.token_stream import Completion
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import Completion, SessionFile
 from runtime.sync.token_stream import TokenStream
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from protocol.statistics import Statistics
 from runtime.bridge.handles import Commits, StreamHandle
 from runtime.bridge.stream import BridgeStream
 from runtime.generation.token_reader import Token
-from runtime.persistence.session_file import SessionFile
+from runtime.generation.token_stream import SessionFile
 from runtime.sync.thread import settled
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TokenStream(StreamHandle):
             self._commits.extend(arrived)
         if not self._has_next(source):
             raise StopIteration
-        token = source.reading.give()
+        token = source.reading.next_token()
         if token.finish_reason is not None:
             self._close()
         return token
