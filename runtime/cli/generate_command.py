@@ -143,7 +143,7 @@ def _schema(file: str) -> str:
 
     Raises: SettingsError: it cannot be read or followed.
     """
-    from runtime.generation.grammar import check_json_schema
+    from runtime.generation.json_schema import check_json_schema
 
     try:
         schema = Path(file).read_text(encoding="utf-8")
