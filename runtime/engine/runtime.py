@@ -48,7 +48,7 @@ from runtime.generation.token_stream import Completion, SessionFile, TokenStream
 from runtime.loading.model_sources import Device, Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedStream
-from runtime.persistence.saving import Models
+from runtime.persistence.saving import SessionSaver
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
@@ -431,10 +431,10 @@ class Runtime:
         with self._while_open():
             return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
 
-    def _models(self) -> Models:
+    def _models(self) -> SessionSaver:
         # One that has failed for good is none: nothing can be asked of it.
         draft = self._draft if isinstance(self._draft, DraftActor) and self._draft.is_alive else None
-        return Models(self._target, draft, self._tokenizer)
+        return SessionSaver(self._target, draft, self._tokenizer)
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:

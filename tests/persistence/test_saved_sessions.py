@@ -291,11 +291,11 @@ async def test_functions_are_to_be_given_again(tmp_path: Path) -> None:
 
 async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
     """The error of a load that changes nothing."""
-    before = (len(rt._target._kept), len(rt._draft._kept) if rt._draft is not None else 0)
+    before = (len(rt._target._prefix_cache), len(rt._draft._prefix_cache) if rt._draft is not None else 0)
     with pytest.raises(runtime.SessionFileError) as refused:
         await rt.load(path, **settings)
     assert str(path) in str(refused.value)
-    assert (len(rt._target._kept), len(rt._draft._kept) if rt._draft is not None else 0) == before
+    assert (len(rt._target._prefix_cache), len(rt._draft._prefix_cache) if rt._draft is not None else 0) == before
     assert rt.num_streams == 0
     return str(refused.value)
 
