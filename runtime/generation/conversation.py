@@ -1,4 +1,4 @@
-"""Conversations: turns of which each prompt has all turns before it, and prefills only what is new."""
+"""Conversations: the prompt of a turn has all turns before it, and only what is new is prefilled."""
 
 from __future__ import annotations
 
