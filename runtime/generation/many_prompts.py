@@ -117,9 +117,7 @@ class Completions(Merged[Completion]):
             return self._gathered
         is_begun = self._is_gathering or self._is_waiting or self._num_left < self.num_prompts
         if is_begun and not self._has_ended_early:
-            raise StreamBusyError(
-                "these completions are given to somebody already, and each is given once"
-            )
+            raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
         gathered: dict[int, Completion] = {}
         while (following := await self.next_item()) is not None:
