@@ -87,7 +87,7 @@ class TokenStream(StreamHandle):
             raise
         finally:
             self._is_waiting = False
-        token = source.reading.give()
+        token = source.reading.next_token()
         if token.finish_reason is not None:
             self._close()
         return token

@@ -45,21 +45,21 @@ class Commits:
 
     def __init__(self, stream: token_stream.TokenStream) -> None:
         self.stream = stream
-        self.reading = stream._reading
-        self.arrivals = stream._arrivals
+        self.reading = stream.reader
+        self.arrivals = stream.arrivals
 
     async def take(self) -> Sequence[Commit]:
         """See `Source.take`."""
         commit = await self.arrivals.receive()
-        return () if commit is None else (commit, *self.arrivals.there())
+        return () if commit is None else (commit, *self.arrivals.receive_ready())
 
     def rest(self) -> Sequence[Commit]:
         """See `Source.rest`."""
-        return self.arrivals.rest()
+        return self.arrivals.receive_rest()
 
     def close(self) -> None:
         """See `Source.close`."""
-        self.stream._hang_up()
+        self.stream.hang_up()
 
 
 class StreamHandle:
@@ -148,8 +148,8 @@ class StreamHandle:
         self._is_unread = False
         source = self._begun()
         # What has come into this thread by now; the rest is in trio's.
-        here = source.reading.progress.then(self._commits)
-        return lambda: source.stream._write(path, lambda: here)
+        here = source.reading.progress.with_commits(self._commits)
+        return lambda: source.stream.write(path, lambda: here)
 
     def _must_ask(self, source: Commits) -> bool:
         """Whether the next token is still to come from trio's thread."""
@@ -170,7 +170,7 @@ class StreamHandle:
             if not self._commits:
                 self._close()
                 raise source.arrivals.error
-            reading.begin(self._commits.popleft())
+            reading.begin_commit(self._commits.popleft())
         return True
 
     def _close(self) -> None:

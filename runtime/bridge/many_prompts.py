@@ -34,11 +34,11 @@ class MergedSource(Generic[T]):
         """See `Source.take`."""
         # Whatever reading a text raises is for who wanted it; here, it would end trio.
         try:
-            following = await self._merged._next()
+            following = await self._merged.next_item()
         except Exception as error:
             self.error = error
             return ()
-        return () if following is None else (following, *self._merged._there())
+        return () if following is None else (following, *self._merged.ready_items())
 
     def rest(self) -> Sequence[tuple[int, T]]:
         """See `Source.rest`."""
@@ -46,16 +46,16 @@ class MergedSource(Generic[T]):
 
     def close(self) -> None:
         """See `Source.close`."""
-        self._merged._close()
+        self._merged.close()
 
     @property
     def num_prompts(self) -> int:
         """How many prompts there are."""
-        return self._merged._num_prompts
+        return self._merged.num_prompts
 
     def is_last(self, item: T) -> bool:
         """Whether nothing more comes of an item's prompt."""
-        return self._merged._is_last(item)
+        return self._merged.is_last(item)
 
 
 class MergedHandle(Generic[T]):

@@ -142,7 +142,7 @@ def _schema(file: str) -> str:
 
     Raises: SettingsError: the file cannot be read, or the schema is not supported.
     """
-    from runtime.generation.grammar import check_json_schema
+    from runtime.generation.json_schema import check_json_schema
 
     try:
         schema = Path(file).read_text(encoding="utf-8")

@@ -280,7 +280,7 @@ async def _stop_if_broken(runtime: Runtime, server: _Server) -> None:
 
 
 def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
-    from runtime.generation.grammar import tokenizer_json
+    from runtime.generation.grammar_vocabulary import tokenizer_json
 
     return tokenizer_json(runtime.tokenizer)
 

@@ -18,7 +18,7 @@ from runtime.generation.conversation import Account, Conversation, Message
 from runtime.generation.token_reader import Arrivals, Progress
 from runtime.generation.token_stream import SessionFile, TokenStream
 from runtime.persistence import saved_session
-from runtime.persistence.saving import Models
+from runtime.persistence.saving import SessionSaver
 
 
 class SessionFiles:
@@ -104,15 +104,15 @@ class SessionFiles:
     ) -> int:
         """See `runtime.engine.sessions.SaveStream`."""
         with self._sessions.while_open():
-            return await self._models().save_stream(path, opened, lambda: progress().then(arrivals.look_ahead()))
+            return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
 
     async def _save(self, path: SessionFile, account: Account) -> int:
         with self._sessions.while_open():
             return await self._models().save(path, account)
 
-    def _models(self) -> Models:
+    def _models(self) -> SessionSaver:
         # A draft model that has failed for good cannot be asked for anything.
         draft = self._drafter.actor
-        return Models(
+        return SessionSaver(
             self._target, draft if isinstance(draft, DraftActor) and draft.is_alive else None, self._tokenizer
         )

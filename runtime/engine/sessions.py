@@ -170,7 +170,7 @@ class Sessions:
             self._admission.enter(session)
         stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
         if reader.finish_reason is not None:
-            stream._close()
+            stream.close()
         return stream
 
     def run_soon(self, call: Callable[[], None]) -> None:

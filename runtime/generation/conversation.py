@@ -1,4 +1,4 @@
-"""A conversation: turns that remember those before them, and read of each prompt only what is new."""
+"""Conversations: the prompt of a turn has all turns before it, and only what is new is prefilled."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Message = dict[str, str]
 
 @attrs.frozen
 class Account:
-    """All that there is to say of a conversation, for a file.
+    """A snapshot of a conversation, to be saved.
 
     Attributes:
         messages: see `Conversation.messages`.
-        prompt: how the next turn's begins.
+        prompt: the prompt of a next turn; its beginning is what the models may have cached.
         thinking: see `Runtime.conversation`.
         settings: of every turn.
     """
@@ -39,11 +39,11 @@ class Account:
 
 @attrs.frozen
 class _State:
-    """A conversation as it is at one moment: one object, so that no other thread ever sees half a change.
+    """The state of a conversation: one object, so that no other thread sees half a change.
 
     Attributes:
-        past: messages before the last turn, without the system's.
-        turn: the last one; None where there is none since the past.
+        past: messages before the last turn, without the system message.
+        turn: the last turn; None where there was none after `past`.
     """
 
     past: list[Message]
@@ -52,23 +52,23 @@ class _State:
 
 @attrs.frozen
 class _Turn:
-    """A turn that was begun last: what was said to the model, and what it has answered by now."""
+    """The last turn: the user's text, and the model's answer so far."""
 
-    said: str
+    text: str
     answer: ReasoningTracker
-    stream: weakref.ref[TokenStream]  # weak, since dropping the stream is a way to end it
+    stream: weakref.ref[TokenStream]  # weak: dropping the stream ends it
 
 
 class Conversation:
-    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
 
-    With a chat template, prompts are made by it. Without one (a base model) the conversation is a running text: what is
-    said is appended to it as it is, and continued.
+    The chat template makes the prompts. Without a template (a base model) the conversation is a running text: each
+    user text is appended as it is, and continued.
 
-    What was said and answered becomes part of the conversation with the first token of the answer that is given; from
-    then on with as much of the answer as was given, whatever ends it: its end, a cancellation or a failure. To what was
-    given belongs the stream's `tail`, once it is closed. A turn that ends before its first token leaves the
-    conversation as it was, so the same can be said again.
+    A turn becomes part of the conversation with the first token that is given of its answer. From then on, the
+    conversation has as much of the answer as was given, whether the answer ends, is cancelled or fails; once the stream
+    is closed, this includes its `tail`. A turn that ends before its first token leaves the conversation as it was, so
+    it can be repeated.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Conversation:
 
         Args:
             open_stream: `Runtime.stream`.
-            write: saves the conversation to a file.
+            write: saves the conversation to a file; returns the file's size in bytes.
             tokenizer: the target's.
-            system, thinking, settings: as there.
-            past: what was said after the system's message.
+            system, thinking, settings: as for `Runtime.conversation`.
+            past: earlier messages, without the system message.
         """
         if tokenizer is None:
             raise PromptError(
@@ -115,23 +115,23 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """What was said so far, oldest first, the system's message included; a copy.
+        """A copy of the messages so far, oldest first, including the system message.
 
-        Each has a "role" and a "content"; what the model thought meanwhile is in "reasoning_content", where it did.
+        Each has a "role" and a "content"; an answer with reasoning has it in "reasoning_content".
         """
         return [dict(message) for message in (*self._system, *self._so_far())]
 
     def stream(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """Say something, and stream the answer.
+        """Begin a turn, and stream the answer.
 
         Args:
-            text: what to say.
-            settings: for this turn, as for `Runtime.stream`, in the place of the conversation's; `reuse_prefix` is set.
-            **overrides: settings for this turn by name; each replaces that of `settings`.
+            text: of the user.
+            settings: of this turn, as for `Runtime.stream`, in place of the conversation's; `reuse_prefix` is set.
+            **overrides: settings of this turn by name; each replaces that of `settings`.
 
-        Returns: the answer, which is generated from now on; see `TokenStream` for how to end it.
+        Returns: the answer, whose generation begins now; see `TokenStream` for how to end it.
 
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
@@ -140,61 +140,61 @@ class Conversation:
         if not isinstance(text, str):
             raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
         self._check_idle("say something")
-        settled = self._so_far()
+        past = self._so_far()
         try:
-            stream = self._open_stream(self._prompt([*settled, {"role": "user", "content": text}]), **keywords)
+            stream = self._open_stream(self._prompt([*past, {"role": "user", "content": text}]), **keywords)
         except PromptTooLongError as error:
-            if not settled:
+            if not past:
                 raise
             raise PromptTooLongError(
                 f"the conversation has become too long: {error}, or begin anew with reset"
             ) from None
-        self._state = _State(settled, _Turn(text, stream.answer, weakref.ref(stream)))
+        self._state = _State(past, _Turn(text, stream.answer, weakref.ref(stream)))
         return stream
 
     async def generate(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> Completion:
-        """Say something, and have the whole answer.
+        """Begin a turn, and wait for the whole answer.
 
-        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+        Args, Raises: as `stream`, and as `TokenStream.__anext__`.
 
-        Cancellation: ends the answer; what was generated until then is part of the conversation.
+        Cancellation: ends the answer; the tokens so far are part of the conversation.
         """
         return await complete(self.stream(text, settings, **overrides))
 
     async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`.
 
-        In the file are the messages, the settings, and what target and draft model still have cached of the text, so
-        that whoever goes on need not read it again; also what each model and the tokenizer's vocabulary can be told by.
-        Where randomness is seeded, the seed is among the settings, and there is no other random state. What is not in
-        it: `logits_processors`, which are functions and have to be given again.
+        The file has the messages, the settings, what the target and the draft model have cached of the text, so that it
+        need not be prefilled again, and the fingerprints of both models and of the tokenizer's vocabulary. A seed is
+        among the settings; there is no other random state. `logits_processors` and a `sampler` are functions, which the
+        file does not have: they must be given again.
 
-        The file is written beside its place and moved there as a whole, so there is the old one or the new one at any
-        time. It is in safetensors format, and holds what was said as plain text; a new one can be read by its owner
-        alone.
+        The file is written beside its place and moved there as a whole, so the path always has the complete old or the
+        complete new file. It is in safetensors format, with the messages as plain text; only its owner can read a new
+        file.
 
         Args:
-            path: of the file; its directory must exist. What is there already is replaced. Or a binary file object,
-                such as `io.BytesIO`, which is written to from its position on, in another thread, and left with a part
-                where something goes wrong.
+            path: of the file; its directory must exist. An existing file is replaced. Or a binary file object, such as
+                `io.BytesIO`, which is written from its position on, in another thread; after an error it has a part of
+                the data.
 
         Returns: the file's size in bytes.
 
         Raises:
             ConversationBusyError: a turn is neither over nor closed.
-            SettingsError: the path is neither.
-            SessionFileError: the file cannot be written; the system's error is the cause. What was there still is.
-            RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
+            SettingsError: `path` is neither a path nor a binary file object.
+            SessionFileError: the file cannot be written; the system's error is the cause. An old file is unchanged.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is closed or has failed.
 
-        Cancellation: leaves what was there, or, at the very last, the whole new file.
+        Cancellation: leaves the old file, or, at the very last moment, the complete new one.
         """
         self._check_idle("save the conversation")
-        return await self._write(path, self._account())
+        return await self._write(path, self._snapshot())
 
     def reset(self) -> None:
-        """Forget everything but the system's message.
+        """Forget all messages but the system message.
 
         Raises: ConversationBusyError: a turn is neither over nor closed.
         """
@@ -210,30 +210,29 @@ class Conversation:
             )
 
     def _so_far(self) -> list[Message]:
-        """What was said so far, but for the system's message."""
+        """The messages so far, without the system message."""
         state = self._state
         return [*state.past, *([] if state.turn is None else self._exchange(state.turn))]
 
     def _exchange(self, turn: _Turn) -> list[Message]:
-        """What was said in a turn, and answered by now."""
+        """The messages of a turn: the user's, and the answer so far; none before its first token."""
         if turn.answer.num_tokens == 0:
             return []
         answer = turn.answer.remembered()
         if not self._tokenizer.has_chat_template:
             reply = {"role": "assistant", "content": answer.text}
         elif thinking := answer.thinking.strip():
-            # Templates set what comes before and after by themselves.
+            # Templates write the line breaks around the reasoning themselves.
             reply = {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
         else:
-            # An empty thought leaves its line breaks behind.
+            # Empty reasoning leaves its line breaks behind.
             reply = {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
-        return [{"role": "user", "content": turn.said}, reply]
+        return [{"role": "user", "content": turn.text}, reply]
 
-    def _account(self) -> Account:
-        so_far = self._so_far()
-        # Templates end a prompt by asking for an answer, which the next prompt does elsewhere.
-        asked = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
-        prompt = self._prompt([*so_far, *asked])
+    def _snapshot(self) -> Account:
+        # A template ends the prompt where an answer begins, so the next turn needs a user's message, too.
+        next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
+        prompt = self._prompt([*self._so_far(), *next_message])
         return Account(self.messages, prompt, self._thinking, settings_from(self._settings))
 
     def _prompt(self, messages: list[Message]) -> Prompt:
@@ -241,21 +240,26 @@ class Conversation:
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)
         switch = {} if self._thinking is None else {"enable_thinking": self._thinking}
-        # Copies: some templates write into what they are given.
+        # Copies: some templates modify the messages.
         return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
 
     def _check_template(self) -> None:
-        """Find out before the first turn what the chat template does not take."""
+        """Try the chat template before the first turn, and whether it can switch reasoning.
+
+        Raises:
+            PromptError: the template does not take messages.
+            SettingsError: `thinking` is given, and the template has no such switch.
+        """
         probe: list[Message] = [{"role": "user", "content": "?"}]
         can_switch = False
         if self._tokenizer.has_chat_template:
             self._prompt(probe)
-            asked = [apply_chat_template(probe, self._tokenizer, enable_thinking=choice) for choice in (True, False)]
-            can_switch = asked[0] != asked[1]
+            prompts = [apply_chat_template(probe, self._tokenizer, enable_thinking=choice) for choice in (True, False)]
+            can_switch = prompts[0] != prompts[1]
         if self._thinking is not None and not can_switch:
             raise SettingsError(
                 f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
-                "a choice; leave it None"
+                "a switch; leave it None"
             )
 
 
@@ -273,14 +277,14 @@ def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a turn.
+    """The settings of a turn, with `reuse_prefix`.
 
-    Raises: SettingsError: one is unknown, out of its range, or not a conversation's to choose.
+    Raises: SettingsError: a setting is unknown or out of its range, or `reuse_prefix` is not True.
     """
     if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
         raise SettingsError(
             f"a conversation always reuses what it has read, got reuse_prefix={shown(settings['reuse_prefix'])}; use "
-            "stream() with messages to read everything anew"
+            "stream() with messages to prefill each prompt as a whole"
         )
     settings = {**settings, "reuse_prefix": True}
     settings_from(settings)

@@ -1,8 +1,8 @@
-"""Many prompts at a time: their completions, in the prompts' order or as they finish, or their tokens as they come."""
+"""Many prompts at a time: checks of the list, and what its consumer reads, completions or tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, cast
 
 import trio
@@ -22,34 +22,35 @@ ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 
 
 def check_max_concurrent(value: Any) -> None:
-    """See `Runtime.generate_many`.
+    """Check the option of `Runtime.generate_many`.
 
-    Raises: SettingsError: it is no whole number of at least 1.
+    Raises: SettingsError: it is not a whole number of at least 1.
     """
     check_integer("max_concurrent", value, 1)
 
 
 def is_list(prompts: Any) -> bool:
-    """Whether these can be many prompts; text and a single message can be gone through too, and are one."""
+    """Whether a value can be a list of prompts. Text and a single message are iterable too, but are one prompt."""
     return hasattr(prompts, "__iter__") and not isinstance(prompts, (str, bytes, Mapping))
 
 
 def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
-    """A prompt, and the settings of its own."""
-    # Two chat messages may stand in a tuple too: then the first is a mapping as well.
+    """A prompt, and its own settings."""
+    # A tuple may also be two chat messages; then its first item is a mapping as well.
     if isinstance(prompt, tuple) and len(prompt) == 2:
-        own, settings = prompt
+        alone, settings = prompt
         if isinstance(settings, Settings):
-            return cast(Prompt, own), keywords_of(settings, "settings")
-        if isinstance(settings, Mapping) and not isinstance(own, Mapping):
-            return cast(Prompt, own), settings
+            return cast(Prompt, alone), keywords_of(settings, "settings")
+        if isinstance(settings, Mapping) and not isinstance(alone, Mapping):
+            return cast(Prompt, alone), settings
     return cast(Prompt, prompt), {}
 
 
 def check_each(prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Open]) -> list[Open]:
-    """What begins the generation of each prompt, once every prompt has been checked with its settings.
+    """Check every prompt with its settings, and return what opens its generation.
 
-    Raises: PromptError, SettingsError: one will not do, and which; or they are no list of prompts.
+    Raises: PromptError, SettingsError: one of the prompts is invalid (the message has its index), or `prompts` is not
+        a list of prompts.
     """
     if not is_list(prompts):
         raise PromptError(
@@ -69,40 +70,25 @@ class Completions(Merged[Completion]):
     """The completions of many prompts: awaitable, an async iterator, and an async context manager.
 
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
-    completion), each as soon as it is finished. It is one or the other, by one task.
+    completion), each as soon as it is finished. Use one or the other, in one task.
 
-    The generations are under way from the moment that this exists. Where nobody takes what is finished, they wait:
-    `max_concurrent` completions are kept ready, and no further generation begins until there is room.
+    The generations run from the moment that this exists. Where nobody takes the finished completions, up to
+    `max_concurrent` of them are kept, and then no further generation begins.
 
-    Failure: the first generation that fails cancels the rest and ends this with its error, once what was ready before
-    is given. A note on the error says which prompt it was.
+    Failure: the first generation that fails cancels the others. Its error is raised once the completions that were
+    finished before have been given. A note on the error names the prompt.
 
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `await` or `__anext__`, and dropping
     the last reference (which is what `break` does) all end every generation. Each returns at once; the models are
     free after the forward pass that is running.
     """
 
-    def __init__(
-        self,
-        opened: Sequence[Open],
-        begin: Callable[[Open], TokenStream],
-        max_concurrent: int,
-        *,
-        start_soon: Callable[..., None],
-        run_soon: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Made by `Runtime.generate_many`.
+    _gathered: list[Completion] | None = None
+    _is_gathering = False
 
-        Args: as `Merged`, but:
-            begin: begins one of the generations.
-        """
-
-        async def produce(each: Open, give: Give[Completion]) -> None:
-            await give(await complete(begin(each)))
-
-        super().__init__(opened, produce, max_concurrent, start_soon=start_soon, run_soon=run_soon)
-        self._gathered: list[Completion] | None = None
-        self._is_gathering = False
+    @staticmethod
+    async def _produce(stream: TokenStream, give: Give[Completion]) -> None:
+        await give(await complete(stream))
 
     def __await__(self) -> Generator[Any, None, list[Completion]]:
         """All completions, in the order of the prompts; awaited again, the same ones.
@@ -110,12 +96,12 @@ class Completions(Merged[Completion]):
         Raises:
             StreamBusyError: they are being awaited, or given one by one, already.
             RuntimeClosedError: the runtime or this was closed before all were finished.
-            RuntimeBrokenError, RewindError: what a stream raises; see `Failure` above.
+            RuntimeBrokenError, RewindError: the error of a stream; see `Failure` above.
         """
         return self._gather().__await__()
 
     async def __anext__(self) -> tuple[int, Completion]:
-        """The next that is finished: the index of its prompt, and what came of it.
+        """The next finished completion, with the index of its prompt.
 
         Raises:
             StopAsyncIteration: all have been given.
@@ -132,48 +118,33 @@ class Completions(Merged[Completion]):
         if self._gathered is not None:
             await trio.lowlevel.checkpoint()
             return self._gathered
-        is_begun = self._is_gathering or self._is_waiting or self._num_left < self._num_prompts
+        is_begun = self._is_gathering or self._is_waiting or self._num_left < self.num_prompts
         if is_begun and not self._has_ended_early:
             raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
         gathered: dict[int, Completion] = {}
-        while (following := await self._next()) is not None:
+        while (following := await self.next_item()) is not None:
             index, completion = following
             gathered[index] = completion
-        self._gathered = [gathered[index] for index in range(self._num_prompts)]
+        self._gathered = [gathered[index] for index in range(self.num_prompts)]
         return self._gathered
 
 
 class TokenStreams(Merged[Token]):
     """The tokens of many prompts as they come: an async iterator, and an async context manager.
 
-    `async for` gives pairs (index of the prompt, token). The tokens of one prompt come in their order, and the last of
-    them has a `finish_reason`; those of different prompts come as the models give them.
+    `async for` gives pairs (index of the prompt, token). The tokens of one prompt come in order, and its last token has
+    a `finish_reason`; tokens of different prompts come in the order in which the models commit them.
 
-    What holds for `Completions` of when generations begin, of failure and of cancellation holds here too. Where nobody
-    takes the tokens, the models wait.
+    Beginnings, failure and cancellation are as in `Completions`. Where nobody takes the tokens, the models wait.
     """
 
-    def __init__(
-        self,
-        opened: Sequence[Open],
-        begin: Callable[[Open], TokenStream],
-        max_concurrent: int,
-        *,
-        start_soon: Callable[..., None],
-        run_soon: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Made by `Runtime.stream_many`.
+    @staticmethod
+    async def _produce(stream: TokenStream, give: Give[Token]) -> None:
+        async with stream:
+            async for token in stream:
+                await give(token)
 
-        Args: as `Completions`.
-        """
-
-        async def produce(each: Open, give: Give[Token]) -> None:
-            async with begin(each) as stream:
-                async for token in stream:
-                    await give(token)
-
-        super().__init__(opened, produce, max_concurrent, start_soon=start_soon, run_soon=run_soon)
-
-    def _is_last(self, item: Token) -> bool:
+    def is_last(self, item: Token) -> bool:
+        """Whether a token is the last one of its prompt."""
         return item.finish_reason is not None

@@ -1,15 +1,17 @@
-"""What comes of many generations, merged into one: whatever each gives, with the index of its prompt."""
+"""Many generations merged into one async iterator of (index of the prompt, item)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import trio
 
-from protocol.errors import RuntimeBrokenError, RuntimeClosedError, StreamBusyError
+from protocol.errors import RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Open
+from runtime.generation.single_consumer import SingleConsumer
+from runtime.generation.token_stream import TokenStream
 
 CLOSED = "these generations were closed; begin others with generate_many() or stream_many()"
 
@@ -18,53 +20,58 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Give(Protocol[T_contra]):
-    """Gives an item to the consumer, as soon as there is room."""
+    """Gives an item to the consumer; waits while the buffer is full."""
 
     async def __call__(self, item: T_contra, /) -> None:
         """See above."""
 
 
-class Merged(Generic[T]):
+Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
+"""Reads one generation and gives its items."""
+
+
+class Merged(SingleConsumer, Generic[T]):
     """An async iterator over (index of the prompt, item), and an async context manager.
 
-    The generations are under way from the moment that this exists, so many at a time. At most so many items wait.
+    The generations run from the moment that this exists, `max_concurrent` at a time, and as many items may wait for the
+    consumer. A subclass says in `_produce` what the items of a generation are.
+
+    Attributes:
+        num_prompts: how many generations there are in all.
     """
+
+    _busy = "another task is waiting for the next item; each item is given once, to one task"
 
     def __init__(
         self,
         opened: Sequence[Open],
-        produce: Callable[[Open, Give[T]], Awaitable[None]],
+        begin: Callable[[Open], TokenStream],
         max_concurrent: int,
         *,
         start_soon: Callable[..., None],
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Nothing was given so far.
+        """Made by `Runtime.generate_many` and `Runtime.stream_many`.
 
         Args:
-            opened: what begins each generation, in the order of the prompts.
-            produce: does one of them, and gives what comes of it; the last item is one for which `_is_last` holds.
+            opened: opens each generation; in the order of the prompts.
+            begin: begins one generation.
             max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
-            run_soon: has a function called in trio's thread; may be called from any thread, at any moment.
+            run_soon: has a function called in trio's thread; callable from any thread, at any moment.
         """
         send, self._items = trio.open_memory_channel[tuple[int, T]](max_concurrent)
-        # It must not know this object, or the last reference to it could never be dropped.
-        self._work = _Work(enumerate(opened), produce, min(max_concurrent, len(opened)), send)
+        # The tasks must not refer to this object: its last reference could then never be dropped.
+        self._work = _Work(enumerate(opened), begin, self._produce, min(max_concurrent, len(opened)), send)
         self._run_soon = run_soon
-        self._num_prompts = len(opened)
+        self.num_prompts = len(opened)
         self._num_left = len(opened)  # prompts whose last item was not given
-        self._is_waiting = False
-        self._is_closed = False
         start_soon(self._work.run)
 
     def __repr__(self) -> str:
         state = "under way" if not self._is_closed else "closed" if self._num_left else "over"
-        done = self._num_prompts - self._num_left
-        return f"<outrider {type(self).__name__}, {state}: {done} of {self._num_prompts} given>"
-
-    def __aiter__(self) -> Self:
-        return self
+        num_done = self.num_prompts - self._num_left
+        return f"<outrider {type(self).__name__}, {state}: {num_done} of {self.num_prompts} given>"
 
     async def __anext__(self) -> tuple[int, T]:
         """The next item, with the index of its prompt.
@@ -73,89 +80,75 @@ class Merged(Generic[T]):
             StopAsyncIteration: all have been given.
             StreamBusyError: another task is waiting for one.
             RuntimeClosedError: the runtime or this was closed before all were given.
-            RuntimeBrokenError, RewindError: what a stream raises.
+            RuntimeBrokenError, RewindError: the error of a stream.
 
         Cancellation: ends all generations.
         """
-        if (following := await self._next()) is None:
+        if (following := await self.next_item()) is None:
             raise StopAsyncIteration
         return following
-
-    async def aclose(self) -> None:
-        """End all generations. Returns at once; closing twice is closing once.
-
-        Cancellation: a checkpoint; it is closed in any case.
-        """
-        self._close()
-        await trio.lowlevel.checkpoint()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
 
     def __del__(self) -> None:
         if not self._is_closed:
             self._run_soon(self._work.scope.cancel)
 
-    def _is_last(self, item: T) -> bool:
-        """Whether nothing more comes of an item's prompt."""
+    @staticmethod
+    @abstractmethod
+    async def _produce(stream: TokenStream, give: Give[T]) -> None:
+        """Read one generation and give its items; for the last one, `is_last` is true."""
+
+    def is_last(self, item: T) -> bool:
+        """Whether an item is the last one of its prompt."""
         return True
 
     @property
     def _has_ended_early(self) -> bool:
-        """Closed or failed, so that whoever asks gets the reason."""
+        """Whether it was closed or has failed, so that the next call raises the reason."""
         return self._is_closed and self._num_left > 0
 
-    async def _next(self) -> tuple[int, T] | None:
-        """The next item; None once all have been given."""
-        if self._is_waiting:
-            raise StreamBusyError("another task is waiting for what comes next; each item is given once, to one task")
+    async def next_item(self) -> tuple[int, T] | None:
+        """The next item; None once all have been given. Raises and cancellation: as `__anext__`."""
+        return await self._receive(self._next_item)
+
+    async def _next_item(self) -> tuple[int, T] | None:
         if self._num_left == 0:
             await trio.lowlevel.checkpoint()
             return None
         if self._is_closed:
             raise self._work.error or RuntimeClosedError(CLOSED)
-        self._is_waiting = True
         try:
-            following: tuple[int, T] | None = await self._items.receive()
-        except trio.EndOfChannel:
-            following = None  # not all are given, and nothing more comes
+            following = await self._items.receive()
         except trio.ClosedResourceError:
             raise RuntimeClosedError(CLOSED) from None  # by another task, while this one was waiting
-        except trio.Cancelled:
-            self._close()
-            raise
-        finally:
-            self._is_waiting = False
-        if following is None:
-            self._close()
-            raise self._work.error or RuntimeClosedError(
-                f"the runtime was closed before {self._num_left} of {self._num_prompts} prompts were done"
+        except trio.EndOfChannel:
+            self.close()
+            error = self._work.error or RuntimeClosedError(
+                f"the runtime was closed before {self._num_left} of {self.num_prompts} prompts were done"
             )
-        self._count(following)
-        return following
+        else:
+            self._count(following)
+            return following
+        # Outside of the handler, so that the channel's end is not shown as the context of the error.
+        raise error
 
-    def _there(self) -> list[tuple[int, T]]:
-        """All items that wait, without waiting for further ones."""
-        there: list[tuple[int, T]] = []
+    def ready_items(self) -> list[tuple[int, T]]:
+        """All items that have come, without waiting for further ones."""
+        ready: list[tuple[int, T]] = []
         while self._num_left > 0:
             try:
-                there.append(self._items.receive_nowait())
+                ready.append(self._items.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
                 break
-            self._count(there[-1])
-        return there
+            self._count(ready[-1])
+        return ready
 
     def _count(self, given: tuple[int, T]) -> None:
-        self._num_left -= self._is_last(given[1])
+        self._num_left -= self.is_last(given[1])
         if self._num_left == 0:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End all generations: `aclose` without its checkpoint. Only in trio's thread."""
         if not self._is_closed:
             self._is_closed = True
             self._items.close()
@@ -163,23 +156,25 @@ class Merged(Generic[T]):
 
 
 class _Work(Generic[T]):
-    """The generations themselves, in tasks of the runtime's.
+    """The generations, in tasks of the runtime.
 
     Attributes:
         scope: cancels all of them.
-        error: of the first that failed.
+        error: of the first generation that failed.
     """
 
     def __init__(
         self,
-        todo: Iterator[tuple[int, Open]],
-        produce: Callable[[Open, Give[T]], Awaitable[None]],
+        opened: Iterator[tuple[int, Open]],
+        begin: Callable[[Open], TokenStream],
+        produce: Produce[T],
         num_tasks: int,
         items: trio.MemorySendChannel[tuple[int, T]],
     ) -> None:
         self.scope = trio.CancelScope()
         self.error: Exception | None = None
-        self._todo = todo
+        self._opened = opened
+        self._begin = begin
         self._produce = produce
         self._num_tasks = num_tasks
         self._items = items
@@ -187,24 +182,24 @@ class _Work(Generic[T]):
     # A Ctrl-C belongs to the user's task.
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        """Do all of them; nothing that one of them raises comes out here."""
+        """Run all generations. Raises nothing: the first error is kept in `error`."""
         with self._items, self.scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(self._num_tasks):
-                    nursery.start_soon(self._do_in_turn)
+                    nursery.start_soon(self._run_in_turn)
 
     @trio.lowlevel.enable_ki_protection
-    async def _do_in_turn(self) -> None:
-        for index, opened in self._todo:
+    async def _run_in_turn(self) -> None:
+        for index, opened in self._opened:
 
             async def give(item: T, index: int = index) -> None:
                 await self._items.send((index, item))
 
-            # Whatever reading a text raises is for who wanted it; here, it would end the runtime.
+            # Any error is the consumer's; raised here, it would end the runtime.
             try:
-                await self._produce(opened, give)
+                await self._produce(self._begin(opened), give)
             except trio.BrokenResourceError:
-                return  # nobody wants it any more
+                return  # the consumer is gone
             except Exception as error:
                 self._fail(index, error)
                 return

@@ -1,4 +1,4 @@
-"""Between text and token ids."""
+"""Text and token ids: prompts and chat messages to ids, and ids to text, up to stop strings."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-# Of chat messages, for all chat templates; a template may know further ones.
+# Roles of chat messages for every chat template; a template may know further ones.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def copy_of(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper | None:
-    """A tokenizer that nobody else has, and that several threads may use at once, for encoding and decoding.
+    """A private copy of a tokenizer, which several threads may use at once to encode and decode.
 
-    Those of Hugging Face keep truncation and padding as a state, which every call that encodes sets anew before it
-    encodes: of two threads that want different ones, one gets the other's. Where all want the same, as here, nothing is
-    ever set. Whoever holds the original may do with it as he likes.
+    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
+    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set. The
+    original stays the user's.
 
-    A large vocabulary takes a second. The original itself comes back where it cannot be copied.
+    Returns the original where it cannot be copied. With a large vocabulary, copying takes a second.
     """
     if tokenizer is None:
         return None
-    own = copy.copy(tokenizer)
-    # Somebody else's code, some of it from a model's repository: not everything can be copied, and most need not be.
+    private = copy.copy(tokenizer)
+    # Third-party code, some of it from a model's repository: it may raise anything, and most need no copy.
     try:
-        own._tokenizer = copy.deepcopy(tokenizer._tokenizer)
-        own.encode("")  # what truncation and padding the tokenizer's file asks for is put aside with the first text
+        private._tokenizer = copy.deepcopy(tokenizer._tokenizer)
+        private.encode("")  # the first call drops the truncation and padding that the tokenizer's file asks for
     except Exception as error:
         logger.info("the tokenizer %s cannot be copied: %s", type(tokenizer._tokenizer).__name__, error)
         return tokenizer
-    return own
+    return private
 
 
 def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int) -> tuple[int, ...]:
@@ -51,11 +51,11 @@ def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size
 
     Args:
         prompt: text, token ids, or chat messages for the tokenizer's chat template.
-        tokenizer: None where the target has none; then only ids will do.
-        vocab_size: the width of the target's logits.
+        tokenizer: None where the target has none; the prompt must then be ids.
+        vocab_size: width of the target's logits.
 
-    Raises: PromptError: it is empty, of another type, needs a tokenizer or chat template that is not
-        there, or has ids outside [0, vocab_size).
+    Raises: PromptError: the prompt is empty, of another type, needs a tokenizer or chat template that is missing, or
+        has ids outside [0, vocab_size).
     """
     ids = _encode(prompt, tokenizer)
     if not ids:
@@ -65,7 +65,7 @@ def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size
 
 def _checked_id(token: Any, vocab_size: int) -> int:
     try:
-        # Whatever can index a list is a whole number, numpy's included; bool can too, and was never meant.
+        # Whatever can index a list is a whole number, numpy's included; so can a bool, which is a mistake.
         id = None if isinstance(token, bool) else operator.index(token)
     except TypeError:
         id = None
@@ -80,9 +80,9 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not text")
-        # As mlx-lm does: a prompt that spells out its own begin-of-text token gets no second one.
-        spelled_out = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return _tokenized(prompt, tokenizer, add_special_tokens=not spelled_out)
+        # As mlx-lm does: a prompt that begins with the begin-of-text token gets no second one.
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        return _tokenized(prompt, tokenizer, add_special_tokens=not has_bos)
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -102,9 +102,9 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
 
 
 def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """A chat message, whose content is one text where it is given in parts.
+    """A chat message; content in parts is joined to one text.
 
-    Raises: PromptError: no chat template could make anything of it.
+    Raises: PromptError: no chat template could use the message.
     """
     where = f"messages[{index}]"
     role = message.get("role")
@@ -127,9 +127,9 @@ def _checked_message(index: int, message: Mapping[str, Any], tokenizer: Tokenize
 
 
 def _checked_part(where: str, part: Any) -> str:
-    """The text of a part of a message.
+    """The text of one part of a message.
 
-    Raises: PromptError: it is none of text.
+    Raises: PromptError: it is not a text part.
     """
     form = 'give parts of the form {"type": "text", "text": "…"}, or one text'
     if not isinstance(part, Mapping):
@@ -146,7 +146,7 @@ def _named(roles: Sequence[str]) -> str:
 
 
 def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
-    """Whether a chat template speaks of a role by name, as some do of roles that no other model has."""
+    """Whether a chat template names a role; some know roles that no other model has."""
     template = tokenizer.chat_template
     templates = template.values() if isinstance(template, Mapping) else [template]
     return any(isinstance(each, str) and (f"'{role}'" in each or f'"{role}"' in each) for each in templates)
@@ -157,23 +157,23 @@ def _tokenized(text: str, tokenizer: TokenizerWrapper, *, add_special_tokens: bo
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
-    # Not verbose: transformers would warn of long prompts, which are refused in words of our own.
+    # Not verbose: transformers would warn of long prompts, for which there is an error of our own.
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def apply_chat_template(
     messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any
 ) -> tuple[int, ...]:
-    """The token ids that ask for an answer to messages.
+    """The token ids of chat messages, ending where the answer begins.
 
     Args:
         messages: with a role and a content each.
         tokenizer: with a chat template.
-        **switches: what else the template is to know.
+        **switches: further variables of the template, such as `enable_thinking`.
 
-    Raises: PromptError: the template does not take them.
+    Raises: PromptError: the template does not take the messages.
     """
-    # Somebody else's code, which was written with certain messages in mind, and may raise anything for others.
+    # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
         text: str = cast(Any, tokenizer).apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, **switches
@@ -184,26 +184,25 @@ def apply_chat_template(
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, piece by piece.
+    """An incremental decoder: the text of a growing list of tokens, piece by piece.
 
-    The pieces add up to `tokenizer.decode(all the ids)`, whatever the script: a character whose bytes are spread
-    over tokens comes with the last of them. Only where a model emits bytes that are no character may the two
-    differ, in how many replacement characters stand for them. (mlx-lm's own detokenizers drop a space at the
-    start of the text, which a continuation needs.)
+    The pieces add up to `tokenizer.decode(ids)`, in every script: a character whose bytes are spread over tokens comes
+    with the last of them. Only for bytes that are no character may the two differ, in the number of replacement
+    characters. (mlx-lm's own detokenizers drop a space at the start of the text, which a continuation needs.)
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
-        """For one text; without a tokenizer every piece is empty."""
+        """Decode one text; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # The text of ids[_before:_read] is given already. What comes after it is decoded together with it, since
+        # The text of ids[_context_start:_given_end] was given. Later ids are decoded together with these, since
         # tokenizers decide by the neighbours where a space goes.
-        self._before = self._read = 0
+        self._context_start = self._given_end = 0
         self._unread = ""
 
     @property
     def unread(self) -> str:
-        """The decoded text of the last tokens, which is withheld because it ends in an incomplete character."""
+        """The text of the last tokens, which is withheld because it ends in an incomplete character."""
         return self._unread
 
     @property
@@ -212,45 +211,49 @@ class Detokenizer:
         return self._unread.rstrip("\ufffd")
 
     def add(self, token: int) -> str:
-        """The text that a token makes readable; maybe empty."""
+        """The text that a token makes readable, possibly empty."""
         self._ids.append(token)
         return self._advance(is_last=False)
 
     def alone(self, token: int) -> str:
-        """The text of a token by itself, whatever comes before it."""
+        """The text of a token decoded alone."""
         return "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
 
     def finish(self) -> str:
-        """What is left: a character that was never completed."""
+        """The remaining text: a character that was never completed."""
         return self._advance(is_last=True)
 
     def _advance(self, *, is_last: bool) -> str:
         if self._tokenizer is None:
             return ""
-        given: str = self._tokenizer.decode(self._ids[self._before : self._read])
-        whole: str = self._tokenizer.decode(self._ids[self._before :])
+        given: str = self._tokenizer.decode(self._ids[self._context_start : self._given_end])
+        whole: str = self._tokenizer.decode(self._ids[self._context_start :])
         fresh = whole[len(given) :]
         if not fresh or (fresh.endswith("\ufffd") and not is_last):
             self._unread = fresh
             return ""
-        self._before, self._read, self._unread = self._read, len(self._ids), ""
+        self._context_start, self._given_end, self._unread = self._given_end, len(self._ids), ""
         return fresh
 
 
 class GrowingText:
-    """The text of a generation, token by token: without end-of-text tokens, and up to a stop string."""
+    """The text of one generation, token by token: without end-of-text tokens, and up to a stop string.
+
+    Attributes:
+        readable: the text that the last token has made readable, given or withheld.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
-        """For one generation.
+        """Decode one generation.
 
         Args:
-            tokenizer: None where the target has none; then every piece is empty.
-            opened: what began it.
+            tokenizer: None where the target has none; every piece is then empty.
+            opened: opened the generation.
         """
         self._detokenizer = Detokenizer(tokenizer)
-        self._silent = opened.stop_tokens
+        self._textless = opened.stop_tokens
         self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
-        self.readable = ""  # what the last token has completed, given or withheld
+        self.readable = ""
 
     @property
     def stop(self) -> str | None:
@@ -259,7 +262,7 @@ class GrowingText:
 
     @property
     def tail(self) -> str:
-        """The decoded text of the tokens so far that was not given: it may begin a stop string, or be half a character.
+        """The withheld text of the tokens so far: a possible beginning of a stop string, or half a character.
 
         Empty once the text is over.
         """
@@ -268,12 +271,12 @@ class GrowingText:
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
 
     def alone(self, token: int) -> str:
-        """The text of a token by itself, whatever comes before it."""
+        """The text of a token decoded alone."""
         return self._detokenizer.alone(token)
 
     def add(self, token: int, *, is_last: bool) -> str:
-        """What a token gives to read, maybe empty; with the last one, whatever was withheld."""
-        piece = "" if token in self._silent else self._detokenizer.add(token)
+        """The text to give with a token, possibly empty; the last token brings all that was withheld."""
+        piece = "" if token in self._textless else self._detokenizer.add(token)
         ahead = self._detokenizer.ahead
         rest = self._detokenizer.finish() if is_last else ""
         self.readable = piece + rest
@@ -284,23 +287,23 @@ class GrowingText:
 
 
 class StopFinder:
-    """Reads what a generation is about to commit, for stop strings."""
+    """Searches the tokens that a generation is about to commit for stop strings."""
 
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
-        """For one generation that has stop strings."""
+        """Search one generation that has stop strings."""
         self._text: GrowingText | None = GrowingText(tokenizer, opened)
 
     def resume(self, tokens: Iterable[int]) -> None:
-        """Go on behind tokens that were generated before, and in which no stop string is complete."""
+        """Continue after tokens that were generated before and contain no complete stop string."""
         if self._text is not None:
             for token in tokens:
                 self._text.add(token, is_last=False)
 
     def __call__(self, commit: Commit) -> Stop | None:
-        """Where a stop string ends the text, if it does in this round; to be called with each, in order."""
+        """Where a stop string ends the text in this commit, if one does. To be called with each commit, in order."""
         if self._text is None:
             return None
-        # Somebody else's code, called in the middle of the target's work. Who reads the text will meet the same error.
+        # The tokenizer is third-party code, called amid the target's work. The reader of the text gets the same error.
         try:
             for i, token in enumerate(commit.tokens, start=1):
                 self._text.add(token, is_last=commit.finish_reason is not None and i == len(commit.tokens))
@@ -313,19 +316,20 @@ class StopFinder:
 
 
 def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """Compare what two tokenizers mean by their ids.
+    """Check that two tokenizers have the same token for each id.
 
-    Ids that only one of them has are no harm: the target never confirms what it does not know, and
-    padding rows at the end of an embedding have no token at all.
+    Ids that only one of them has are harmless: the target never accepts an id that it does not know, and padding rows
+    at the end of an embedding have no token at all.
 
-    Raises: VocabularyMismatchError: an id that both have stands for different tokens.
+    Raises: VocabularyMismatchError: an id that both have stands for different tokens, or they share no id.
     """
-    ours = {i: token for token, i in target.get_vocab().items()}
-    theirs = {i: token for token, i in draft.get_vocab().items()}
-    different = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
-    if different or not ours.keys() & theirs.keys():
-        examples = ", ".join(f"id {i} is {shown(ours[i])} and {shown(theirs[i])}" for i in different[:3])
+    target_tokens = {i: token for token, i in target.get_vocab().items()}
+    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
+    shared = target_tokens.keys() & draft_tokens.keys()
+    different = [i for i in sorted(shared) if target_tokens[i] != draft_tokens[i]]
+    if different or not shared:
+        examples = ", ".join(f"id {i} is {shown(target_tokens[i])} and {shown(draft_tokens[i])}" for i in different[:3])
         raise VocabularyMismatchError(
-            f"target and draft use different vocabularies: {len(different)} of {len(ours)} ids differ "
+            f"target and draft use different vocabularies: {len(different)} of {len(target_tokens)} ids differ "
             f"({examples or 'they share none'}); use a draft model with the target's tokenizer"
         )

@@ -1,4 +1,4 @@
-"""What comes of a generation: its tokens, as they arrive, and what is read of them."""
+"""The tokens of one generation: the commits as they arrive, and the tokens that are read from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAM_CLOSED = "this stream was closed; begin another with stream()"
 
 @attrs.frozen
 class TopLogprob:
-    """One of the likeliest tokens at a position: its id, its text by itself, and its log-probability."""
+    """One of the most probable tokens at a position: its id, its text decoded alone, and its log-probability."""
 
     id: int
     text: str
@@ -40,21 +40,19 @@ class Token:
 
     Attributes:
         id: in the target's vocabulary.
-        text: what this token makes readable, maybe empty. The texts of a stream add up to the
-            tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token contributes no
-            text. What may become a stop string is withheld until it is known not to.
+        text: the text that this token makes readable, possibly empty. The texts of a stream add up to the
+            tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
+            Text that may be the beginning of a stop string is withheld until it is known not to be one.
         index: 0 for the first generated token.
         from_draft: whether the drafter had proposed it.
         finish_reason: None where the text goes on; "stop" at an end-of-text or stop token, or where a stop string is
             complete; "length" where `max_tokens` or the context is used up.
-        stop_reason: what of `stop` and `stop_tokens` ended the text: the string, or the id. None where nothing did:
-            where the text goes on or ends by its length, and at an end-of-text token of the tokenizer's own that
-            is not among `stop_tokens` too.
-        logprob: its log-probability, <= 0: the target's, after logits processors, before filters and temperature. None
-            unless `logprobs` asks for it.
-        is_thinking: whether it belongs to what the model thinks, tags included, by the tags that its tokenizer names.
-        top_logprobs: the likeliest tokens at its position, likeliest first, as many as `logprobs` says; empty unless
-            it asks for some.
+        stop_reason: the stop string, or the id among `stop_tokens`, that ended the text. None where the text goes on,
+            where it ends by its length, and at an end-of-text token of the tokenizer that is not in `stop_tokens`.
+        logprob: its log-probability, <= 0, under the target, after logits processors, before filters and temperature.
+            None unless the setting `logprobs` asks for it.
+        is_thinking: whether it belongs to the reasoning, tags included, by the tags that the tokenizer names.
+        top_logprobs: the most probable tokens at its position, most probable first; as many as `logprobs` says.
     """
 
     id: int
@@ -81,12 +79,12 @@ class Token:
 
 @attrs.frozen
 class Progress:
-    """How far a text has come, for somebody who goes on with it.
+    """How far a generated text has come, for a stream that continues it.
 
     Attributes:
-        num_prompt: tokens before it.
-        given: tokens that were given.
-        commits: what comes next and is decided already, in order.
+        num_prompt: number of prompt tokens.
+        given: ids of the tokens that were given to the consumer.
+        commits: the committed tokens after them, in order.
         finish_reason, stop_reason: as in `Token`, where the last token was given.
     """
 
@@ -96,27 +94,27 @@ class Progress:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
-    def then(self, commits: Iterable[Commit]) -> Progress:
-        """With further commits, as far as each begins where the text so far ends."""
-        found = list(self.commits)
-        end = self.num_prompt + len(self.given) + sum(len(commit.tokens) for commit in found)
+    def with_commits(self, commits: Iterable[Commit]) -> Progress:
+        """The same progress with further commits; a commit that does not begin where the text ends is left out."""
+        consecutive = list(self.commits)
+        end = self.num_prompt + len(self.given) + sum(len(commit.tokens) for commit in consecutive)
         for commit in commits:
             if commit.start == end and self.finish_reason is None:
-                found.append(commit)
+                consecutive.append(commit)
                 end += len(commit.tokens)
-        return attrs.evolve(self, commits=tuple(found))
+        return attrs.evolve(self, commits=tuple(consecutive))
 
 
 class TokenReader:
-    """The tokens of one generation, as they come of what is committed: put into words, told apart, and counted.
+    """Turns the commits of one generation into tokens: decodes them, marks the reasoning, and counts.
 
-    It waits for nothing, so that it serves readers in trio and in asyncio. All of it is used in one thread.
+    It never waits, so it serves consumers in trio, in asyncio and in plain threads. One thread uses it.
 
     Attributes:
-        session: the number by which a trace names this generation.
-        began: when it was begun, in seconds on the clock of a trace's events.
-        answer: what was given so far, told apart into what the model thinks and what it says.
-        num_given: tokens.
+        session: the number of this generation in a trace.
+        began: when the reader was made, in seconds on the clock of a trace's events.
+        answer: the tokens given so far, split into reasoning and answer.
+        num_given: number of tokens given.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
 
@@ -130,15 +128,15 @@ class TokenReader:
         on_token: Callable[[Commit, int], None],
         estimates: Callable[[], Estimates],
     ) -> None:
-        """Nothing was given so far.
+        """A reader that has given nothing yet.
 
         Args:
-            session: what the actors share with its reader.
-            text: fresh, for this generation.
-            answer: likewise.
-            clock: seconds.
-            on_token: called for each token given: its commit, and its index there.
-            estimates: what the runtime has measured by now.
+            session: the state that the actors share with the reader.
+            text: decodes this generation; new.
+            answer: splits this generation; new.
+            clock: returns seconds.
+            on_token: called for each token given, with its commit and its index there.
+            estimates: returns what the runtime has measured so far.
         """
         self.session = session.opened.session
         self.began = clock()
@@ -156,37 +154,37 @@ class TokenReader:
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
-        self._num_in_first_round = 0  # tokens given
+        self._num_in_first_round = 0  # tokens of the first commit that were given
         self._first_at: float | None = None
         self._last_at: float | None = None
 
     def resume(self, progress: Progress) -> None:
-        """Go on behind tokens that were given before: with the text, the thinking and the number that come after."""
+        """Continue a text that was saved: after its given tokens, with their text, reasoning and number."""
         for i, token in enumerate(progress.given, start=1):
             is_last = progress.finish_reason is not None and i == len(progress.given)
-            given = self._text.add(token, is_last=is_last)
-            self.answer.add(token, self._text.readable, given, self._text.tail)
+            text = self._text.add(token, is_last=is_last)
+            self.answer.add(token, self._text.readable, text, self._text.tail)
         self._given = list(progress.given)
         self.num_given = len(progress.given)
         self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
 
     @property
     def progress(self) -> Progress:
-        """How far the text has come: what was given, and the rest of the commit that was begun."""
+        """How far the text has come: the tokens given, and the rest of the current commit."""
         rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
         return Progress(self._num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:
-        """Whether the commit that was begun last has tokens that were not given."""
+        """Whether the current commit has tokens that were not given."""
         return self._commit is not None
 
-    def begin(self, commit: Commit) -> None:
-        """Have `give` go on with the tokens of a commit, once those before were given."""
+    def begin_commit(self, commit: Commit) -> None:
+        """Make a commit the current one; only where not `has_more`."""
         self._commit, self._next_in_commit = commit, 0
 
-    def give(self) -> Token:
-        """The next token; only where `has_more`."""
+    def next_token(self) -> Token:
+        """Give the next token of the current commit; only where `has_more`."""
         commit, index = self._commit, self._next_in_commit
         assert commit is not None
         self._next_in_commit += 1
@@ -220,15 +218,15 @@ class TokenReader:
 
     @property
     def tail(self) -> str:
-        """The decoded text of the tokens given that was not given; see `TokenStream.tail`."""
+        """The withheld text of the given tokens; see `TokenStream.tail`."""
         return self._text.tail
 
     def end(self) -> None:
-        """Note that nothing more is given."""
+        """Note that no more tokens are given."""
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
-        """Counts and rates so far; over the time up to now, or where it is over, up to the last token."""
+        """Counts and rates so far. The time ends now, or, where the text is over, with the last token."""
         end = self._last_at if is_over and self._last_at is not None else self._clock()
         return self._counts.snapshot(
             elapsed=end - self.began,
@@ -256,26 +254,26 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
 
 
 class Arrivals:
-    """What is committed of a generation, as it arrives in trio's thread; but for `error` and `hang_up`, used there."""
+    """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`."""
 
     def __init__(
         self, session: Session, commits: trio.MemoryReceiveChannel[Commit], hang_up: Callable[[], None]
     ) -> None:
-        """Of a session.
+        """The commits of a session.
 
         Args:
-            session: what the actors share with its reader.
-            commits: where they arrive.
-            hang_up: ends the session soon; may be called from any thread, at any moment, more than once.
+            session: the state that the actors share with the reader.
+            commits: the channel on which they arrive.
+            hang_up: ends the session soon; callable from any thread, at any moment, more than once.
         """
         self._session = session
         self._commits = commits
-        self._ahead: deque[Commit] = deque()  # have arrived, and were looked at
+        self._peeked: deque[Commit] = deque()  # taken from the channel, and not received yet
         self.hang_up = hang_up
 
     @property
     def error(self) -> OutriderError:
-        """Why nothing more comes of a text that is not over."""
+        """Why no more commits come although the text is not over."""
         return self._session.error or RuntimeClosedError(STREAM_CLOSED)
 
     @property
@@ -284,20 +282,20 @@ class Arrivals:
         return self._session.error is None
 
     def resume(self, commits: Iterable[Commit]) -> None:
-        """Have commits of an earlier session on the same text arrive first."""
-        self._ahead.extend(commits)
+        """Receive commits of a saved session on the same text first."""
+        self._peeked.extend(commits)
 
     async def receive(self) -> Commit | None:
-        """The next to arrive; None where nothing more comes."""
-        if self._ahead:
+        """Wait for the next commit; None where no more come."""
+        if self._peeked:
             await trio.lowlevel.checkpoint()
-            if self._ahead:
-                return self._ahead.popleft()
+            if self._peeked:
+                return self._peeked.popleft()
         try:
             return await self._commits.receive()
         except trio.EndOfChannel:
-            # Nothing more comes, but what was committed already is the consumer's. It may be the end of the text, which
-            # is no failure: an actor that is still at work would take it for one, and drop what it has cached.
+            # The consumer still gets a commit that was not sent. It may be the end of the text, which must not count as
+            # a failure: an actor that is still at work would drop its cached tokens.
             if (unsent := self._take_unsent()) is not None:
                 return unsent
             if self._session.error is None:
@@ -306,36 +304,36 @@ class Arrivals:
         except trio.ClosedResourceError:
             return None  # closed by another task, while this one was waiting
 
-    def there(self) -> list[Commit]:
-        """All that have arrived, without waiting."""
-        there = list(self._ahead)
-        self._ahead.clear()
+    def receive_ready(self) -> list[Commit]:
+        """Receive all commits that have arrived, without waiting."""
+        ready = list(self._peeked)
+        self._peeked.clear()
         while True:
             try:
-                there.append(self._commits.receive_nowait())
+                ready.append(self._commits.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
-                return there
+                return ready
 
-    def look_ahead(self) -> list[Commit]:
-        """All that was committed and not received; it is still to be received.
+    def peek(self) -> list[Commit]:
+        """All commits that were not received yet; they can still be received.
 
-        Makes room for what comes next, but not each time: who looks and does not read has no more than twice the
-        buffer wait for him.
+        Taking them from the channel lets the models go on. Beyond a channel's worth of peeked commits none are taken: a
+        consumer that peeks and never receives has at most twice the channel's buffer waiting.
         """
-        if len(self._ahead) <= self._commits.statistics().max_buffer_size:
-            self._ahead.extend(self.there())
+        if len(self._peeked) <= self._commits.statistics().max_buffer_size:
+            self._peeked.extend(self.receive_ready())
         unsent = self._session.unsent
-        return [*self._ahead, *([] if unsent is None else [unsent])]
+        return [*self._peeked, *([] if unsent is None else [unsent])]
 
-    def rest(self) -> list[Commit]:
-        """The same at the end, with what was not sent any more."""
-        there = self.there()
+    def receive_rest(self) -> list[Commit]:
+        """As `receive_ready`, once the session has ended; includes a commit that was not sent."""
+        rest = self.receive_ready()
         if (unsent := self._take_unsent()) is not None:
-            there.append(unsent)
-        return there
+            rest.append(unsent)
+        return rest
 
     def close(self) -> None:
-        """Receive nothing more, and hang up; closing twice is closing once."""
+        """Receive no more commits and end the session; closing twice is closing once."""
         self._commits.close()
         self.hang_up()
 

@@ -1,28 +1,27 @@
-"""What a consumer holds: a stream of tokens, and what is left of it in the end."""
+"""The stream of one generation, and the completion that is made of it."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import BinaryIO
 
 import attrs
 import trio
 
-from protocol.errors import StreamBusyError
 from protocol.reprs import excerpt
 from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.single_consumer import SingleConsumer
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
 
 SessionFile = str | os.PathLike[str] | BinaryIO
 """The file of a saved session: a path, or an open binary file, which is used from its position on."""
 
 Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
-"""Saves a stream to a file, as far as its reader says that it has come."""
+"""Saves a stream to a file, up to the progress that the function returns; returns the file's size in bytes."""
 
 
 @attrs.frozen
@@ -30,12 +29,12 @@ class Completion:
     """A whole generated text.
 
     Attributes:
-        text: without any end-of-text token, and without a stop string and what follows it.
-        tokens: in order, an end-of-text token included, and those of a stop string.
+        text: without an end-of-text token, and without a stop string and the text after it.
+        tokens: in order, including an end-of-text token and the tokens of a stop string.
         finish_reason: "stop" or "length".
         statistics: of this generation.
         stop_reason: the stop string or the stop token that ended the text, as in `Token`, or None.
-        thinking: what stands between the tags of thinking, which are part of `text`; empty where there are none.
+        thinking: the reasoning, which is the text between reasoning tags (`text` has both); empty where there is none.
     """
 
     text: str
@@ -51,81 +50,81 @@ class Completion:
         return f"<outrider Completion, {self.finish_reason}{at}: {len(self.tokens)} tokens, {excerpt(self.text, 60)}>"
 
 
-class TokenStream:
+class TokenStream(SingleConsumer):
     """The tokens of one generation: an async iterator, and an async context manager.
 
-    The generation is under way from the moment the stream exists, as far ahead as its buffer goes.
+    The generation runs from the moment the stream exists, as far ahead of the consumer as its buffer allows.
 
-    Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and
-    dropping the last reference (which is what `break` does to a stream that has no other) all end the
-    generation. Each returns at once; the models are free after the forward pass that is running.
+    Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and dropping the last
+    reference (as `break` does with a stream that has no other) all end the generation. Each returns at once; the
+    models are free after the forward pass that is running.
 
     Dropping a stream that was never read, saved or closed is a `ResourceWarning`, unless its runtime has been closed.
+
+    Attributes:
+        reader: turns commits into tokens; for the thread that consumes the stream.
+        arrivals: the commits that arrive; for trio's thread. `runtime.bridge` uses the two in different threads.
+        write: saves the stream to a file.
     """
 
-    def __init__(self, reading: TokenReader, arrivals: Arrivals, write: Write) -> None:
+    _busy = "another task is waiting for this stream's next token; a stream has one consumer"
+
+    def __init__(self, reader: TokenReader, arrivals: Arrivals, write: Write) -> None:
         """Made by `Runtime.stream`.
 
         Args:
-            reading: of this generation.
-            arrivals: of the same.
+            reader: of this generation.
+            arrivals: of this generation.
             write: saves it to a file.
         """
-        self._write = write
-        # `runtime.aio` takes the two apart: it has what arrives in trio's thread read in asyncio's.
-        self._reading = reading
-        self._arrivals = arrivals
-        self._is_waiting = False
-        self._is_closed = False
+        self.write = write
+        self.reader = reader
+        self.arrivals = arrivals
         self._is_unread = True
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._is_closed else "under way")
-        return f"<outrider TokenStream, {state}: {self._reading.num_given} tokens given>"
+        return f"<outrider TokenStream, {state}: {self.reader.num_given} tokens given>"
 
     @property
     def session(self) -> int:
-        """The number by which a trace names this generation."""
-        return self._reading.session
+        """The number of this generation in a trace."""
+        return self.reader.session
 
     @property
     def began(self) -> float:
-        """When it was begun, in seconds on the clock of a trace's events; it may have waited for its turn since."""
-        return self._reading.began
+        """When the stream was made, in seconds on the clock of a trace's events; its generation may begin later."""
+        return self.reader.began
 
     @property
     def answer(self) -> ReasoningTracker:
-        """What was given so far, told apart into what the model thinks and what it says."""
-        return self._reading.answer
+        """The tokens given so far, split into reasoning and answer."""
+        return self.reader.answer
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return self._reading.finish_reason
+        return self.reader.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
-        return self._reading.stop_reason
+        return self.reader.stop_reason
 
     @property
     def tail(self) -> str:
-        """The text of the tokens given that was not given with them, because it may begin a stop string or ends in an
-        incomplete character.
+        """The text of the given tokens that was withheld: the possible beginning of a stop string, or half a character.
 
         The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
-        cancellation or a failure it is what else there is of the text; while the stream goes on, what comes next is
-        given with a later token, unless it turns out to be a stop string. Empty once the text is over.
+        cancellation or a failure, the tail is the rest of the text. While the stream goes on, the tail comes with a
+        later token, unless it turns out to be a stop string. It is empty once the text is over.
         """
-        return self._reading.tail
+        return self.reader.tail
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        """Whether no more tokens come: the last one was given, or the stream was closed or failed."""
         return self._is_closed
-
-    def __aiter__(self) -> TokenStream:
-        return self
 
     async def __anext__(self) -> Token:
         """The next token.
@@ -135,102 +134,79 @@ class TokenStream:
             StreamBusyError: another task is waiting for a token of this stream.
             RuntimeClosedError: the stream or its runtime was closed before the text was over.
             RuntimeBrokenError: the target failed; its error is the cause.
-            RewindError: a cache did not hold what it should; the tokens before are right.
+            RewindError: a cache did not hold the expected tokens; the tokens given before are right.
 
         Cancellation: ends the generation.
         """
-        if self._is_waiting:
-            raise StreamBusyError("another task is waiting for this stream's next token; a stream has one consumer")
-        self._is_waiting, self._is_unread = True, False
-        try:
-            await self._wait_for_token()
-        except trio.Cancelled:
-            self._close()
-            raise
-        finally:
-            self._is_waiting = False
-        token = self._reading.give()
+        self._is_unread = False
+        await self._receive(self._wait_for_token)
+        token = self.reader.next_token()
         if token.finish_reason is not None:
-            self._close()
+            self.close()
         return token
 
     async def save(self, path: SessionFile) -> int:
-        """Save the stream to a file, for `Runtime.load_stream`: to go on behind the last token that was given.
+        """Save the stream to a file, from which `Runtime.load_stream` continues after the last token given.
 
-        The stream goes on undisturbed; it may also be closed, cancelled, failed or over. In the file are the prompt,
-        the text so far with what the target has decided beyond the last token given, the settings, the seed (also where
-        none was asked for), and what the target and the draft model have cached of the text; of a stream that is
-        closed, what was kept with `reuse_prefix`. See `Conversation.save` for what else holds for such files.
+        The stream goes on undisturbed; it may also be closed, cancelled, failed or over. The file has the prompt, the
+        text so far including the tokens that the target has committed beyond the last one given, the settings, the
+        seed (also where none was asked for), and the caches of the target and the draft model; of a stream that is
+        closed, what the prefix cache has kept of them (`reuse_prefix`). See `Conversation.save` for the file itself.
 
-        Under the match rule the text that comes is the one that would have come. Under the rejection rule it is, too,
+        Under the match rule, the loaded stream gives the same text as this one. Under the rejection rule it does so
         where the rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can
-        be trimmed, and a drafter that is never late. Else it is another sample of the same distribution.
+        be trimmed, and a drafter that is never late. Otherwise its text is another sample of the same distribution.
 
         Args:
             path: as for `Conversation.save`.
 
         Returns: the file's size in bytes.
 
-        Raises: as `Conversation.save`, but for `ConversationBusyError`.
+        Raises: as `Conversation.save`, without `ConversationBusyError`.
 
-        Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
+        Cancellation: leaves the old file, or, at the very last moment, the complete new one. The stream goes on.
         """
         self._is_unread = False
-        return await self._write(path, lambda: self._reading.progress)
-
-    async def aclose(self) -> None:
-        """End the generation. Returns at once; closing twice is closing once.
-
-        Cancellation: a checkpoint; the stream is closed in any case.
-        """
-        self._close()
-        await trio.lowlevel.checkpoint()
-
-    async def __aenter__(self) -> TokenStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+        return await self.write(path, lambda: self.reader.progress)
 
     def __del__(self) -> None:
         if not self._is_closed:
-            self._reading.end()
-            self._arrivals.hang_up()
+            self.reader.end()
+            self.arrivals.hang_up()
             self._is_closed = True  # whoever shows the warning may keep the stream
-            if self._is_unread and self._arrivals.is_open:
+            if self._is_unread and self.arrivals.is_open:
                 warn_unread(self, "aclose()")
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""
-        return self._reading.statistics(is_over=self._is_closed)
+        return self.reader.statistics(is_over=self._is_closed)
 
     async def _wait_for_token(self) -> None:
-        if self._reading.finish_reason is not None:
+        if self.reader.finish_reason is not None:
             await trio.lowlevel.checkpoint()
             raise StopAsyncIteration
         if self._is_closed:
-            raise self._arrivals.error
-        if self._reading.has_more:
-            # A checkpoint a token, also where several came at once.
+            raise self.arrivals.error
+        if self.reader.has_more:
+            # A checkpoint for each token, also where several came in one commit.
             await trio.lowlevel.checkpoint()
             return
-        commit = await self._arrivals.receive()
+        commit = await self.arrivals.receive()
         if commit is None:
-            self._close()
-            raise self._arrivals.error
-        self._reading.begin(commit)
+            self.close()
+            raise self.arrivals.error
+        self.reader.begin_commit(commit)
 
-    def _close(self) -> None:
-        self._reading.end()
-        self._hang_up()
+    def close(self) -> None:
+        """End the generation: `aclose` without its checkpoint. Only in trio's thread."""
+        self.reader.end()
+        self.hang_up()
 
-    def _hang_up(self) -> None:
-        """Have nothing more come. What has come already may still be read, by `runtime.aio`."""
+    def hang_up(self) -> None:
+        """Receive no more commits. `runtime.bridge` may still read those that have arrived."""
         if not self._is_closed:
             self._is_closed = True
-            self._arrivals.close()
+            self.arrivals.close()
 
 
 def warn_unread(stream: object, how_to_close: str) -> None:
@@ -248,14 +224,14 @@ async def complete(stream: TokenStream) -> Completion:
 
     Raises: as `TokenStream.__anext__`.
 
-    Cancellation: ends the generation; what was generated until then is lost.
+    Cancellation: ends the generation; the tokens so far are lost.
     """
     async with stream:
         return completion_of(stream, [token async for token in stream])
 
 
 def completion_of(stream: TokenStream, tokens: Sequence[Token]) -> Completion:
-    """The whole text of a stream, once all its tokens were given."""
+    """The completion of a stream whose tokens have all been given."""
     assert stream.finish_reason is not None
     return Completion(
         text="".join(token.text for token in tokens),

@@ -1,1 +1,6 @@
-"""Saved conversations and streams: the file, what it says, and how it is written and read."""
+"""Saved conversations and streams.
+
+`session_file` is the container: a safetensors file with a checksum, written atomically and read with suspicion.
+`saved_session` is the content: messages, settings, tokens, and the fingerprints of the models. `saving` collects the
+content from a runtime's models and puts it back. What the models have cached is saved by `actors.persistence`.
+"""

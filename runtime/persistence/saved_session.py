@@ -1,4 +1,4 @@
-"""What a saved session says: a conversation, its settings, and which models it was held with."""
+"""The content of a saved session: a conversation or a stream, its settings, and the fingerprints of its models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from runtime.persistence.session_file import Contents, named
 
 @attrs.frozen
 class SavedStream:
-    """A stream in the middle of its text, as a file has it.
+    """The state of a saved stream.
 
     Attributes:
-        seed: of the stream's randomness, whether it was asked for or not.
-        progress: how far the text has come; the session's tokens are the prompt, what was given, and what comes next.
+        seed: of the stream's randomness, also where none was asked for.
+        progress: how far the text has come. The session's tokens are the prompt, the given and the committed tokens.
     """
 
     seed: int
@@ -41,7 +41,7 @@ class SavedStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether the text has its end, so that nothing is to be generated."""
+        """Whether the text is complete, so that nothing is left to generate."""
         commits = self.progress.commits
         reason = commits[-1].finish_reason if commits else self.progress.finish_reason
         return reason is not None
@@ -49,18 +49,18 @@ class SavedStream:
 
 @attrs.frozen(kw_only=True)
 class SavedSession:
-    """A conversation, or a stream, as a file has it.
+    """A saved conversation or stream.
 
     Attributes:
-        messages: as they were said, in order, the system's included; none where it is a stream.
-        tokens: how the next turn's prompt would begin; of a stream, its prompt and its text.
+        messages: in order, including the system message; none for a stream.
+        tokens: the beginning of the next turn's prompt; for a stream, its prompt and its text.
         thinking: see `Runtime.conversation`.
-        settings: by name, for JSON; without what is no data.
-        num_processors: how many `logits_processors` it had, which are functions and not in the file.
-        cache_options: with which the models' caches were made; those that decide what is in them.
-        vocabulary: digest of the tokenizer's, or None where there was no tokenizer.
-        target, draft: the models; `draft` is None where there was none.
-        stream: what else there is to say of a stream; None where it is a conversation.
+        settings: by name, as JSON has them; without functions.
+        num_processors: number of `logits_processors`, which are functions and not in the file.
+        cache_options: the options of the models' caches that affect the cached values.
+        vocabulary: digest of the tokenizer's vocabulary; None where there was no tokenizer.
+        target, draft: fingerprint and cached sequence of each model; `draft` is None where there was none.
+        stream: the rest of a stream's state; None for a conversation.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -80,9 +80,9 @@ class SavedSession:
 
 
 async def write(path: SessionFile, session: SavedSession) -> int:
-    """Write a session, in a thread of its own; see `session_file.write`. Returns the size in bytes.
+    """Write a session, in another thread; see `session_file.write`. Returns the size in bytes.
 
-    Cancellation: leaves what was there.
+    Cancellation: leaves the old file.
 
     Raises: SessionFileError.
     """
@@ -91,7 +91,7 @@ async def write(path: SessionFile, session: SavedSession) -> int:
 
 
 async def read(path: SessionFile) -> SavedSession:
-    """Read a session, in a thread of its own; see `session_file.read`.
+    """Read a session, in another thread; see `session_file.read`.
 
     Cancellation: between two reads of a few megabytes.
 
@@ -105,14 +105,14 @@ async def read(path: SessionFile) -> SavedSession:
 
 
 def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> None:
-    """Raises: SessionFileError: it is a conversation that was saved, and a stream is wanted, or the other way round."""
+    """Raises: SessionFileError: the file has a conversation where a stream is wanted, or the other way round."""
     if (session.stream is not None) != is_stream:
         has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
         raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
 
 
 def check_path(path: Any) -> None:
-    """Raises: SettingsError: it neither names a file nor is a binary one."""
+    """Raises: SettingsError: `path` is neither a path nor a binary file object."""
     is_file = (hasattr(path, "read") or hasattr(path, "write")) and not isinstance(path, io.TextIOBase)
     is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str) and bool(os.fspath(path))
     if not is_file and not is_path:
@@ -126,22 +126,22 @@ def check_path(path: Any) -> None:
 
 
 def settings_for_json(settings: Settings) -> dict[str, Any]:
-    """Settings by name, as JSON has them; without the processors, and of a sampler only whether there is one."""
+    """Settings by name, as JSON has them: without processors, and for a sampler only whether there is one."""
     names = [field.name for field in attrs.fields(Settings) if field.name not in ("logits_processors", "sampler")]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
-    # JSON has neither numbers for names nor infinity.
+    # JSON has no numbers as names, and no infinity.
     values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
     values["sampler"] = settings.sampler is not None
     return values
 
 
 def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a session's settings, with others in the place of some of them.
+    """A session's settings as keywords, with those that are given in place of the saved ones.
 
     Raises:
-        SettingsError: one of those given is none, or out of its range; or the session had `logits_processors`, or a
+        SettingsError: a given setting is unknown or out of its range; or the session had `logits_processors` or a
             `sampler`, and none are given.
-        SessionFileError: the file's are not settings.
+        SessionFileError: the saved settings are invalid.
     """
     settings_from(dict(given))
     if session.num_processors and "logits_processors" not in given:
@@ -150,7 +150,7 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
             "and not in the file; give logits_processors=[...] again, or [] to go on without"
         )
     saved = dict(session.settings)
-    # Files that were saved before there were samplers have no word of them.
+    # Files from before there were samplers do not have this key.
     if saved.pop("sampler", False) and "sampler" not in given:
         raise SettingsError(
             f"{named(path)} had a sampler, which is a function and not in the file; give "
@@ -172,13 +172,13 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
 
 
 def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
-    """Raises: SessionFileError: the model is not the one with which a session was saved."""
+    """Raises: SessionFileError: the model is not the one that the session was saved with."""
     if (difference := saved.difference(present)) is not None:
         raise SessionFileError(f"{named(path)} was saved with another {role} model: {difference}; {remedy}")
 
 
 def check_vocabulary(path: SessionFile, saved: str | None, present: str | None) -> None:
-    """Raises: SessionFileError: the tokenizer means something else by its ids than the one that a session had."""
+    """Raises: SessionFileError: the tokenizer's vocabulary is not the one that the session was saved with."""
     if saved == present:
         return
     if saved is None or present is None:
@@ -190,7 +190,7 @@ def check_vocabulary(path: SessionFile, saved: str | None, present: str | None) 
 
 
 def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raises: SessionFileError: caches are made otherwise than they were."""
+    """Raises: SessionFileError: the cache options differ from those that the session was saved with."""
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
             raise SessionFileError(
@@ -199,7 +199,7 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
             )
 
 
-# --- there and back -------------------------------------------------------------------------------
+# --- to and from the file's contents --------------------------------------------------------------
 
 
 def _contents(session: SavedSession) -> Contents:
@@ -210,8 +210,9 @@ def _contents(session: SavedSession) -> Contents:
         if saved is None:
             return None
         tensors.update(saved.sequence.tensors if saved.sequence is not None else {})
-        line = None if saved.sequence is None else saved.sequence.description
-        return {"fingerprint": attrs.asdict(saved.fingerprint), "line": line}
+        sequence = None if saved.sequence is None else saved.sequence.description
+        # "line" is the name of a cached sequence in the format's version 1.
+        return {"fingerprint": attrs.asdict(saved.fingerprint), "line": sequence}
 
     content = {
         "messages": [dict(message) for message in session.messages],
@@ -257,7 +258,7 @@ def _commit_for_json(commit: Commit) -> dict[str, Any]:
 
 
 class _Unexpected(Exception):
-    """A file whose checksum holds, and which says something else than a saved session does."""
+    """A file whose checksum matches, and whose content is not a saved session's."""
 
 
 def _session(contents: Contents) -> SavedSession:
@@ -304,7 +305,7 @@ def _stream(contents: Contents) -> SavedStream | None:
             for one in described:
                 commits.append(_commit(one, begin, tokens))
                 begin += len(commits[-1].tokens)
-            # Of all that ends the text, nothing comes after.
+            # Nothing comes after what ends the text.
             ends = [finish_reason, *(commit.finish_reason for commit in commits)]
             if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
                 given = tokens[num_prompt : num_prompt + num_given]
@@ -334,21 +335,21 @@ def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
                     likelihoods=likelihoods,
                     stop_reason=stop_reason,
                 )
-    _unexpected("what it says of what comes next")
+    _unexpected("what it says of its commits")
 
 
 def _likelihood(described: Any) -> Likelihood:
     match described:
         case [float() | None as logprob, list(top)]:
             return Likelihood(_logprob(logprob), tuple(_pair(one) for one in top))
-    _unexpected("what it says of a likelihood")
+    _unexpected("what it says of a log-probability")
 
 
 def _pair(described: Any) -> tuple[int, float]:
     match described:
         case [int(id), float() | None as logprob] if id >= 0:
             return id, _logprob(logprob)
-    _unexpected("what it says of a likelihood")
+    _unexpected("what it says of a log-probability")
 
 
 def _logprob(value: float | None) -> float:
@@ -372,10 +373,10 @@ def _tokens(tensor: Tensor | None) -> tuple[int, ...]:
 def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
     names = {field.name: int if field.name == "num_parameters" else str for field in attrs.fields(Fingerprint)}
     match described:
-        case {"fingerprint": dict(values), "line": dict() | None as line} if values.keys() == names.keys():
+        case {"fingerprint": dict(values), "line": dict() | None as sequence} if values.keys() == names.keys():
             if all(type(values[name]) is kind for name, kind in names.items()):
-                recorded = None if line is None else SequenceRecord(line, contents.tensors)
-                return SavedModelState(Fingerprint(**values), recorded)
+                record = None if sequence is None else SequenceRecord(sequence, contents.tensors)
+                return SavedModelState(Fingerprint(**values), record)
     _unexpected("what it says of a model")
 
 

@@ -1,4 +1,4 @@
-"""How a conversation or a stream gets out of a runtime into a file, and out of a file into a runtime."""
+"""Saving and loading of conversations and streams: between a runtime's models and a file."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from runtime.persistence.session_file import named, shown
 
 logger = logging.getLogger("outrider")
 
-# Rounds that a save waits for at most, so that what is cached is of use.
-_MOST_ROUNDS = 4
-# Seconds for which a save waits for the draft model.
+# Rounds that a save waits for at most, until the caches that it has taken are of use.
+_MAX_ROUNDS = 4
+# How long a save waits for the draft model, in seconds.
 DRAFTER_WAIT_S = 10.0
 
 T = TypeVar("T")
 
 
 @attrs.frozen
-class Models:
-    """What a session is saved from and loaded into.
+class SessionSaver:
+    """Saves sessions from the models of a runtime, and loads them into these models.
 
     Attributes:
-        target: the actor.
-        draft: likewise, where the drafter is a model.
+        target: the target's actor.
+        draft: the drafter's, where the drafter is a model; else None.
         tokenizer: the target's.
     """
 
@@ -53,9 +53,9 @@ class Models:
     tokenizer: TokenizerWrapper | None
 
     async def save(self, path: SessionFile, account: Account) -> int:
-        """Write a conversation, and what is cached of it, to a file; see `Conversation.save`."""
+        """Write a conversation and its cached sequences to a file; see `Conversation.save`."""
         saved_session.check_path(path)
-        # Without a template, nothing may have been said yet.
+        # Empty where the tokenizer has no chat template and there are no messages yet.
         tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
         session = SavedSession(
             messages=tuple(account.messages),
@@ -71,9 +71,9 @@ class Models:
         return await saved_session.write(path, session)
 
     async def _of_drafter(self, ask: Callable[[DraftActor], Awaitable[T]]) -> T | None:
-        """What the draft model has for a file; None where there is none, or where it does not answer.
+        """The result of a question to the draft model; None where there is no draft model, or where it does not answer.
 
-        A session is whole without it: the draft model then reads the text again.
+        A file is complete without the draft model's state: the draft model then prefills the text again.
         """
         if self.draft is None:
             return None
@@ -85,22 +85,22 @@ class Models:
         return None
 
     async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
-        """Write a stream, and what is cached of its text, to a file; see `TokenStream.save`.
+        """Write a stream and its cached sequences to a file; see `TokenStream.save`.
 
         Args:
             path: of the file.
-            opened: what began the stream.
-            progress: how far its text has come by now, all that was committed included.
+            opened: opened the stream.
+            progress: returns how far its text has come, all commits included.
         """
         saved_session.check_path(path)
-        progress()  # makes room for what comes next, where the models wait for a slow reader
+        progress()  # empties the channel of commits, where the models wait for a slow consumer
         target = await saved_sequence.take(self.target, opened.session)
         draft = await self._of_drafter(lambda draft: saved_sequence.take(draft, opened.session))
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             now = progress()
-            decided = [token for commit in now.commits for token in commit.tokens]
-            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *decided)
-            # A recurrent cache is of no use before there is a token that it has not read.
+            committed = [token for commit in now.commits for token in commit.tokens]
+            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *committed)
+            # A recurrent cache is of no use until the text has a token that the cache does not have.
             if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
                 break
             await self._of_drafter(saved_sequence.let_pass)
@@ -120,7 +120,10 @@ class Models:
         return await saved_session.write(path, session)
 
     async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
-        """A conversation or a stream from a file that fits these models; see `Runtime.load`. Nothing is changed."""
+        """Read a conversation or a stream that fits these models; see `Runtime.load`. Changes nothing.
+
+        Raises: SessionFileError: the file cannot be read, or does not fit.
+        """
         session = await saved_session.read(path)
         saved_session.check_kind(path, session, is_stream=is_stream)
         saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
@@ -143,33 +146,33 @@ class Models:
         return session
 
     async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
-        """Have the models keep what a session had cached, once all of it is seen to fit.
+        """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit.
 
         Args:
-            path: the file's.
-            session: that was read from it.
-            drafted: whether there will be drafts for it.
+            path: of the file.
+            session: read from the file.
+            drafted: whether the session will have a drafter.
 
-        Raises: SessionFileError: the file has cached something that does not fit the models.
+        Raises: SessionFileError: a cached sequence does not fit its model.
         """
-        wanted: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
+        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
             (self.target, session.target, drafted and self.target.beside_another)
         ]
         if self.draft is not None:
-            wanted.append((self.draft, session.draft, True))
+            saved_states.append((self.draft, session.draft, True))
         filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
         try:
-            for actor, saved, beside_another in wanted:
+            for actor, saved, beside_another in saved_states:
                 if saved is not None and saved.sequence is not None:
-                    line = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
-                    filled.append((actor, line))
+                    sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
+                    filled.append((actor, sequence))
         except SessionFileError as error:
             raise SessionFileError(
                 f"{named(path)} does not fit: {error}; use another copy of it, or save again"
             ) from error
-        # What is kept is looked up by its text, so it does no harm where a cancellation strikes between the two.
-        for actor, line in filled:
-            await saved_sequence.keep(actor, line)
+        # Prefix caches are searched by text, so it is harmless if a cancellation strikes after the first of the two.
+        for actor, sequence in filled:
+            await saved_sequence.keep(actor, sequence)
 
     @property
     def _cache_options(self) -> dict[str, int | None]:
@@ -179,7 +182,7 @@ class Models:
     async def _vocabulary(self) -> str | None:
         if self.tokenizer is None:
             return None
-        # A few tenths of a second for a large one.
+        # Takes a few tenths of a second for a large vocabulary.
         return await trio.to_thread.run_sync(_vocabulary_digest, self.tokenizer)
 
 
@@ -188,7 +191,7 @@ def _vocabulary_digest(tokenizer: TokenizerWrapper) -> str:
 
 
 def _ids(session: SavedSession) -> Iterable[int]:
-    """All token ids that a session names."""
+    """All token ids in a session."""
     yield from session.tokens
     if session.stream is not None:
         for commit in session.stream.progress.commits:

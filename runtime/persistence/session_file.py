@@ -1,8 +1,11 @@
-"""The file of a saved session: a safetensors file that is written as a whole, or not at all, and read with suspicion.
+"""The file of a saved session: a safetensors file that is written atomically and read with suspicion.
 
-What a session says of itself is JSON among the file's metadata, what it holds are the tensors. The last tensor is a
-SHA-256 of all that comes before it, header included. Nothing in such a file is ever executed, and nothing that it says
-of sizes is believed before it is compared with the size of the file.
+The session's description is JSON in the file's metadata; its arrays are the tensors. The last tensor is a SHA-256 of
+everything before it, header included. Nothing in the file is ever executed, and no size in its header is used before
+it was compared with the size of the file.
+
+The container is written and read here, since the `safetensors` package takes only a path or one `bytes` object of the
+whole file (no open files, no cancellation on the way, no checksum), and chooses the order of the tensors itself.
 """
 
 from __future__ import annotations
@@ -33,20 +36,20 @@ CheckCancelled = Callable[[], None]
 _VERSION_KEY, _CONTENT_KEY, _CHECKSUM = "outrider_session", "content", "checksum"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
-# What the safetensors format itself allows.
+# The limit of the safetensors format.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS, _MAX_DIMENSION = 16, 2**31 - 1
-# Between two of these a cancellation is looked for.
+# Bytes that are read or written between two checks for a cancellation.
 _CHUNK_BYTES = 1 << 22
 
 
 @attrs.frozen
 class Contents:
-    """What a file holds.
+    """The contents of a session file.
 
     Attributes:
-        content: whatever JSON can say.
-        tensors: by name; "checksum" is taken.
+        content: any value that JSON has.
+        tensors: by name; the name "checksum" is reserved.
     """
 
     content: Any
@@ -54,31 +57,31 @@ class Contents:
 
 
 def _never() -> None:
-    """The cancellation of what cannot be cancelled."""
+    """Check nothing: the default, for a call that cannot be cancelled."""
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
 def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
-    """Write a file in place of what is there, all of it or nothing.
+    """Write a session file atomically; an existing file is replaced.
 
-    It is written beside its place, forced to the disk, and moved there in one step. So whatever happens, the path has
-    the old file or the new one, and nothing else is left behind; only a process that is killed leaves a hidden file
-    `.outrider-….tmp` there. A symbolic link is followed. The file has the permissions of the one that it replaces; a
-    new one is its owner's alone, since a session holds what was said.
+    The file is written beside its place, flushed to the disk, and moved there in one step. So the path always has the
+    complete old or the complete new file, and nothing else is left behind; only a process that is killed leaves a
+    hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that it
+    replaces; a new one is readable by its owner alone, since it has the texts of the session.
 
-    An open file is written to from its position on; there, an error or a cancellation leaves what was written so far.
+    An open file is written from its position on; an error or a cancellation leaves what was written so far.
 
     Args:
-        path: where to; its directory must exist. Or a binary file, such as `io.BytesIO`.
-        contents: what to write.
+        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`.
+        contents: to be written.
         check_cancelled: called every few megabytes; what it raises ends the writing.
 
     Returns: the size of the file, in bytes.
 
-    Raises: SessionFileError: the system does not let it be written (no space, no permission, no such directory); its
-        `OSError` is the cause.
+    Raises: SessionFileError: the system does not let the file be written (no space, no permission, no such directory);
+        its `OSError` is the cause.
     """
     try:
         if not isinstance(path, (str, os.PathLike)):
@@ -95,17 +98,20 @@ def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled
             check_cancelled()
             os.replace(name, place)
         finally:
-            # It has gone to its place, unless something went wrong.
+            # It was moved to its place, unless there was an error.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
-        _force_to_disk(place.parent)
+        _flush_directory(place.parent)
         return size
     except (OSError, ValueError) as error:  # ValueError: a null character in a path
         raise SessionFileError(f"cannot write {named(path)}: {_reason(error)}; choose another place for it") from error
 
 
 def _mode_of(place: Path) -> int:
-    """The permissions for a file at a place. Raises: OSError: something is there that is not to be replaced."""
+    """The permissions of a file that is written to a place.
+
+    Raises: OSError: the place has something that must not be replaced.
+    """
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -115,7 +121,7 @@ def _mode_of(place: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no ordinary file")
     if not os.access(place, os.W_OK):
-        # Moving another into its place would be allowed, and not what was meant by making it so.
+        # Replacing a read-only file would be possible, and against the intention of its owner.
         raise PermissionError(errno.EACCES, "it is read-only")
     return stat.S_IMODE(status.st_mode)
 
@@ -123,9 +129,9 @@ def _mode_of(place: Path) -> int:
 def _write_to(file: IO[bytes], contents: Contents, check_cancelled: CheckCancelled) -> int:
     digest = hashlib.sha256()
     header = _header(contents)
-    beginning = memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+    head = memoryview(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
     size = 0
-    for view in [beginning, *(tensor.data for tensor in contents.tensors.values())]:
+    for view in [head, *(tensor.data for tensor in contents.tensors.values())]:
         for begin in range(0, len(view), _CHUNK_BYTES):
             check_cancelled()
             chunk = view[begin : begin + _CHUNK_BYTES]
@@ -137,10 +143,10 @@ def _write_to(file: IO[bytes], contents: Contents, check_cancelled: CheckCancell
 
 
 def _write_all(file: IO[bytes], view: memoryview) -> None:
-    # One without a buffer may take less at a time.
+    # An unbuffered file may take less than all.
     while view:
         if not (num_written := file.write(view)):
-            raise OSError(errno.EAGAIN, "it takes no more")
+            raise OSError(errno.EAGAIN, "it takes no more data")
         view = view[num_written:]
 
 
@@ -153,12 +159,12 @@ def _header(contents: Contents) -> bytes:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
         begin += size
     written = json.dumps(header, separators=(",", ":")).encode()
-    # As the format asks, so that the tensors begin at a multiple of eight bytes.
+    # The format asks for tensors that begin at a multiple of eight bytes.
     return written + b" " * (-len(written) % 8)
 
 
-def _force_to_disk(directory: Path) -> None:
-    """Have a directory remember what was moved into it, where the file system can do that."""
+def _flush_directory(directory: Path) -> None:
+    """Flush a directory's entries to the disk, where the file system supports that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,18 +179,18 @@ def _force_to_disk(directory: Path) -> None:
 
 
 def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Contents:
-    """Read a file, and see that it is as it was written.
+    """Read a session file and check that it is unchanged.
 
-    Nothing of it is kept in memory but its header before the checksum over all of it holds. What is kept then is
-    compared with the checksum again, as it is in memory: a file that is altered while it is read is refused, and one
-    that another is moved in the place of is read to its end.
+    The whole file is read twice. The first time, only its header is kept in memory, until the checksum is found to
+    match. The second time, the bytes in memory are compared with the checksum again, so a file that is altered
+    meanwhile is an error. A file that another one replaces meanwhile is read to its end.
 
     Args:
-        path: of the file; or a binary file that can seek, such as `io.BytesIO`, to be read to its end.
+        path: of the file; or a seekable binary file object, such as `io.BytesIO`, which is read to its end.
         check_cancelled: called every few megabytes; what it raises ends the reading.
 
-    Raises: SessionFileError: the system does not let it be read (its `OSError` is the cause); it is no saved session;
-        it was written by a newer version; it is damaged or cut short.
+    Raises: SessionFileError: the system does not let the file be read (its `OSError` is the cause); it is no saved
+        session; a newer version wrote it; it is damaged or cut short.
     """
     try:
         if not isinstance(path, (str, os.PathLike)):
@@ -202,7 +208,7 @@ def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Content
 
 
 def _open_ordinary(path: str, flags: int) -> int:
-    # Not to wait for somebody to write, where it is a pipe.
+    # Non-blocking: opening a pipe would wait for its writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -212,7 +218,7 @@ def _open_ordinary(path: str, flags: int) -> int:
 
 @attrs.define
 class _Entry:
-    """Where a tensor is: bytes `begin` to `end` of the data."""
+    """The place of a tensor: bytes `begin` to `end` of the data."""
 
     name: str
     dtype: str
@@ -223,7 +229,7 @@ class _Entry:
 
 @attrs.define
 class _Reader:
-    """One reading of a file, or of `size` bytes of it from `begin` on."""
+    """Reads one file, or `size` bytes of it from `begin` on."""
 
     path: SessionFile
     file: IO[bytes]
@@ -235,22 +241,22 @@ class _Reader:
         header_bytes = self._header_bytes()
         header = self._parsed(header_bytes, "its header")
         if not isinstance(header, dict):
-            self._foreign("its header is no table")
+            self._foreign("its header is not a table")
         content = self._content(header.pop("__metadata__", None))
         data_begin = _LENGTH_BYTES + len(header_bytes)
         entries = self._entries(header, self.size - data_begin)
-        # First of all without keeping it, so that a file which is mostly a hole takes no memory.
-        beginning = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
-        checksum = self._checksum(beginning)
+        # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
+        head = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
+        checksum = self._checksum(head)
         self.file.seek(self.begin + data_begin)
         tensors = {entry.name: self._tensor(entry) for entry in entries}
-        if self._digest([beginning, *(tensor.data for tensor in tensors.values())]) != checksum:
+        if self._digest([head, *(tensor.data for tensor in tensors.values())]) != checksum:
             self._damaged("it was altered while it was read")
         return Contents(self._parsed(content, "what it says of itself"), tensors)
 
     def _header_bytes(self) -> bytearray:
-        most = self.size - _LENGTH_BYTES - _DIGEST_BYTES
-        if most < 2:
+        max_bytes = self.size - _LENGTH_BYTES - _DIGEST_BYTES
+        if max_bytes < 2:
             self._foreign(f"it has {self.size} bytes")
         length = int.from_bytes(self._take(_LENGTH_BYTES), "little")
         if not 2 <= length <= _MAX_HEADER_BYTES:
@@ -258,14 +264,14 @@ class _Reader:
         first = self._take(1)
         if first != b"{":
             self._foreign("it does not begin like one")
-        if length > most:
+        if length > max_bytes:
             self._damaged(f"its header should have {length} bytes, and after it {_DIGEST_BYTES}; it has {self.size}")
         return first + self._take(length - 1)
 
     def _content(self, metadata: Any) -> str:
         if not isinstance(metadata, dict) or not isinstance(version := metadata.get(_VERSION_KEY), str):
             self._foreign("it is a safetensors file of something else")
-        # Told before anything else is looked at, which a newer version may have put otherwise.
+        # Checked before anything else, which a newer version may write differently.
         if not version.isascii() or not version.isdecimal() or len(version) > 9 or int(version) < 1:
             self._damaged(f"its version is {version[:20]!r}")
         if int(version) > VERSION:
@@ -278,7 +284,7 @@ class _Reader:
         return content
 
     def _entries(self, header: dict[str, Any], num_bytes: int) -> list[_Entry]:
-        """Where the tensors are. They must fill the file without gaps, the checksum at its end."""
+        """The places of the tensors, which must fill the file without gaps; the checksum is the last."""
         entries = [self._entry(name, described) for name, described in header.items()]
         end = 0
         for entry in entries:
@@ -301,14 +307,14 @@ class _Reader:
                     return _Entry(name, dtype, tuple(shape), begin, end)
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
-    def _checksum(self, beginning: bytes) -> bytes:
-        """The checksum at the file's end, which must be that of its beginning and of what comes next in it."""
-        digest = hashlib.sha256(beginning)
-        left = self.size - _DIGEST_BYTES - len(beginning)
-        while left > 0:
-            chunk = self._some(left)
+    def _checksum(self, head: bytes) -> bytes:
+        """The checksum at the file's end, once it is found to match: the head, and the data that are read here."""
+        digest = hashlib.sha256(head)
+        num_left = self.size - _DIGEST_BYTES - len(head)
+        while num_left > 0:
+            chunk = self._read_chunk(num_left)
             digest.update(chunk)
-            left -= len(chunk)
+            num_left -= len(chunk)
         checksum = digest.digest()
         if self._take(_DIGEST_BYTES) != checksum:
             self._damaged("its checksum does not match: something in it was altered")
@@ -323,20 +329,20 @@ class _Reader:
         return digest.digest()
 
     def _tensor(self, entry: _Entry) -> Tensor:
-        """The tensor that comes next in the file."""
+        """The next tensor of the file."""
         return Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
 
     def _take(self, num_bytes: int) -> bytearray:
-        """So many bytes, which the file is known to have."""
+        """The next `num_bytes` bytes, which the file is known to have."""
         data = bytearray()
         while len(data) < num_bytes:
-            data += self._some(num_bytes - len(data))
+            data += self._read_chunk(num_bytes - len(data))
         return data
 
-    def _some(self, most: int) -> bytes:
-        """The next bytes, one at least."""
+    def _read_chunk(self, max_bytes: int) -> bytes:
+        """The next bytes, at least one."""
         self.check_cancelled()
-        if not (chunk := self.file.read(min(most, _CHUNK_BYTES))):
+        if not (chunk := self.file.read(min(max_bytes, _CHUNK_BYTES))):
             self._damaged("it was cut short while it was read")
         return chunk
 
@@ -358,24 +364,24 @@ class _Reader:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name that is there twice")
+        raise ValueError("a name occurs twice")
     return table
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 # --- for messages ---------------------------------------------------------------------------------
 
 
 def shown(path: SessionFile) -> str:
-    """A file by its path, or by its class."""
+    """A file in messages: its path, or its class."""
     return shown_path(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else f"<{type(path).__name__}>"
 
 
 def named(path: SessionFile) -> str:
-    """A file, for the beginning of a message."""
+    """A file at the beginning of a message."""
     return f"session file {shown(path)}"
 
 

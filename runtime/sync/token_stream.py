@@ -108,7 +108,7 @@ class TokenStream(StreamHandle):
             self._commits.extend(arrived)
         if not self._has_next(source):
             raise StopIteration
-        token = source.reading.give()
+        token = source.reading.next_token()
         if token.finish_reason is not None:
             self._close()
         return token

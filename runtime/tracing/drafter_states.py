@@ -1,4 +1,4 @@
-"""What the drafter of a session does, by the instants of a trace."""
+"""The states of a session's drafter, derived from the instants of a trace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from protocol.trace import Instant
 
 DrafterState = Literal["drafting", "resting", "overdue", "left"]
 
-# What the drafter does from an instant on, by the kind of the instant; other kinds change nothing. One that was overdue
-# with the prompt is back with its first proposal.
+# The state that an instant of each kind begins; other kinds change nothing. A drafter that was overdue with the prompt
+# is back with its first proposal.
 _STATES: Mapping[str, DrafterState] = {
     "proposal": "drafting",
     "rejoin": "drafting",
@@ -21,16 +21,16 @@ _STATES: Mapping[str, DrafterState] = {
 
 
 def drafter_state(before: DrafterState | None, instant: Instant) -> DrafterState | None:
-    """What the drafter does after an instant; None before it has done anything."""
+    """The drafter's state after an instant; None until its first instant."""
     return _STATES.get(instant.kind, before)
 
 
-def spells_away(instants: Sequence[Instant], end: float) -> list[tuple[float, float, DrafterState]]:
-    """The times in which the drafter left a session to the target: from, to, and its state there.
+def periods_away(instants: Sequence[Instant], ended: float) -> list[tuple[float, float, DrafterState]]:
+    """The periods in which the drafter left a session to the target: begin, end, and the drafter's state.
 
     Args:
         instants: of the session, in order.
-        end: of the session; times are in seconds on the clock of the instants.
+        ended: end of the session. Times are in seconds on the clock of the instants.
     """
     changes: list[tuple[float, DrafterState | None]] = []
     state: DrafterState | None = None
@@ -38,9 +38,9 @@ def spells_away(instants: Sequence[Instant], end: float) -> list[tuple[float, fl
         if (after := drafter_state(state, instant)) != state:
             state = after
             changes.append((instant.at, state))
-    ends = [at for at, _ in changes[1:]] + [end]
+    ends = [at for at, _ in changes[1:]] + [ended]
     return [
-        (began, ended, state)
-        for (began, state), ended in zip(changes, ends, strict=False)
+        (began, end, state)
+        for (began, state), end in zip(changes, ends, strict=False)
         if state is not None and state != "drafting"
     ]

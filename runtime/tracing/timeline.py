@@ -1,7 +1,7 @@
-"""The timeline page: one HTML file in which a person sees what a trace says.
+"""The timeline page: one HTML file that shows a trace.
 
-The page is `timeline.html`, which draws whatever data it is given; what the data are is decided here. It asks
-nothing of any network, and whatever text a prompt or a model has in it stays text.
+This module computes the page's data; `timeline.html` draws them. The page loads nothing from any network, and text of
+prompts and models cannot become HTML.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ import attrs
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.tracing.drafter_states import spells_away
+from runtime.tracing.drafter_states import periods_away
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.session_state import Commit
+    from protocol.statistics import Statistics
 
 logger = logging.getLogger("outrider")
 
-# Where the data go in the page.
-PLACE = "__TIMELINE_DATA__"
+# Where `timeline.html` has its data.
+DATA_PLACEHOLDER = "__TIMELINE_DATA__"
 
-# Texts that are made between two turns of the event loop's other tasks: a millisecond or so.
-TEXTS_A_TURN = 32
+# Tokens that are decoded between two checkpoints: about a millisecond.
+TOKENS_PER_CHECKPOINT = 32
 
 
 @attrs.define
 class Texts:
-    """What tokens say.
+    """The decoded texts of a trace's tokens.
 
     Attributes:
-        prompts: by session.
-        committed: by session, a piece for each committed token, maybe empty; they add up to the text.
-        alone: of tokens by themselves, by id.
+        prompts: text of the prompt, by session.
+        committed: by session, one piece of text for each committed token, possibly empty; together they are the
+            generated text.
+        alone: text of a token decoded by itself, by id.
     """
 
     prompts: dict[int, str] = attrs.field(factory=dict)
@@ -50,34 +52,34 @@ class Texts:
 
 
 async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) -> Texts:
-    """The texts of all tokens in a trace; ids in brackets where there is no tokenizer, or it fails.
+    """The texts of all tokens in a trace; ids in brackets where there is no tokenizer, or where it fails.
 
-    Cancellation: never strikes here; other tasks have their turn.
+    Cancellation: shielded; other tasks run at the checkpoints.
     """
     if tokenizer is None:
         return await _texts(events, _Ids())
     try:
         return await _texts(events, tokenizer)
     except Exception:
-        # Somebody else's code, for a page that is of use without it too.
-        logger.exception("the tokenizer failed, and the timeline shows the ids of tokens")
+        # A tokenizer may raise anything, and the page is useful without it.
+        logger.exception("the tokenizer failed; the timeline shows token ids instead of texts")
         return await _texts(events, _Ids())
 
 
 class _Ids:
-    """What there is to show where there is no tokenizer."""
+    """Stands in for a tokenizer: shows ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)
 
 
 async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
-    # Not before it is needed: it brings in the tokenizers' libraries.
+    # Imported late: it imports the tokenizers' libraries.
     from runtime.generation.text import Detokenizer
 
     texts = Texts()
     detokenizers: dict[int, Detokenizer] = {}
-    num_made = 0
+    num_decoded = 0
     for event in events:
         if not isinstance(event, Instant):
             continue
@@ -88,53 +90,55 @@ async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
         elif event.commit is not None and event.session in detokenizers:
             commit, pieces = event.commit, texts.committed[event.session]
             for i, token in enumerate(commit.tokens):
-                # The last token of a stop string is text as any other.
-                is_stop_token = commit.finish_reason == "stop" and not isinstance(commit.stop_reason, str)
-                ends = is_stop_token and i + 1 == len(commit.tokens)
-                pieces.append("" if ends else detokenizers[event.session].add(token))
+                # A stop token has no text; the last token of a stop string has.
+                has_stop_token = commit.finish_reason == "stop" and not isinstance(commit.stop_reason, str)
+                is_stop_token = has_stop_token and i + 1 == len(commit.tokens)
+                pieces.append("" if is_stop_token else detokenizers[event.session].add(token))
             if commit.finish_reason is not None:
                 pieces[-1] += detokenizers[event.session].finish()
         for token in event.tokens if event.kind == "proposal" else event.commit.tokens if event.commit else ():
             if token not in texts.alone:
                 texts.alone[token] = tokenizer.decode([token])
-            num_made += 1
-            if num_made % TEXTS_A_TURN == 0:
+            num_decoded += 1
+            if num_decoded % TOKENS_PER_CHECKPOINT == 0:
                 await trio.lowlevel.cancel_shielded_checkpoint()
     return texts
 
 
 def render(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> str:
-    """The page.
+    """The page, as HTML.
 
     Args:
-        events: as they came.
-        texts: what their tokens say.
-        num_lost: how many events more there were.
+        events: in the order in which they came.
+        texts: of their tokens.
+        num_lost: further events that were not recorded.
     """
     page = resources.files("runtime.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
-    before, _, after = page.partition(PLACE)
-    return before + _harmless(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
+    before, _, after = page.partition(DATA_PLACEHOLDER)
+    return before + _escaped(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
 
 
-def _harmless(text: str) -> str:
-    """JSON that means the same, in which nothing can end or begin anything of HTML's."""
+def _escaped(text: str) -> str:
+    """The same JSON without the characters that mean something in HTML."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-# --- what the page is given -----------------------------------------------------------------------
+# --- data of the page -----------------------------------------------------------------------------
 
 
 def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict[str, Any]:
-    """What happened, as the page wants it.
+    """The page's data, for JSON.
 
-    Times are in whole microseconds from the first of all. A span is a list of actor (0 target, 1 draft), kind,
-    session or None, begin, end, tokens, round or None, and for one of the drafter's the share of it during which
-    the target worked. An instant is a list of actor, kind, session, time, round and tokens.
+    Times are in whole microseconds since the first event. A span is a list of actor (0 target, 1 draft), kind, session
+    or None, begin, end, number of tokens, round or None; a span of the drafter has one more item, the fraction of it in
+    which the target worked. An instant is a list of actor, kind, session, time, round and number of tokens.
+
+    Args: as `render`.
     """
     spans = sorted((e for e in events if isinstance(e, Span)), key=lambda span: (span.actor != "target", span.began))
     instants = sorted((e for e in events if isinstance(e, Instant)), key=lambda instant: instant.at)
     busy = _busy_rounds(spans, instants)
-    # Where the drafter was idle, nothing was guessed, and so nothing missed.
+    # An idle drafter guessed nothing, so it missed nothing.
     instants = [i for i in instants if i.kind != "miss" or (i.session, i.round) in busy]
     starts = [span.began for span in spans] + [instant.at for instant in instants[:1]]
     zero = min(starts, default=0.0)
@@ -149,7 +153,7 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
             spans_of[span.session].append(span)
     for instant in instants:
         instants_of[instant.session].append(instant)
-    under = _Under([span for span in spans if span.actor == "target" and span.session is not None])
+    target_work = _Overlap([span for span in spans if span.actor == "target" and span.session is not None])
     ends = [us(span.ended) for span in spans] + [us(instant.at) for instant in instants[-1:]]
     return {
         "ended": max(ends, default=0),
@@ -163,7 +167,7 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
                 us(span.ended),
                 span.num_tokens,
                 span.round,
-                *([round(under.share(span), 3)] if span.actor == "draft" else []),
+                *([round(target_work.fraction(span), 3)] if span.actor == "draft" else []),
             ]
             for span in spans
         ],
@@ -171,7 +175,7 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
             [0 if i.actor == "target" else 1, i.kind, i.session, us(i.at), i.round, i.num_tokens] for i in instants
         ],
         "sessions": [
-            _session(session, spans_of[session], instants_of[session], texts, us, under)
+            _session(session, spans_of[session], instants_of[session], texts, us, target_work)
             for session in sorted(instants_of)
             if any(instant.kind == "open" for instant in instants_of[session])
         ],
@@ -179,79 +183,80 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
 
 
 def _busy_rounds(spans: Sequence[Span], instants: Sequence[Instant]) -> set[tuple[int | None, int | None]]:
-    """Sessions and rounds in which the drafter drafted something, or proposed what it had looked up."""
+    """(session, round) in which the drafter drafted, or proposed tokens that it had looked up."""
     drafted = {(span.session, span.round) for span in spans if span.kind == "draft"}
     return drafted | {(i.session, i.round) for i in instants if i.kind == "proposal" and i.num_tokens}
 
 
-class _Under:
-    """Which part of a span lies under others that do not overlap each other."""
+class _Overlap:
+    """How much of a span overlaps other spans, of which no two overlap each other."""
 
     def __init__(self, others: Sequence[Span]) -> None:
         self._others = others
         self._ends = [span.ended for span in others]
 
-    def share(self, span: Span) -> float:
-        """In [0, 1]; 1 for a span that took no time."""
+    def fraction(self, span: Span) -> float:
+        """The overlapping part, in [0, 1]; 1 for a span that took no time."""
         if span.ended <= span.began:
             return 1.0
         return self.seconds(span) / (span.ended - span.began)
 
     def seconds(self, span: Span) -> float:
-        covered = 0.0
+        """The overlapping part, in seconds."""
+        overlap_s = 0.0
         for i in range(bisect.bisect_right(self._ends, span.began), len(self._others)):
             if self._others[i].began >= span.ended:
                 break
-            covered += min(span.ended, self._others[i].ended) - max(span.began, self._others[i].began)
-        return covered
+            overlap_s += min(span.ended, self._others[i].ended) - max(span.began, self._others[i].began)
+        return overlap_s
 
 
 def _session(
     session: int,
-    work: Sequence[Span],
-    ours: Sequence[Instant],
+    spans: Sequence[Span],
+    instants: Sequence[Instant],
     texts: Texts,
     us: Callable[[float], int],
-    under: _Under,
+    target_work: _Overlap,
 ) -> dict[str, Any]:
-    commits = [(instant.at, instant.commit) for instant in ours if instant.commit is not None]
-    kinds = {instant.kind for instant in ours}
-    opened = next(instant for instant in ours if instant.kind == "open")
+    commits = [(instant.at, instant.commit) for instant in instants if instant.commit is not None]
+    kinds = {instant.kind for instant in instants}
+    opened = next(instant for instant in instants if instant.kind == "open")
     finish_reason = commits[-1][1].finish_reason if commits else None
-    last = max([instant.at for instant in ours] + [span.ended for span in work if span.kind != "close"])
-    has_drafter = any(instant.actor == "draft" for instant in ours)
+    last_s = max([instant.at for instant in instants] + [span.ended for span in spans if span.kind != "close"])
+    has_drafter = any(instant.actor == "draft" for instant in instants)
     return {
         "id": session,
         "prompt": texts.prompts.get(session, ""),
         "began": us(opened.at),
-        "ended": us(last),
+        "ended": us(last_s),
         "end": finish_reason or ("cancel" if "cancel" in kinds else None),
-        "away": [[us(began), us(ended), state] for began, ended, state in spells_away(ours, last)]
+        "away": [[us(began), us(ended), state] for began, ended, state in periods_away(instants, last_s)]
         if has_drafter
-        else [[us(opened.at), us(last), "none"]],
-        "rounds": _rounds(session, work, ours, texts, us),
-        "summary": _summary(opened, work, ours, commits, under),
+        else [[us(opened.at), us(last_s), "none"]],
+        "rounds": _rounds(session, spans, instants, texts, us),
+        "summary": _summary(opened, spans, instants, commits, target_work),
     }
 
 
 def _rounds(
-    session: int, work: Sequence[Span], ours: Sequence[Instant], texts: Texts, us: Callable[[float], int]
+    session: int, spans: Sequence[Span], instants: Sequence[Instant], texts: Texts, us: Callable[[float], int]
 ) -> list[dict[str, Any]]:
     rounds: dict[int, dict[str, Any]] = {}
     pieces = iter(texts.committed.get(session, ()))
-    for instant in ours:
+    for instant in instants:
         if instant.kind == "proposal":
             proposed = [texts.alone.get(token, "") for token in instant.tokens]
             rounds.setdefault(instant.round, {}).update(proposedAt=us(instant.at), proposed=proposed)
         elif instant.kind in ("hit", "miss"):
             rounds.setdefault(instant.round, {}).update(hit=instant.kind == "hit", answeredAt=us(instant.at))
         elif (commit := instant.commit) is not None:
-            whose = [*["accepted"] * commit.num_from_draft, _last(commit)]
+            origins = [*["accepted"] * commit.num_from_draft, _last_origin(commit)]
             rounds.setdefault(instant.round, {}).update(
                 committedAt=us(instant.at),
                 tokens=[
-                    # Readable text, who it is from, and what the token says by itself.
-                    [next(pieces, ""), whose[i], texts.alone.get(token, "")]
+                    # The text that the token makes readable, its origin, and its text alone.
+                    [next(pieces, ""), origins[i], texts.alone.get(token, "")]
                     for i, token in enumerate(commit.tokens)
                 ],
                 accepted=commit.num_from_draft,
@@ -260,54 +265,79 @@ def _rounds(
                 single=commit.single_step,
                 settles=commit.settles,
             )
-    for span in work:
+    for span in spans:
         if span.kind in ("verify", "decode") and span.round is not None:
             rounds.setdefault(span.round, {}).update(work=[span.kind, us(span.began), us(span.ended)])
     return [{"round": number, **rounds[number]} for number in sorted(rounds)]
 
 
-def _last(commit: Commit) -> str:
-    """Who a commit's last token is from, unless that was proposed."""
+def _last_origin(commit: Commit) -> str:
+    """The origin of a commit's last token, where the drafter did not propose it."""
     return "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
 
 
 def _summary(
     opened: Instant,
-    work: Sequence[Span],
-    ours: Sequence[Instant],
+    spans: Sequence[Span],
+    instants: Sequence[Instant],
     commits: Sequence[tuple[float, Commit]],
-    under: _Under,
+    target_work: _Overlap,
 ) -> dict[str, Any]:
-    """Figures as `protocol.statistics.Statistics` has them, from the moments at which text was committed."""
-    accepted = sum(commit.num_from_draft for _, commit in commits)
-    rejected = sum(commit.num_rejected for _, commit in commits)
-    tokens = sum(len(commit.tokens) for _, commit in commits)
-    num_untimed = len(commits[0][1].tokens) if commits else 0  # what comes in one round has taken no time
-    first, last = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
-    drafts = [span for span in work if span.kind == "draft" and span.began < last]
-    drafting = sum(span.ended - span.began for span in drafts)
-
-    def busy(actor: str) -> float:
-        within = sum(max(0.0, min(s.ended, last) - max(s.began, opened.at)) for s in work if s.actor == actor)
-        return _ratio(within, last - opened.at)
-
+    """The session's figures. Times end with the last commit: the trace does not say when the consumer took a token."""
+    first_s, last_s = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
+    statistics = _statistics(opened, spans, instants, commits, first_s, last_s)
+    drafts = [span for span in spans if span.kind == "draft" and span.began < last_s]
+    drafting_s = sum(span.ended - span.began for span in drafts)
     return {
-        "promptTokens": len(opened.tokens),
-        "tokens": tokens,
-        "rounds": len(commits),
-        "alone": sum(span.kind == "decode" for span in work),
-        "proposed": accepted + rejected,
-        "accepted": accepted,
-        "hits": sum(instant.kind == "hit" for instant in ours),
-        "misses": sum(instant.kind == "miss" for instant in ours),
-        "tokensPerSecond": _ratio(tokens - num_untimed, last - first) or None,
-        "firstToken": first - opened.at if commits else None,
-        "targetBusy": busy("target"),
-        "draftBusy": busy("draft"),
-        # Of the time that drafting took, the part that cost nothing, since the target worked meanwhile.
-        "draftUnder": _ratio(sum(under.seconds(span) for span in drafts), drafting),
+        "promptTokens": statistics.prompt_tokens,
+        "tokens": statistics.generated_tokens,
+        "rounds": statistics.rounds,
+        "alone": sum(span.kind == "decode" for span in spans),
+        "proposed": statistics.proposed,
+        "accepted": statistics.accepted,
+        "hits": statistics.lookahead_hits,
+        "misses": statistics.lookahead_misses,
+        "tokensPerSecond": statistics.generation_tps,
+        "firstToken": statistics.time_to_first_token,
+        "targetBusy": statistics.target_busy,
+        "draftBusy": statistics.draft_busy,
+        # The fraction of the drafting time that cost nothing, since the target worked meanwhile.
+        "draftUnder": sum(target_work.seconds(span) for span in drafts) / drafting_s if drafting_s > 0 else 0.0,
     }
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def _statistics(
+    opened: Instant,
+    spans: Sequence[Span],
+    instants: Sequence[Instant],
+    commits: Sequence[tuple[float, Commit]],
+    first_s: float,
+    last_s: float,
+) -> Statistics:
+    """The counts and rates of a session, from its first to its last commit (`first_s` to `last_s`)."""
+    # Imported late: both import mlx, and the command line imports this module at its top.
+    from protocol.prices import Prices
+    from protocol.statistics import Counts
+
+    def busy_s(actor: str) -> float:
+        return sum(max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in spans if s.actor == actor)
+
+    counts = Counts(
+        prompt_tokens=len(opened.tokens),
+        lookahead_hits=sum(instant.kind == "hit" for instant in instants),
+        lookahead_misses=sum(instant.kind == "miss" for instant in instants),
+        target_seconds=busy_s("target"),
+        draft_seconds=busy_s("draft"),
+    )
+    for _, commit in commits:
+        for index in range(len(commit.tokens)):
+            counts.give(commit, index)
+    return counts.snapshot(
+        elapsed=last_s - opened.at,
+        generation_seconds=last_s - first_s,
+        num_untimed=len(commits[0][1].tokens) if commits else 0,
+        time_to_first_token=first_s - opened.at if commits else None,
+        # Neither is in a trace, and the page shows neither.
+        peak_memory=0,
+        estimates=Prices().estimates(),
+    )

@@ -1,10 +1,10 @@
-"""Traces in files: Chrome trace JSON, and the timeline page.
+"""Trace files: recorders that write events as Chrome trace JSON or as a timeline page.
 
-A file is written while the runtime works and finished when it ends, however it ends. The event loop only appends
-to a list; what takes time, which is making JSON and waiting for a disk, happens on one of trio's threads, a
-few hundred events at a time. So a Chrome trace of a long run takes no memory to speak of, is there up to the last
-few hundred events if the process is killed, and costs the models next to nothing at the end. A timeline page is
-made as a whole, since it is about the whole, and goes no further than `MOST_ON_A_PAGE` events.
+A recorder opens its file when the runtime opens and finishes it when the runtime ends, however that ends. The event
+loop only appends events to a list; JSON and the disk are the work of one of trio's threads, `EVENTS_PER_WRITE` events
+at a time. So a Chrome trace of a long run takes little memory, has all but the last few hundred events where the
+process is killed, and adds next to nothing to the end of a run. A timeline page is rendered as a whole at the end, so
+it is limited to `MAX_PAGE_EVENTS` events.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ TracePath = str | os.PathLike[str]
 Trace = Callable[[Event], None] | TracePath | None
 
 # Events that are written together: some milliseconds of a thread's time.
-CHUNK = 256
+EVENTS_PER_WRITE = 256
 
-# Events that may wait for a disk that is slower than they come; what comes after is left out, and counted.
-MOST_WAITING = 100_000
+# Events that may wait for a slow disk. Further ones are dropped and counted.
+MAX_WAITING_EVENTS = 100_000
 
-# Some 20,000 tokens, and as much as a browser likes.
-MOST_ON_A_PAGE = 200_000
+# About 20,000 tokens: browsers get slow beyond that.
+MAX_PAGE_EVENTS = 200_000
 
 
 def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
-    """What an option `trace` stands for: a function as it is, or a recorder for a path, not yet entered.
+    """The receiver of events for an option `trace`: a function as it is; for a path a recorder, not yet entered.
 
-    Raises: SettingsError: it is neither.
+    Raises: SettingsError: `trace` is neither a function nor a path.
     """
     if trace is None or callable(trace):
         checked: Callable[[Event], None] | None = trace
@@ -57,21 +57,21 @@ def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
 
 
 class Recorder(ABC):
-    """Writes events to a file; an async context manager, and called with each event.
+    """A writer of events to a file: an async context manager that is called with each event.
 
-    Entering opens the file, and so says at once whether it can be written. Leaving writes what is left and
-    closes it, also under cancellation and when interrupted. What goes wrong in between is a warning: a full disk is
-    no reason to end a generation.
+    Entering opens the file, so that a file which cannot be written is an error at once. Leaving writes the remaining
+    events and closes the file, also under cancellation and after a Ctrl-C. An error in between is logged as a warning:
+    a full disk is no reason to end a generation.
 
     Attributes:
         path: of the file.
-        most_events: how many may wait to be written; those that come when there are so many are counted, and lost.
+        max_events: how many may wait to be written; further ones are dropped and counted.
     """
 
-    most_events: ClassVar[int]
+    max_events: ClassVar[int]
 
     def __init__(self, path: TracePath) -> None:
-        """A recorder that has not opened its file yet."""
+        """Does not open the file yet."""
         self.path = path
         self._file: IO[str] | None = None
         self._events: list[Event] = []
@@ -80,13 +80,13 @@ class Recorder(ABC):
         self._is_ending = False
         self._has_failed = False
         self._ended = trio.Event()
-        # A limit of its own: however many threads a program keeps busy, a trace comes to its end.
+        # An own limiter: a trace is finished even where the program keeps all of trio's threads busy.
         self._limiter = trio.CapacityLimiter(1)
 
     async def __aenter__(self) -> Recorder:
         """Open the file.
 
-        Raises: SettingsError: it cannot be written.
+        Raises: SettingsError: the file cannot be written.
         """
         try:
             self._file = self._open()
@@ -106,7 +106,7 @@ class Recorder(ABC):
         self._write_soon()
         interrupt: KeyboardInterrupt | None = None
         with trio.CancelScope(shield=True):
-            # A Ctrl-C has to wait too, or the file would end in the middle.
+            # A Ctrl-C waits as well: it would cut the file off in the middle.
             while not self._ended.is_set():
                 try:
                     await self._ended.wait()
@@ -116,10 +116,10 @@ class Recorder(ABC):
             raise interrupt
 
     def __call__(self, event: Event) -> None:
-        """Record an event. Never waits."""
+        """Record an event; never waits."""
         if self._has_failed or self._is_ending:
             return
-        if len(self._events) >= self.most_events:
+        if len(self._events) >= self.max_events:
             self._num_lost += 1
             return
         self._events.append(event)
@@ -129,7 +129,7 @@ class Recorder(ABC):
     def _write_soon(self) -> None:
         if not self._is_writing:
             self._is_writing = True
-            # A system task, since it belongs to nobody's nursery, and neither cancellation nor Ctrl-C strikes it.
+            # A system task belongs to no nursery: neither a cancellation nor a Ctrl-C reaches it.
             trio.lowlevel.spawn_system_task(self._write, name=f"outrider trace {self.path}")
 
     async def _write(self) -> None:
@@ -138,15 +138,15 @@ class Recorder(ABC):
             self._is_writing = False
             return
         await self._unless_failed(self._write_end)
-        self._has_failed = False  # a file that has failed to write is closed all the same
+        self._has_failed = False  # the file is closed even where writing it has failed
         await self._unless_failed(self._close)
         self._ended.set()
 
-    async def _unless_failed(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def _unless_failed(self, action: Callable[[], Awaitable[None]]) -> None:
         if self._has_failed:
             return
         try:
-            await step()
+            await action()
         except OSError as error:
             self._has_failed = True
             self._events.clear()
@@ -170,11 +170,11 @@ class Recorder(ABC):
 
     @abstractmethod
     def _has_enough(self) -> bool:
-        """Whether it is time to write some of what has come."""
+        """Whether enough events have come to write some now."""
 
     @abstractmethod
     async def _write_waiting(self) -> None:
-        """Write what has come so far, if this file is written piece by piece."""
+        """Write the events so far, if this file is written piece by piece."""
 
     @abstractmethod
     async def _write_end(self) -> None:
@@ -185,22 +185,22 @@ class Recorder(ABC):
 
 
 class ChromeFile(Recorder):
-    """A trace for Perfetto and chrome://tracing, which also read it where its end is missing."""
+    """A trace for Perfetto and chrome://tracing, which also read a file whose end is missing."""
 
-    most_events = MOST_WAITING
+    max_events = MAX_WAITING_EVENTS
 
     def __init__(self, path: TracePath) -> None:
         super().__init__(path)
         self._chrome = ChromeTrace()
 
     def _has_enough(self) -> bool:
-        return len(self._events) >= CHUNK
+        return len(self._events) >= EVENTS_PER_WRITE
 
     async def _write_waiting(self) -> None:
         while self._has_enough() or (self._is_ending and self._events):
-            # In turn, not together: a chunk is what the other threads have to wait for.
-            chunk, self._events = self._events[:CHUNK], self._events[CHUNK:]
-            await self._on_a_thread(self._put_events, chunk)
+            # One batch at a time: other threads wait for the GIL while a batch is turned into JSON.
+            batch, self._events = self._events[:EVENTS_PER_WRITE], self._events[EVENTS_PER_WRITE:]
+            await self._on_a_thread(self._put_events, batch)
 
     async def _write_end(self) -> None:
         await self._on_a_thread(self._put, self._chrome.end())
@@ -214,29 +214,29 @@ _FIRST_STREAM_LANE = 16
 
 
 class ChromeTrace:
-    """Events in Chrome's trace event format, as text that is written as it grows.
+    """Events in Chrome's trace event format, as text that grows by each event.
 
-    One process; a thread for each actor, and one for each of the streams that run at once, on which its proposals wait
-    for their verifies. A flow leads from there to the verify. A counter for each of these streams shows what came of
-    a round's proposal.
+    The trace has one process. Each actor is a thread. Each stream that runs at the same time as others has a thread as
+    well, on which its proposals wait for their verify; a flow arrow leads from there to the verify. A counter for each
+    of these streams shows how many tokens of a round's proposal were accepted and rejected.
 
-    Source: "Trace Event Format", the array form, of which a reader accepts any beginning.
+    Source: "Trace Event Format", the array form, whose end may be missing.
     """
 
     def __init__(self) -> None:
         self._is_begun = False
         self._num_flows = 0
-        self._proposals: dict[int, Instant] = {}  # by session; those that no verify has judged yet
-        self._lanes: dict[int, int] = {}  # by session, from 0, while it goes on
-        self._named: set[int] = set()  # lanes that have got their names
+        self._proposals: dict[int, Instant] = {}  # by session; those that were not verified yet
+        self._lanes: dict[int, int] = {}  # by session that is under way; from 0
+        self._named: set[int] = set()  # lanes whose names were written
 
     def add(self, event: Event) -> str:
-        """What an event adds to the text."""
+        """The text that an event adds."""
         return "".join(self._line(entry) for entry in self._entries(event))
 
     def end(self) -> str:
-        """What makes the text whole."""
-        # Never empty: the names of the threads are there in any case.
+        """The text that completes the JSON."""
+        # Never an empty array: the names of the threads are always written.
         return ("" if self._is_begun else self._begin()) + "\n]\n"
 
     def _begin(self) -> str:
@@ -255,7 +255,7 @@ class ChromeTrace:
             if event.kind == "verify" and event.session is not None:
                 proposal = self._proposals.pop(event.session, None)
                 if proposal is not None and proposal.round == event.round:
-                    yield from self._judged(proposal, event)
+                    yield from self._verified(proposal, event)
             elif event.kind == "close" and event.actor == "target" and event.session is not None:
                 self._lanes.pop(event.session, None)
                 self._proposals.pop(event.session, None)
@@ -296,8 +296,8 @@ class ChromeTrace:
             "args": facts,
         }
 
-    def _judged(self, proposal: Instant, verify: Span) -> Iterator[dict[str, Any]]:
-        """A proposal on its way to its verify, and the arrow from the one to the other."""
+    def _verified(self, proposal: Instant, verify: Span) -> Iterator[dict[str, Any]]:
+        """A proposal while it waits for its verify, and the arrow from one to the other."""
         lane = self._lane(proposal.session)
         if lane not in self._named:
             self._named.add(lane)
@@ -305,12 +305,12 @@ class ChromeTrace:
             yield _named("thread_name", thread, name=f"proposals of stream {lane + 1}")
             yield _named("thread_sort_index", thread, sort_index=thread)
         self._num_flows += 1
-        whose = {"cat": "proposal", "pid": 1, "tid": _FIRST_STREAM_LANE + lane}
+        origin = {"cat": "proposal", "pid": 1, "tid": _FIRST_STREAM_LANE + lane}
         facts = {"session": proposal.session, "round": proposal.round, "proposed": proposal.tokens}
         waiting = _during(proposal.at, verify.began)
-        yield {"name": "proposal", "ph": "X", **waiting, **whose, "args": facts}
+        yield {"name": "proposal", "ph": "X", **waiting, **origin, "args": facts}
         flow = {"name": "judged", "id": self._num_flows}
-        yield {**flow, "ph": "s", "ts": waiting["ts"], **whose}
+        yield {**flow, "ph": "s", "ts": waiting["ts"], **origin}
         begins = _nanoseconds(verify.began) / 1000
         yield {**flow, "ph": "f", "bp": "e", "ts": begins, "cat": "proposal", "pid": 1, "tid": _LANES["target"]}
 
@@ -331,7 +331,7 @@ class ChromeTrace:
         }
 
     def _lane(self, session: int) -> int:
-        """A lane that no other session has at the time: there are as many as ever ran at once, and no more."""
+        """A lane that no other session has now; there are as many lanes as sessions ever ran at once."""
         if session not in self._lanes:
             taken = set(self._lanes.values())
             self._lanes[session] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
@@ -347,7 +347,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _during(began: float, ended: float) -> dict[str, float]:
-    """The format's microseconds, from whole nanoseconds, so that what touches does not overlap."""
+    """Begin and duration in microseconds, from whole nanoseconds, so that adjacent spans do not overlap."""
     begins = _nanoseconds(began)
     return {"ts": begins / 1000, "dur": max(0, _nanoseconds(ended) - begins) / 1000}
 
@@ -356,13 +356,13 @@ def _during(began: float, ended: float) -> dict[str, float]:
 
 
 class TimelineFile(Recorder):
-    """A page that shows what happened; see `runtime.tracing.timeline`.
+    """The timeline page; see `runtime.tracing.timeline`.
 
     Attributes:
-        tokenizer: makes texts of tokens; None shows their ids. Wanted by the time that this is left.
+        tokenizer: decodes the tokens; None shows their ids. To be set before the recorder is left.
     """
 
-    most_events = MOST_ON_A_PAGE
+    max_events = MAX_PAGE_EVENTS
 
     def __init__(self, path: TracePath) -> None:
         super().__init__(path)
@@ -375,6 +375,6 @@ class TimelineFile(Recorder):
         return
 
     async def _write_end(self) -> None:
-        # Not on a thread: a tokenizer that another runtime uses too must not be used by two at once.
+        # Not on a thread: another runtime may use the same tokenizer, and two threads must not use it at once.
         texts = await texts_of(self._events, self.tokenizer)
         await self._on_a_thread(lambda: self._put(render(self._events, texts, num_lost=self._num_lost)))

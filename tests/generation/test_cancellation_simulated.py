@@ -2,7 +2,7 @@
 
 Each way of cancelling is tried at every event of a generation, and at a grid of times that is finer than what
 happens in it. Afterwards the consumer must be back at the same instant; of the session's jobs none may begin that
-was not running; the next stream must be right; and on leaving, `simulated` finds any task or line left over.
+was not running; the next stream must be right; and on leaving, `simulated` finds any task or cached sequence left over.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
             rt.conversation(thinking=True)
 
 
-# --- thinking -------------------------------------------------------------------------------------
+# --- reasoning ------------------------------------------------------------------------------------
 
 
 def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[ReasoningTracker, list[bool]]:
@@ -431,14 +431,14 @@ async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> Non
         completion = await conversation.generate("What now?")
         assert completion.text == "<think>\nHm, os.\n</think>\n\nimport os"
         assert completion.thinking == "\nHm, os.\n"
-        thoughts = [token.text for token in completion.tokens if token.is_thinking]
-        assert "".join(thoughts) == "<think>\nHm, os.\n</think>"
+        reasoning = [token.text for token in completion.tokens if token.is_thinking]
+        assert "".join(reasoning) == "<think>\nHm, os.\n</think>"
         assert conversation.messages == [user("What now?"), assistant("import os", reasoning_content="Hm, os.")]
         second = await conversation.generate("And now?")
         assert (second.text, second.thinking) == ("import sys", "")
         prompt = apply_chat_template([user("What now?"), assistant("import os"), user("And now?")], wrapped)
         assert second.statistics.prompt_tokens == len(prompt)
-        # All of the first prompt: what was thought after it is left out.
+        # All of the first prompt: the reasoning after it is left out.
         assert second.statistics.cached_tokens == completion.statistics.prompt_tokens
 
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import runtime
 from runtime import Grammar
 from runtime.generation import grammar as grammar_module
-from runtime.generation.grammar import check_json_schema
+from runtime.generation.json_schema import check_json_schema
 
 TOKENIZER = TokenizerWrapper(AutoTokenizer.from_pretrained(runtime.DEMO_TARGET))
 VOCAB_SIZE = 4096
@@ -324,10 +324,10 @@ ZEROS = mx.zeros((1, VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("make", GRAMMARS, ids=["schema", "any json", "regex", "lark"])
-@given(data=st.data(), most_behind=st.sampled_from([0, 2, 16]))
+@given(data=st.data(), max_pending=st.sampled_from([0, 2, 16]))
 @settings(derandomize=True, deadline=None, max_examples=25)
-def test_in_whatever_order_texts_come_each_gets_what_it_would_get_in_plain_decoding(make, data, most_behind):
-    with mock.patch.object(grammar_module, "_MOST_BEHIND", most_behind):
+def test_in_whatever_order_texts_come_each_gets_what_it_would_get_in_plain_decoding(make, data, max_pending):
+    with mock.patch.object(grammar_module, "_MAX_PENDING_TOKENS", max_pending):
         play(make, data)
 
 

@@ -1,4 +1,4 @@
-"""Many streams at once: no more than there are places at work, the others in their order, and nobody held up by one."""
+"""Many streams at once: at most `max_streams` at work, the others in order, and no stream delayed by one of them."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def most_turns_in_between(simulation: Simulation) -> list[int]:
 
 
 def at_work(simulation: Simulation) -> list[int]:
-    """At each event, how many sessions had a line open or had asked for one, at either model."""
-    lines = {"target": set[int | None](), "draft": set[int | None]()}
+    """At each event, how many sessions had a sequence open or had asked for one, at either model."""
+    sequences = {"target": set[int | None](), "draft": set[int | None]()}
     numbers = []
     for event in simulation.events:
         if isinstance(event, Instant) and event.kind == "open":
-            lines[event.actor].add(event.session)
+            sequences[event.actor].add(event.session)
         if isinstance(event, Span) and event.kind == "close":
-            lines[event.actor].discard(event.session)
-        numbers.append(len(lines["target"] | lines["draft"]))
+            sequences[event.actor].discard(event.session)
+        numbers.append(len(sequences["target"] | sequences["draft"]))
     return numbers
 
 

@@ -422,7 +422,9 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "a class of no cache": lambda content: content["target"]["line"]["layers"][0].update(kind="os"),
     "a tensor that is not there": lambda content: content["target"]["line"].update(tokens={"tensor": "x"}),
     "a tensor of something else": lambda content: content["target"]["line"].update(tokens={"tensor": "target.1"}),
-    "a pin that is none": lambda content: content["target"]["line"].update(pins=[{"length": 3, "layers": []}]),
+    "a prefix checkpoint that is none": lambda content: content["target"]["line"].update(
+        pins=[{"length": 3, "layers": []}]
+    ),
     "a message of a stranger": lambda content: content["messages"].append({"role": "x", "content": ""}),
     "a message without words": lambda content: content["messages"].append({"role": "user", "content": None}),
     "a setting that is none": lambda content: content["settings"].update(evil=1),

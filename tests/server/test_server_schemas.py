@@ -23,7 +23,8 @@ from transformers import AutoTokenizer
 
 import runtime
 from protocol.errors import SettingsError
-from runtime.generation.grammar import grammar_of_schema, tokenizer_json
+from runtime.generation.grammar_vocabulary import tokenizer_json
+from runtime.generation.json_schema import grammar_of_schema
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module

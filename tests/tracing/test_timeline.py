@@ -19,7 +19,7 @@ from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, si
 import runtime
 from protocol.session_state import Commit
 from protocol.trace import Event, Instant, Span
-from runtime.tracing.timeline import PLACE, TEXTS_A_TURN, data_of, render, texts_of
+from runtime.tracing.timeline import DATA_PLACEHOLDER, TOKENS_PER_CHECKPOINT, data_of, render, texts_of
 
 # A browser takes a second to start.
 in_a_browser = pytest.mark.browser
@@ -333,7 +333,7 @@ async def test_while_texts_are_made_other_tasks_have_their_turn(long):
         nursery.start_soon(take_turns)
         await texts_of(long, Words())  # type: ignore[arg-type]
         nursery.cancel_scope.cancel()
-    assert turns >= 4000 // TEXTS_A_TURN
+    assert turns >= 4000 // TOKENS_PER_CHECKPOINT
 
 
 # --- text stays text ------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ def test_no_text_breaks_out_of_the_page():
 
 def test_the_place_of_the_data_is_not_looked_for_in_the_data():
     events = [Instant("target", "open", 0, 0.0, tokens=(0,))]
-    scripts = Scripts(page_for(events, Words(PLACE)))
-    assert json.loads(scripts.found[0][1])["sessions"][0]["prompt"] == PLACE
+    scripts = Scripts(page_for(events, Words(DATA_PLACEHOLDER)))
+    assert json.loads(scripts.found[0][1])["sessions"][0]["prompt"] == DATA_PLACEHOLDER
 
 
 def test_the_page_asks_nothing_of_any_network():

@@ -415,7 +415,7 @@ async def idle(recorder: Recorder) -> None:
 async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
     path = tmp_path / "trace.json"
     async with ChromeFile(path) as recorder:
-        for event in moments(runtime.tracing.trace_files.CHUNK - 1):
+        for event in moments(runtime.tracing.trace_files.EVENTS_PER_WRITE - 1):
             recorder(event)
         await idle(recorder)
         assert path.read_text() == ""
@@ -423,12 +423,12 @@ async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
         await idle(recorder)
         # The chunk is gone from memory, and on disk but for what the file keeps in its buffer.
         assert recorder._events == []
-        assert len(path.read_text()) > runtime.tracing.trace_files.CHUNK * 50
-    assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.trace_files.CHUNK
+        assert len(path.read_text()) > runtime.tracing.trace_files.EVENTS_PER_WRITE * 50
+    assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.trace_files.EVENTS_PER_WRITE
 
 
 async def test_chunks_make_the_same_text_as_one_go(events, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 7)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 7)
     async with ChromeFile(tmp_path / "trace.json") as recorder:
         for event in events:
             recorder(event)
@@ -453,7 +453,7 @@ class Held(ChromeFile):
 
 
 async def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     async with Held(tmp_path / "trace.json") as recorder:
         async with runtime.open((target(), None), (drafter(), None), trace=recorder) as rt:
             completion = await rt.generate(prompt_of(8), max_tokens=60)
@@ -463,8 +463,8 @@ async def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
 
 
 async def test_what_a_disk_that_hangs_leaves_waiting_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
-    monkeypatch.setattr(ChromeFile, "most_events", 20)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
+    monkeypatch.setattr(ChromeFile, "max_events", 20)
     async with Held(tmp_path / "trace.json") as recorder:
         for event in moments(8):
             recorder(event)
@@ -480,7 +480,7 @@ async def test_what_a_disk_that_hangs_leaves_waiting_is_bounded_and_what_is_lost
 
 @needs_dev_full
 async def test_a_full_disk_costs_the_trace_and_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     async with runtime.open((target(), None), (drafter(), None), trace="/dev/full") as rt:
         assert len((await rt.generate(prompt_of(8), max_tokens=60)).tokens) == 60
     assert [record.getMessage() for record in caplog.records] == [
@@ -489,7 +489,7 @@ async def test_a_full_disk_costs_the_trace_and_one_warning(caplog, monkeypatch):
 
 
 async def test_a_disk_that_fails_in_the_middle_is_not_asked_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     asked = []
 
     class Failing(ChromeFile):
@@ -542,7 +542,7 @@ class Disk:
 async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     kind: Any, call: str, at: int, error: OSError, reason: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     disks: list[Disk] = []
 
     class Failing(kind):
@@ -564,7 +564,7 @@ async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
 
 
 async def test_a_directory_that_is_removed_costs_the_trace_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runtime.tracing.trace_files, "CHUNK", 8)
+    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     where = tmp_path / "traces"
     where.mkdir()
     model = target()
@@ -594,7 +594,7 @@ async def test_a_recorder_ends_though_all_of_trios_threads_are_taken(tmp_path):
 
 
 async def test_a_page_goes_only_so_far(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(TimelineFile, "most_events", 10)
+    monkeypatch.setattr(TimelineFile, "max_events", 10)
     async with TimelineFile(tmp_path / "page.html") as recorder:
         for event in [Instant("target", "open", 0, 0.0, tokens=(1,)), *moments(12)]:
             recorder(event)

@@ -91,7 +91,8 @@ class Schemas:
         return self._any_object
 
     async def _grammar_in_turn(self, schema: Mapping[str, Any] | bool, client: str) -> Grammar:
-        from runtime.generation.grammar import Grammar, grammar_of_schema, schema_name
+        from runtime.generation.grammar import Grammar
+        from runtime.generation.json_schema import grammar_of_schema, schema_name
 
         waiting = trio.CancelScope(deadline=trio.current_time() + self._timeout_s)
         with waiting:

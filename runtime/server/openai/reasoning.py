@@ -1,7 +1,8 @@
-"""Thoughts and what is said, told apart in a text that comes in pieces.
+"""The splitter of reasoning and answer in a text that comes in pieces.
 
-`runtime.generation.reasoning` tells tokens apart, and may find out only with the last token of a tag what the ones
-before it were; what was sent to a client cannot be taken back.
+`runtime.generation.reasoning` splits tokens instead, since one implementation cannot serve both: it marks a token at
+once, by ids, and pieces before it may still turn out to be a tag, while text that was sent to a client cannot be taken
+back and no longer shows which token a piece of it came with.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""JSON schemas as grammars: checks of a schema, and its form for llguidance."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from protocol.errors import SettingsError
+from runtime.generation.grammar_vocabulary import library
+
+# Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the
+# whitespace that the standard allows, a weak model writes newlines until it is cut off.
+_WHITESPACE = r"[ ]|\n[ \t]{0,32}"
+
+# Length of a schema, a pattern or a grammar in messages.
+_MAX_SHOWN_CHARS = 80
+
+# Remainders of division that llguidance may have to tell apart, a state of its lexer for each: 0.2 s, 20 MB. Its time
+# grows with their square; it cannot be interrupted, and its own limits do not bound it.
+_MAX_REMAINDERS = 100_000
+# Keywords whose schemas are about the same value.
+_SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+
+# Numbers at or below this one crash llguidance; JSON distinguishes whole numbers down to it.
+_MIN_NUMBER = -(2**53)
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+
+
+def schema_name(schema: Any) -> str:
+    """The name of a JSON schema in messages."""
+    return f"the JSON schema {shortened(schema)}"
+
+
+def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
+    """Check a schema, as far as that is possible without a tokenizer.
+
+    Raises: SettingsError: see `Grammar.from_json_schema`.
+    """
+    if error := library().LLMatcher.validate_grammar(grammar_of_schema(schema)):
+        raise SettingsError(f"{schema_name(schema)} cannot be followed: {error}")
+
+
+def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
+    """A JSON schema in llguidance's own format, as `Grammar` takes it.
+
+    Args, Raises: see `Grammar.from_json_schema`; errors of compiling the schema are not raised here.
+    """
+    what = schema_name(schema)
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        written = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{what} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{what} is nested too deeply to be followed") from error
+    if not isinstance(value, (Mapping, bool)):
+        raise SettingsError(f"{what} must be an object, True or False")
+    if (number := _too_low(json.loads(written))) is not None:
+        raise SettingsError(
+            f"{what} has {shortened(number)}, which is too low to be followed; numbers must be above {_MIN_NUMBER}"
+        )
+    if (remainders := _num_remainders(json.loads(written))) > _MAX_REMAINDERS:
+        raise SettingsError(
+            f"{what} has numbers for multipleOf that take too long to be followed: the product of their prime factors "
+            f"other than 2 and 5, added up over all values, must be at most {_MAX_REMAINDERS}, "
+            f"got {shortened(remainders)}; take rounder ones"
+        )
+    # llguidance takes options only with an object, which the schemas True and False are not.
+    written = "{}" if value is True else written
+    spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
+    options = None if value is False else spacing
+    try:
+        grammar: str = library().LLMatcher.grammar_from_json_schema(written, overrides=options)
+    except ValueError as error:
+        raise SettingsError(f"{what} cannot be followed: {error}") from error
+    return grammar
+
+
+def _too_low(schema: Any) -> float | None:
+    """A number of the schema that would crash llguidance: a value or an upper bound that is too low; None for none.
+
+    For a range of integers that ends near the minimum of 64 bits, llguidance recurses until the stack overflows, which
+    ends the process. A lower bound alone may have any value: generated schemas have the minimum of 64 bits.
+    """
+    todo = [(schema, False)]  # parts of the schema, and whether they are literal values
+    while todo:
+        part, is_literal = todo.pop()
+        if isinstance(part, dict):
+            for name, inner in part.items():
+                if is_literal or name not in _LOWER_BOUNDS or isinstance(inner, (dict, list)):
+                    todo.append((inner, is_literal or name in ("const", "enum")))
+        elif isinstance(part, list):
+            todo += [(inner, is_literal) for inner in part]
+        elif isinstance(part, (int, float)) and part <= _MIN_NUMBER:
+            return part
+    return None
+
+
+def _num_remainders(schema: Any) -> int:
+    """A lower bound of the remainders of division (`multipleOf`) that llguidance has to tell apart.
+
+    The last digits show divisibility by 2 and 5, so these factors do not count. Numbers for one value multiply, as far
+    as they are coprime; numbers for different values add up. References are not followed.
+    """
+    groups: list[list[int]] = []  # for each value, its least common multiple
+    todo: list[tuple[Any, list[int] | None]] = [
+        (schema, None)
+    ]  # parts of the schema, and their value's group; None for a new value
+    while todo:
+        part, group = todo.pop()
+        if isinstance(part, list):
+            todo += [(inner, group) for inner in part]
+        elif isinstance(part, dict):
+            if group is None:
+                groups.append(group := [1])
+            for name, inner in part.items():
+                if name == "multipleOf" and type(inner) in (int, float) and inner > 0:
+                    # A number that is too large need not grow: with ten thousand factors that would take minutes.
+                    if group[0] <= _MAX_REMAINDERS:
+                        group[0] = math.lcm(group[0], _without_2_and_5(inner))
+                elif name not in ("const", "enum"):
+                    todo.append((inner, group if name in _SAME_VALUE else None))
+    return sum({number for (number,) in groups if number > 1})
+
+
+def _without_2_and_5(number: float) -> int:
+    """A number's digits as a whole number, without its prime factors 2 and 5; > 0."""
+    digits = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits % factor == 0:
+            digits //= factor
+    return digits
+
+
+def shortened(given: Any) -> str:
+    """A schema, pattern or grammar in one line of at most `_MAX_SHOWN_CHARS` characters, for messages."""
+    try:
+        text = given if isinstance(given, str) else repr(given)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        text = f"<{type(given).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
