@@ -90,7 +90,7 @@ class Runtime:
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
     ) -> None:
-        self._prices = prices
+        self.prices = prices
         self._nursery = nursery
         self._places = StreamAdmission(
             max_streams, self._begin_session, lambda: self._closed is None and target.is_serving
@@ -141,7 +141,7 @@ class Runtime:
                 is asked later, on a model's thread, and the error comes out of the stream: nobody waits here.)
             RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
         """
-        return self._begin(self._intake.opened(prompt, self._check_asked(settings)))
+        return self._begin(self._intake.opened(prompt, self.check_settings(settings)))
 
     async def generate(self, prompt: Prompt, **settings: Any) -> Completion:
         """Generate a whole text.
@@ -169,7 +169,7 @@ class Runtime:
             PromptError, SettingsError: of one of the prompts; it says at which index.
             SettingsError: `max_concurrent` is out of its range.
         """
-        self._check_asked(settings)
+        self.check_settings(settings)
         check_max_concurrent(max_concurrent)
         return Completions(
             self._check_each(prompts, settings),
@@ -186,7 +186,7 @@ class Runtime:
 
         Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
         """
-        self._check_asked(settings)
+        self.check_settings(settings)
         check_max_concurrent(max_concurrent)
         return TokenStreams(
             self._check_each(prompts, settings),
@@ -309,7 +309,7 @@ class Runtime:
             generation_seconds=elapsed,
             time_to_first_token=None,
             peak_memory=peak_memory(),
-            estimates=self._prices.estimates(),
+            estimates=self.prices.estimates(),
             lookahead=0 if self._draft is None else None,
         )
 
@@ -440,7 +440,7 @@ class Runtime:
     @contextmanager
     def _while_open(self) -> Iterator[None]:
         """For what asks the models for something, as long as they are there."""
-        self._check_open()
+        self.check_open()
         with trio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
@@ -453,13 +453,18 @@ class Runtime:
 
     # --- sessions ---------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there. For any thread."""
         if self._closed is not None:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
 
-    def _check_asked(self, settings: dict[str, Any]) -> Settings:
-        self._check_open()
+    def check_settings(self, settings: dict[str, Any]) -> Settings:
+        """The settings of one stream, checked. For any thread.
+
+        Raises: as `check_open`, and SettingsError: one is unknown or out of its range.
+        """
+        self.check_open()
         return self._intake.checked(settings)
 
     def _check_each(self, prompts: Iterable[ManyPrompt], settings: dict[str, Any]) -> list[Open]:
@@ -473,7 +478,7 @@ class Runtime:
 
     def _begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
         """Begin a generation, or go on with one that was saved."""
-        self._check_open()
+        self.check_open()
         answer = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
@@ -487,7 +492,7 @@ class Runtime:
             answer,
             clock=self._clock,
             on_token=session.counts.give,
-            estimates=self._prices.estimates,
+            estimates=self.prices.estimates,
         )
         arrivals = Arrivals(session, receive, partial(self._end_session_soon, opened.session))
         if saved is not None:

@@ -129,15 +129,15 @@ class Completions(Merged[Completion]):
         if self._gathered is not None:
             await trio.lowlevel.checkpoint()
             return self._gathered
-        is_begun = self._is_gathering or self._is_waiting or self._num_left < self._num_prompts
+        is_begun = self._is_gathering or self._is_waiting or self._num_left < self.num_prompts
         if is_begun and not self._has_ended_early:
             raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
         gathered: dict[int, Completion] = {}
-        while (following := await self._next()) is not None:
+        while (following := await self.next_item()) is not None:
             index, completion = following
             gathered[index] = completion
-        self._gathered = [gathered[index] for index in range(self._num_prompts)]
+        self._gathered = [gathered[index] for index in range(self.num_prompts)]
         return self._gathered
 
 
@@ -172,5 +172,6 @@ class TokenStreams(Merged[Token]):
 
         super().__init__(opened, produce, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
-    def _is_last(self, item: Token) -> bool:
+    def is_last(self, item: Token) -> bool:
+        """See `Merged.is_last`."""
         return item.finish_reason is not None

@@ -43,7 +43,7 @@ class Merged(Generic[T]):
 
         Args:
             opened: what begins each generation, in the order of the prompts.
-            produce: does one of them, and gives what comes of it; the last item is one for which `_is_last` holds.
+            produce: does one of them, and gives what comes of it; the last item is one for which `is_last` holds.
             max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
             run_soon: has a function called in trio's thread; may be called from any thread, at any moment.
@@ -52,7 +52,7 @@ class Merged(Generic[T]):
         # It must not know this object, or the last reference to it could never be dropped.
         self._work = _Work(enumerate(opened), produce, min(max_concurrent, len(opened)), send)
         self._run_soon = run_soon
-        self._num_prompts = len(opened)
+        self.num_prompts = len(opened)
         self._num_left = len(opened)  # prompts whose last item was not given
         self._is_waiting = False
         self._is_closed = False
@@ -60,8 +60,8 @@ class Merged(Generic[T]):
 
     def __repr__(self) -> str:
         state = "under way" if not self._is_closed else "closed" if self._num_left else "over"
-        done = self._num_prompts - self._num_left
-        return f"<outrider {type(self).__name__}, {state}: {done} of {self._num_prompts} given>"
+        done = self.num_prompts - self._num_left
+        return f"<outrider {type(self).__name__}, {state}: {done} of {self.num_prompts} given>"
 
     def __aiter__(self) -> Self:
         return self
@@ -77,7 +77,7 @@ class Merged(Generic[T]):
 
         Cancellation: ends all generations.
         """
-        if (following := await self._next()) is None:
+        if (following := await self.next_item()) is None:
             raise StopAsyncIteration
         return following
 
@@ -86,7 +86,7 @@ class Merged(Generic[T]):
 
         Cancellation: a checkpoint; it is closed in any case.
         """
-        self._close()
+        self.close()
         await trio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -95,13 +95,13 @@ class Merged(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self.close()
 
     def __del__(self) -> None:
         if not self._is_closed:
             self._run_soon(self._work.scope.cancel)
 
-    def _is_last(self, item: T) -> bool:
+    def is_last(self, item: T) -> bool:
         """Whether nothing more comes of an item's prompt."""
         return True
 
@@ -110,7 +110,7 @@ class Merged(Generic[T]):
         """Closed or failed, so that whoever asks gets the reason."""
         return self._is_closed and self._num_left > 0
 
-    async def _next(self) -> tuple[int, T] | None:
+    async def next_item(self) -> tuple[int, T] | None:
         """The next item; None once all have been given."""
         if self._is_waiting:
             raise StreamBusyError("another task is waiting for what comes next; each item is given once, to one task")
@@ -127,19 +127,19 @@ class Merged(Generic[T]):
         except trio.ClosedResourceError:
             raise RuntimeClosedError(CLOSED) from None  # by another task, while this one was waiting
         except trio.Cancelled:
-            self._close()
+            self.close()
             raise
         finally:
             self._is_waiting = False
         if following is None:
-            self._close()
+            self.close()
             raise self._work.error or RuntimeClosedError(
-                f"the runtime was closed before {self._num_left} of {self._num_prompts} prompts were done"
+                f"the runtime was closed before {self._num_left} of {self.num_prompts} prompts were done"
             )
         self._count(following)
         return following
 
-    def _there(self) -> list[tuple[int, T]]:
+    def ready_items(self) -> list[tuple[int, T]]:
         """All items that wait, without waiting for further ones."""
         there: list[tuple[int, T]] = []
         while self._num_left > 0:
@@ -151,11 +151,12 @@ class Merged(Generic[T]):
         return there
 
     def _count(self, given: tuple[int, T]) -> None:
-        self._num_left -= self._is_last(given[1])
+        self._num_left -= self.is_last(given[1])
         if self._num_left == 0:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End all generations, without a checkpoint. Closing twice is closing once."""
         if not self._is_closed:
             self._is_closed = True
             self._items.close()

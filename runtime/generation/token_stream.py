@@ -64,41 +64,41 @@ class TokenStream:
             arrivals: of the same.
             write: saves it to a file.
         """
-        self._write = write
-        # `runtime.aio` takes the two apart: it has what arrives in trio's thread read in asyncio's.
-        self._reading = reading
-        self._arrivals = arrivals
+        # Public for `runtime.bridge`, which has what arrives in trio's thread read in the consumer's.
+        self.write = write
+        self.reader = reading
+        self.arrivals = arrivals
         self._is_waiting = False
         self._is_closed = False
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._is_closed else "under way")
-        return f"<outrider TokenStream, {state}: {self._reading.num_given} tokens given>"
+        return f"<outrider TokenStream, {state}: {self.reader.num_given} tokens given>"
 
     @property
     def session(self) -> int:
         """The number by which a trace names this generation."""
-        return self._reading.session
+        return self.reader.session
 
     @property
     def began(self) -> float:
         """When it was begun, in seconds on the clock of a trace's events; it may have waited for its turn since."""
-        return self._reading.began
+        return self.reader.began
 
     @property
     def answer(self) -> ReasoningTracker:
         """What was given so far, told apart into what the model thinks and what it says."""
-        return self._reading.answer
+        return self.reader.answer
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return self._reading.finish_reason
+        return self.reader.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
-        return self._reading.stop_reason
+        return self.reader.stop_reason
 
     @property
     def tail(self) -> str:
@@ -109,7 +109,7 @@ class TokenStream:
         cancellation or a failure it is what else there is of the text; while the stream goes on, what comes next is
         given with a later token, unless it turns out to be a stop string. Empty once the text is over.
         """
-        return self._reading.tail
+        return self.reader.tail
 
     @property
     def is_closed(self) -> bool:
@@ -141,7 +141,7 @@ class TokenStream:
             raise
         finally:
             self._is_waiting = False
-        token = self._reading.give()
+        token = self.reader.give()
         if token.finish_reason is not None:
             self._close()
         return token
@@ -167,7 +167,7 @@ class TokenStream:
 
         Cancellation: leaves what was there, or, at the very last, the whole new file. The stream goes on.
         """
-        return await self._write(path, lambda: self._reading.progress)
+        return await self.write(path, lambda: self.reader.progress)
 
     async def aclose(self) -> None:
         """End the generation. Returns at once; closing twice is closing once.
@@ -187,38 +187,38 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._is_closed:
-            self._reading.end()
-            self._arrivals.hang_up()
+            self.reader.end()
+            self.arrivals.hang_up()
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot."""
-        return self._reading.statistics(is_over=self._is_closed)
+        return self.reader.statistics(is_over=self._is_closed)
 
     async def _wait_for_token(self) -> None:
-        if self._reading.finish_reason is not None:
+        if self.reader.finish_reason is not None:
             await trio.lowlevel.checkpoint()
             raise StopAsyncIteration
         if self._is_closed:
-            raise self._arrivals.error
-        if self._reading.has_more:
+            raise self.arrivals.error
+        if self.reader.has_more:
             # A checkpoint a token, also where several came at once.
             await trio.lowlevel.checkpoint()
             return
-        commit = await self._arrivals.receive()
+        commit = await self.arrivals.receive()
         if commit is None:
             self._close()
-            raise self._arrivals.error
-        self._reading.begin(commit)
+            raise self.arrivals.error
+        self.reader.begin(commit)
 
     def _close(self) -> None:
-        self._reading.end()
-        self._hang_up()
+        self.reader.end()
+        self.hang_up()
 
-    def _hang_up(self) -> None:
-        """Have nothing more come. What has come already may still be read, by `runtime.aio`."""
+    def hang_up(self) -> None:
+        """Receive nothing more. What has arrived already may still be read, by `runtime.bridge`."""
         if not self._is_closed:
             self._is_closed = True
-            self._arrivals.close()
+            self.arrivals.close()
 
 
 async def complete(stream: TokenStream) -> Completion:

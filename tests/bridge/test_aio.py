@@ -415,7 +415,7 @@ def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -
             await until(lambda: not thread.is_alive())
             assert all("another asyncio loop" in message for message in said[:4])
             assert all("use runtime.open" in message for message in said[4:8])
-            assert "here is none" in said[8]
+            assert "none is running here" in said[8]
             assert len(said) == 9
             assert [token.id async for token in stream] == text(12)
 
@@ -882,13 +882,13 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
 
 def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     crossings = []
-    answer = TrioThread.answer
+    resolve = TrioThread.resolve
 
     def counted(self: Any, future: Any, value: Any) -> None:
         crossings.append(value)
-        answer(self, future, value)
+        resolve(self, future, value)
 
-    monkeypatch.setattr(TrioThread, "answer", counted)
+    monkeypatch.setattr(TrioThread, "resolve", counted)
 
     async def main() -> None:
         # A drafter that is always right: four tokens a round.

@@ -494,7 +494,7 @@ def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_i
         with opened(held) as rt:
 
             def interrupt_the_leaving() -> None:
-                while not rt._thread._is_stopping:
+                while not rt._bridge.thread._is_stopping:
                     pass
                 press_ctrl_c()
                 held.let_go_on()

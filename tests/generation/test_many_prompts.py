@@ -485,7 +485,7 @@ def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime()
                 await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
             await trio.testing.wait_all_tasks_blocked()
             assert simulation.runtime.num_streams == 0
-            simulation.runtime._check_open()
+            simulation.runtime.check_open()
 
     run(main)
 
