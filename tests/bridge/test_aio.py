@@ -63,7 +63,7 @@ def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.Abstrac
 
 @pytest.fixture
 def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
-    """Runs an async function as `asyncio.run` does, on either loop; afterwards no thread may be left."""
+    """Run an async function as `asyncio.run` does, on either loop, and check that no thread is left."""
 
     def run(main: Main) -> Any:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -82,13 +82,13 @@ def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **opt
 
 
 async def turns(number: int = 20) -> None:
-    """Let the loop go round."""
+    """Let the event loop make that many passes."""
     for _ in range(number):
         await asyncio.sleep(0)
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
+    while not holds():  # noqa: ASYNC110 (other threads set no event)
         await asyncio.sleep(0)
 
 
@@ -104,7 +104,7 @@ async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
 
 
 class Trace:
-    """All events; called in trio's thread."""
+    """A trace function that collects all events; called in the trio thread."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -116,18 +116,18 @@ class Trace:
         return len([e for e in list(self.events) if (e.actor, e.kind, e.session) == (actor, kind, session)])
 
     def passes(self, session: int) -> int:
-        """Forward passes of the target that a session has had."""
+        """Number of the target's forward passes for a session."""
         return sum(self.count(kind, session) for kind in ("prefill", "verify", "decode"))
 
     def is_put_away(self) -> bool:
-        """Whether each cache that was opened was let go of."""
+        """Whether every cache that was opened was closed."""
         spans = [event for event in list(self.events) if isinstance(event, Span)]
         ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
         return sorted(ours[0]) == sorted(ours[1])
 
 
 class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
+    """A model that, after `hold`, blocks in the middle of a forward pass until `let_go_on`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -136,11 +136,11 @@ class Held(Wrapped):
         self._may_go_on = threading.Event()
 
     def hold(self, after: int = 0) -> None:
-        """Stop the next forward pass, or one after so many others."""
+        """Block the next forward pass, or the one after `after` others."""
         self._holds_after = after
 
     async def is_in(self) -> None:
-        """Wait until a forward pass has been stopped."""
+        """Wait until a forward pass blocks."""
         await until(self._is_in.is_set)
 
     def let_go_on(self) -> None:
@@ -156,7 +156,7 @@ class Held(Wrapped):
 
 @contextlib.asynccontextmanager
 async def let_go_on_after(held: Held) -> AsyncIterator[None]:
-    """Have a test that fails not hang as well."""
+    """Release the model at the end, so that a failing test does not hang."""
     try:
         yield
     finally:
@@ -216,7 +216,7 @@ def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: 
             assert texts == [text(12, prompt) for prompt in prompts]
 
     run(main)
-    # In the order of the calls.
+    # Streams begin in the order of the calls.
     began = [e.session for e in trace.events if isinstance(e, Instant) and (e.actor, e.kind) == ("target", "open")]
     assert began == sorted(began) == list(range(5))
 
@@ -537,7 +537,7 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("when", "way"),
-    # In prefill there is nothing yet to break out of.
+    # During prefill no token was given yet, so there is no loop body to break out of.
     [*(("prefill", way) for way in WAYS if way is not by_breaking_out), *(("decode", way) for way in WAYS)],
 )
 def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
@@ -545,10 +545,10 @@ def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: W
 
     async def main() -> None:
         async with opened(held, trace=trace) as rt, let_go_on_after(held):
-            # Four chunks of prompt.
+            # The prompt has four chunks.
             held.hold(after=1 if when == "prefill" else 6)
             await way(rt, held.is_in())
-            # Here the consumer is back, and the forward pass has not moved.
+            # The consumer has returned while the forward pass still blocks.
             assert trace.count("close", 0) == 0
             before = trace.passes(0)
             held.let_go_on()
@@ -618,7 +618,7 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
         await held.is_in()
         task.cancel()
         await turns()
-        # Once more, and it goes on to the end all the same.
+        # Cancelled again, it still leaves in order.
         task.cancel()
         await turns()
         assert not task.done()
@@ -633,7 +633,7 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
 
 def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
     held = Held(target())
-    held.hold()  # models are timed as they are opened
+    held.hold()  # opening runs forward passes to time the models
 
     async def use() -> None:
         async with opened(held):
@@ -790,8 +790,8 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.run_until_complete(main())
     loop.close()
     for thread in threading.enumerate():
-        if thread.name == "outrider-trio":  # the others are a pool's, and only go idle
-            # A way out of a hang, no expectation.
+        if thread.name == "outrider-trio":  # the other threads belong to a pool, and stay idle
+            # Only so that a failing test does not hang.
             thread.join(60)
             assert not thread.is_alive()
     kept.clear()
@@ -814,7 +814,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
     coroutine = use(rts)
     task = loop.create_task(coroutine)
     loop.run_until_complete(until(lambda: len(rts) == 2))
-    coroutine.close()  # what the garbage collector does to a coroutine
+    coroutine.close()  # as the garbage collector does
     task.cancel()
     with pytest.raises(RuntimeError, match="already awaited"):
         loop.run_until_complete(task)
@@ -847,7 +847,7 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
 
         task = asyncio.create_task(let_go_on_later())
         async with opened(held) as rt:
-            # Whichever of these it is at that the model stands still.
+            # The model blocks in one of these.
             streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
             rt.statistics(), streams[0].statistics()
             await streams[1].aclose()
@@ -867,10 +867,10 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
             slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
             assert (await anext(slow)).id == text(1)[0]
             for num_read in (1, 3):
-                # The other has a round for each that the slow one could have.
+                # The other stream has a round for each round that the slow one may have.
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
                 buffered = trace.count("verdict", 0) - num_read
-                # Sixteen in the buffer, one that waits for room, and what came along with the last that was asked for.
+                # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
                 assert 16 <= buffered <= 34
                 rounds = trace.count("verdict", 0)
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
@@ -891,7 +891,7 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TrioThread, "resolve", counted)
 
     async def main() -> None:
-        # A drafter that is always right: four tokens a round.
+        # With a drafter that is always right: four tokens a round.
         async with opened(None, target()) as rt:
             crossings.clear()
             completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
@@ -920,7 +920,7 @@ def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stre
                         async for _ in rt.stream(PROMPT, **LONG):
                             break
                     case 1:
-                        rt.stream(PROMPT, **LONG)  # nobody ever listens
+                        rt.stream(PROMPT, **LONG)  # no consumer
                     case 2:
                         async with rt.stream(PROMPT, **LONG):
                             pass
@@ -955,7 +955,7 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
             await tokens.aclose()
             await until(lambda: rt.num_streams == 0)
 
-            # Dropped, it is the loop that closes it.
+            # A dropped async generator is closed by the loop.
             async for _ in tokens_of(rt):
                 break
             await until(lambda: rt.num_streams == 0)
@@ -1067,7 +1067,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
-            # So is what was withheld, once it is known that nothing more comes.
+            # So is the withheld text, once no further tokens come.
             expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
             stream = conversation.stream("\nclass ", stop=expected.text + "☂")
             async for token in stream:
@@ -1083,7 +1083,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             )
             said = [message["content"] for message in conversation.messages]
 
-            # A turn that is dropped, or cancelled before its first token, makes room at once.
+            # After a turn that is dropped, or cancelled before its first token, the next one can begin at once.
             conversation.stream("never heard")
             third = await conversation.generate("\nimport os")
             assert [message["content"] for message in conversation.messages] == [*said, "\nimport os", third.text]
@@ -1121,7 +1121,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
             found = await loaded.generate("\n\ndef pop(")
             assert ids(found) == ids(expected)
             assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
-            # What it forgets is what was said, and not how.
+            # `reset` forgets the messages, not the settings.
             loaded.reset()
             assert loaded.messages == []
             anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
@@ -1205,7 +1205,7 @@ def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run
                 with pytest.raises(asyncio.CancelledError):
                     await saving
                 for path in tmp_path.iterdir():
-                    # Nothing, or all of it.
+                    # No file, or the whole file.
                     assert path.name == "session"
                     assert (await rt.load(path)).messages == conversation.messages
             loading = asyncio.ensure_future(rt.load(tmp_path / "session"))
