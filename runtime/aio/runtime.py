@@ -12,7 +12,7 @@ from runtime.aio.conversation import Conversation
 from runtime.aio.many_prompts import Completions, TokenStreams
 from runtime.aio.token_stream import TokenStream
 from runtime.bridge.handles import RuntimeHandle, copy_prompt
-from runtime.bridge.many_prompts import make_merged_opener
+from runtime.bridge.many_prompts import prepare_generations
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
@@ -54,7 +54,7 @@ class Runtime(RuntimeHandle[AioBridge]):
             awaited.
         """
         self._bridge.check_settings(settings)
-        begin = make_merged_opener(self._bridge.runtime.generate_many, prompts, max_concurrent, settings)
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, settings)
         return Completions(self._bridge, begin)
 
     def stream_many(self, prompts: Iterable[ManyPrompt], *, max_concurrent: int = 8, **settings: Any) -> TokenStreams:
@@ -65,7 +65,7 @@ class Runtime(RuntimeHandle[AioBridge]):
         Raises: as `generate_many`.
         """
         self._bridge.check_settings(settings)
-        begin = make_merged_opener(self._bridge.runtime.stream_many, prompts, max_concurrent, settings)
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, settings)
         return TokenStreams(self._bridge, begin)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:

@@ -78,7 +78,7 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
         return item
 
 
-def make_merged_opener(
+def prepare_generations(
     begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: Mapping[str, Any]
 ) -> Callable[[], M]:
     """A function that begins the generations of many prompts; to be called in the trio thread.

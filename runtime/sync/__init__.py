@@ -22,7 +22,7 @@ import trio
 from protocol.errors import WrongEventLoopError
 from protocol.settings import MISSING, settings_from
 from runtime.bridge.handles import RuntimeHandle, copy_prompt
-from runtime.bridge.many_prompts import make_merged_opener
+from runtime.bridge.many_prompts import prepare_generations
 from runtime.bridge.opener import evaluate_on_this_thread, make_opener
 from runtime.engine.opening import OPTIONS
 from runtime.engine.runtime import Runtime as TrioRuntime
@@ -124,7 +124,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         Interrupting: a Ctrl-C ends all generations; the texts generated so far are lost.
         """
         self._bridge.check_settings(settings)
-        begin = make_merged_opener(self._bridge.runtime.generate_many, prompts, max_concurrent, settings)
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, settings)
 
         async def complete_all() -> list[Completion]:
             return await begin()
@@ -144,7 +144,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         Interrupting: a Ctrl-C ends all generations.
         """
         self._bridge.check_settings(settings)
-        begin = make_merged_opener(self._bridge.runtime.stream_many, prompts, max_concurrent, settings)
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, settings)
         return TokenStreams(self._bridge, begin)
 
     def conversation(self, system: str | None = None, *, thinking: bool | None = None, **settings: Any) -> Conversation:

@@ -1,7 +1,7 @@
 """The bridge to asyncio, on asyncio's own loop and on uvloop, with real threads and tiny real models.
 
-That nothing blocks the loop is shown by a model that stops in the middle of a forward pass and is let go on by a
-callback of that loop: had anything waited for the model, neither would ever go on.
+To show that nothing blocks the loop, a model blocks in the middle of a forward pass until a callback of the loop
+releases it: anything that waited for the model would hang.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The handle without an event loop, with real threads and tiny real models.
+"""The bridge to plain threads, with real threads and tiny real models.
 
-That something returns at once is shown by a model that stops in the middle of a forward pass and goes on only
-afterwards: had anything waited for the model, neither would ever go on.
+To show that a call returns at once, a model blocks in the middle of a forward pass until after the call: a call that
+waited for the model would hang.
 """
 
 from __future__ import annotations
