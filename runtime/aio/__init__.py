@@ -4,8 +4,8 @@ async with runtime.aio.open("path-or-hub-id/target", draft="path-or-hub-id/draft
     async for token in rt.stream("def quicksort(items):", max_tokens=200):
         print(token.text, end="", flush=True)
 
-Trio, and everything that works on it, runs in a thread of its own. Nothing here blocks the asyncio loop; so what needs
-the models' libraries is imported in that thread, too, and not at the top of this module.
+Trio and the models run in threads of their own, and nothing here blocks the asyncio loop. For the same reason, the
+modules that need the models' libraries are imported in the trio thread, not at the top of this module.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Unpack
 from protocol.reprs import shown
 from protocol.settings import MISSING
 from runtime.aio.thread import AioThread
-from runtime.bridge.deferred_opening import deferred_opening
+from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
     from runtime.aio.conversation import Conversation
     from runtime.aio.many_prompts import Completions, TokenStreams
     from runtime.aio.runtime import Runtime
     from runtime.aio.token_stream import TokenStream
-    from runtime.engine import runtime as engine
     from runtime.engine.open_options import OpenOptions
+    from runtime.engine.runtime import Runtime as TrioRuntime
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
 
-_HOMES = {
+_MODULES = {
     "Completions": "runtime.aio.many_prompts",
     "Conversation": "runtime.aio.conversation",
     "Runtime": "runtime.aio.runtime",
@@ -41,28 +41,28 @@ _HOMES = {
 
 
 def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Opening:
-    """`runtime.open` for asyncio: load the models, and keep them at work until the runtime is closed.
+    """`runtime.open` for asyncio: load the models, and serve them until the runtime is closed.
 
-    `async with runtime.aio.open(…) as rt` closes it as the block is left; after `rt = await runtime.aio.open(…)`,
-    `await rt.aclose()` does.
+    `async with runtime.aio.open(…) as rt` closes the runtime at the end of the block; `rt = await
+    runtime.aio.open(…)` leaves that to `await rt.aclose()`.
 
-    Args: as for `runtime.open`. A model that is given as `(model, tokenizer)` is evaluated first, where it was not yet,
-        in the caller's thread, since it can be in no other. A trace function is called in another thread.
+    Args: as for `runtime.open`. A model given as `(model, tokenizer)` is evaluated first, in the caller's thread: no
+        other thread can evaluate its lazy arrays. A trace function is called in another thread.
 
-    Yields: a `Runtime`, to be used in this asyncio loop, in any of its tasks.
+    Yields: a `Runtime`, for all tasks of this asyncio loop.
 
     Raises: as `runtime.open`, before the block is entered, and:
-        WrongEventLoopError: there is no asyncio loop here, or trio is what runs.
+        WrongEventLoopError: no asyncio loop is running here, or trio is.
 
-    Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at most one a
-        model), and joins the threads, also while being cancelled. While loading, it waits for the load. The loop is not
-        blocked meanwhile. Where the loop is closed with this still open, the threads end by themselves.
+    Cancellation: leaving the block ends every stream, waits for the running forward passes (at most one a model), and
+        joins the threads, also while being cancelled. While loading, it waits for the load. The loop is not blocked
+        meanwhile. If the loop is closed while the runtime is open, the threads end by themselves.
     """
     return Opening(target, draft, dict(options))
 
 
 class Opening:
-    """Awaitable, and an async context manager; see `open`."""
+    """A runtime that is about to open: an awaitable and an async context manager, made by `open`."""
 
     def __init__(self, target: Source, draft: Source | None, options: dict[str, Any]) -> None:
         self._target = target
@@ -83,24 +83,24 @@ class Opening:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is GeneratorExit:
-            # A task that nobody runs any more cannot wait.
-            self._runtime._thread.stop()
+            # The loop no longer runs this task, so that it cannot wait.
+            self._thread.stop()
         else:
             await self._runtime.aclose()
 
     async def _opened(self) -> Runtime:
-        thread: AioThread[engine.Runtime]
-        make = deferred_opening(self._target, self._draft, self._options, handle=_HOMES["Runtime"])
-        thread = AioThread(make, "outrider-trio")
-        runtime = await thread.start()
-        # What takes long to import was imported in the thread.
+        open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULES["Runtime"])
+        self._thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
+        trio_runtime = await self._thread.start()
+        # The trio thread has imported these by now, with the models' libraries that they need.
+        from runtime.aio.bridge import AioBridge
         from runtime.aio.runtime import Runtime
 
-        return Runtime(thread, runtime)
+        return Runtime(AioBridge(self._thread, trio_runtime))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

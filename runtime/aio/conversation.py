@@ -1,45 +1,41 @@
-"""What a program on asyncio holds of a conversation, whose turns are generated in trio's thread."""
+"""A conversation for asyncio, whose turns are generated in the trio thread."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import Any, Unpack, cast
 
 from protocol.settings import SettingsLike
 from protocol.settings_keywords import SettingsArguments
+from runtime.aio.bridge import AioBridge
 from runtime.aio.token_stream import TokenStream
 from runtime.bridge.handles import ConversationHandle
-from runtime.generation import conversation
+from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import turn_settings
 from runtime.generation.token_stream import Completion, SessionFile, complete
 
-if TYPE_CHECKING:
-    from runtime.aio.runtime import Runtime
-
 
 class Conversation(ConversationHandle[TokenStream]):
-    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
 
-    As `runtime.Conversation`, for asyncio: chat templates are filled in, and their texts tokenised, off the loop.
+    `runtime.Conversation` for asyncio: chat templates are rendered, and prompts tokenised, in the trio thread.
     """
 
+    _bridge: AioBridge
     _how_to_close = "aclose()"
 
     def __init__(
         self,
-        runtime: Runtime,
-        make: Callable[[], conversation.Conversation],
-        made: conversation.Conversation | None = None,
+        bridge: AioBridge,
+        make_conversation: Callable[[], TrioConversation],
+        conversation: TrioConversation | None = None,
     ) -> None:
-        """See `Runtime.conversation` and `Runtime.load`; the rest as `ConversationHandle`.
+        """See `Runtime.conversation` and `Runtime.load`.
 
-        Args:
-            runtime: whose.
+        Args: as `ConversationHandle`.
         """
-        super().__init__(make, made)
-        self._runtime = runtime
+        super().__init__(bridge, partial(TokenStream, bridge), make_conversation, conversation)
 
     def __repr__(self) -> str:
         return f"<outrider aio.Conversation: {len(self.messages)} messages>"
@@ -54,21 +50,16 @@ class Conversation(ConversationHandle[TokenStream]):
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        keywords = turn_settings(settings, overrides)
-        self._runtime._check(keywords)
-        self._check_idle("say something")
-        stream = self._runtime._begin(partial(self._open, text, keywords))
-        self._last = weakref.ref(stream)
-        return stream
+        return self._begin_turn(text, turn_settings(settings, overrides))
 
     async def generate(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> Completion:
-        """Say something, and have the whole answer.
+        """Say something, and return the whole answer.
 
-        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+        Args, Raises: as `stream`; the errors of a running stream are raised here too.
 
-        Cancellation: ends the answer; what was generated until then is lost, but not what was given of it.
+        Cancellation: ends the answer. The text generated so far is lost, but for what was given of it.
         """
         return await complete(cast(Any, self.stream(text, settings, **overrides)))
 
@@ -77,16 +68,16 @@ class Conversation(ConversationHandle[TokenStream]):
 
         Args, Returns, Raises: as there.
 
-        Cancellation: leaves what was there, or, at the very last, the whole new file.
+        Cancellation: leaves the old file, or, at the very last, the whole new one.
         """
-        self._runtime._check_loop()
+        self._bridge.check_loop()
         self._check_idle("save the conversation")
-        return await self._runtime._done_in_trio(partial(self._save, path))
+        return await self._bridge.call(partial(self._save, path))
 
     def reset(self) -> None:
-        """Forget everything but the system's message.
+        """Forget everything but the system message.
 
         Raises: ConversationBusyError: a turn is neither over nor closed.
         """
-        self._runtime._check_loop()
+        self._bridge.check_loop()
         self._forget()

@@ -1,4 +1,4 @@
-"""A trio loop in a thread of its own, beside an asyncio loop that wants something of it."""
+"""A trio thread for callers in one asyncio loop."""
 
 from __future__ import annotations
 
@@ -8,60 +8,61 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, cast
 
-import outcome
 import trio
 
 from protocol.errors import WrongEventLoopError
 from runtime.bridge.call import BridgeCall
-from runtime.bridge.trio_thread import Promise, TrioThread
+from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
 T = TypeVar("T")
 
 
 def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """The asyncio loop that this runs under.
+    """The running asyncio loop.
 
-    Raises: WrongEventLoopError: there is none, or trio is what runs.
+    Raises: WrongEventLoopError: there is none, or trio is running.
     """
-    # In this order: where trio is a guest of asyncio, both are there.
+    # Trio first: in trio's guest mode on asyncio, both are running.
     if trio.lowlevel.in_trio_task():
-        raise WrongEventLoopError("this is trio, and runtime.aio is for asyncio; use runtime.open and what it gives")
+        raise WrongEventLoopError("runtime.aio is for asyncio, but trio is running here; use runtime.open instead")
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise WrongEventLoopError(
-            "runtime.aio needs a running asyncio loop, and here is none; use it in one, or runtime.open_sync without"
+            "runtime.aio needs a running asyncio loop, but none is running here; use runtime.open_sync instead"
         ) from None
 
 
 class AioThread(TrioThread[T]):
-    """Made, started and ended by one asyncio loop. It ends by itself once that loop is closed or its thread has ended.
+    """A trio thread that is made, started and stopped by one asyncio loop.
+
+    It ends by itself once the loop is closed, or the loop's thread or the main thread has ended.
 
     Attributes:
-        loop: that asyncio loop.
+        loop: the asyncio loop.
     """
 
-    def __init__(self, make: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
+    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
         """As `TrioThread`.
 
-        Raises: WrongEventLoopError: there is no asyncio loop here.
+        Raises: WrongEventLoopError: no asyncio loop is running here.
         """
         self.loop = asyncio_loop()
         self._owner = threading.current_thread()
-        super().__init__(make, name)
+        super().__init__(make_manager, name)
 
     async def start(self) -> T:
         """Start, and wait until the context manager has been entered.
 
         Raises: what entering it raises.
 
-        Cancellation: ends it; waits until that is done.
+        Cancellation: stops the thread, and is raised once it has ended.
         """
         self._thread.start()
         try:
-            await settled(self._started)
+            await wait_result(self._started)
         except asyncio.CancelledError:
-            await self._over()
+            await self._stop_and_wait()
             raise
         except GeneratorExit:
             self.stop()
@@ -71,80 +72,77 @@ class AioThread(TrioThread[T]):
             self._raise_failure()
         return self._value
 
-    async def end(self) -> None:
-        """Leave the context manager, and wait for the thread's end; harmless where that is done.
+    async def stop_and_join(self) -> None:
+        """Leave the context manager, and wait for the thread's end; harmless if it has ended.
 
         Raises: what leaving it raises.
 
-        Cancellation: it goes on to the end in any case, and then strikes.
+        Cancellation: the thread is joined in any case; the cancellation is raised after that.
         """
-        await self._over()
+        await self._stop_and_wait()
         self._raise_failure()
 
-    def promise(self) -> Promise[Any]:
-        """See `TrioThread.promise`; an `asyncio.Future`."""
+    def make_future(self) -> BridgeFuture[Any]:
+        """See `TrioThread.make_future`; an `asyncio.Future`."""
         return self.loop.create_future()
 
-    async def _over(self) -> None:
+    async def _stop_and_wait(self) -> None:
         self.stop()
         cancelled: asyncio.CancelledError | None = None
         while not self._ended.done():
             try:
-                await settled(self._ended)
+                await wait_result(self._ended)
             except asyncio.CancelledError as error:
                 cancelled = error
-        # All that is left of the thread by now is its return.
+        # Does not block: the thread only has to return.
         self._thread.join()
         if cancelled is not None:
             raise cancelled
 
-    def _raise_failure(self) -> None:
-        if isinstance(self._outcome, outcome.Error):
-            raise self._outcome.error
+    # --- in the trio thread -----------------------------------------------------------------------
 
-    # --- in the thread ----------------------------------------------------------------------------
-
-    def _deliver(self, promise: Promise[Any], value: object) -> bool:
+    def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
         try:
-            self.loop.call_soon_threadsafe(_set_result, promise, value)
+            self.loop.call_soon_threadsafe(_set_result, future, value)
         except RuntimeError:
             return False  # the loop is closed
         return True
 
     def _has_callers(self) -> bool:
-        # At the interpreter's exit, a loop in a daemon thread is left as it is, and this thread is waited for.
+        # The main thread too: the interpreter's exit joins this thread, and leaves the loop of a daemon thread open.
         owners = self._owner, threading.main_thread()
         return not self.loop.is_closed() and all(owner.is_alive() for owner in owners)
 
 
-def _set_result(promise: Promise[Any], value: object) -> None:
-    if not promise.done():
-        promise.set_result(value)
+def _set_result(future: BridgeFuture[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
-async def settled(promise: Promise[T]) -> T:
-    """The result of a promise of an `AioThread`, for which others may wait, too.
+async def wait_result(future: BridgeFuture[T]) -> T:
+    """The result of a future of an `AioThread`, for which other tasks may be waiting, too.
 
-    Cancellation: leaves the promise as it is.
+    Cancellation: leaves the future as it is.
     """
-    return promise.result() if promise.done() else await asyncio.shield(cast("asyncio.Future[T]", promise))
+    return future.result() if future.done() else await asyncio.shield(cast("asyncio.Future[T]", future))
 
 
-async def result_of(errand: BridgeCall[T]) -> T:
-    """What comes of an errand.
+async def call_result(call: BridgeCall[T]) -> T:
+    """The result of a call in the trio thread, or its exception.
 
-    Cancellation: reaches what is done, and strikes once that has ended.
+    Cancellation: cancels the call, and is raised once the call has ended.
     """
     cancelled: asyncio.CancelledError | None = None
-    while not errand.done.done():
+    while not call.done.done():
         try:
-            await settled(errand.done)
+            await wait_result(call.done)
         except asyncio.CancelledError as error:
+            # Once for each cancellation: anyio cancels a task again in every pass of the loop.
             cancelled = error
-            errand.cancel()
+            call.cancel()
         except GeneratorExit:
-            errand.cancel()
+            call.cancel()
             raise
     if cancelled is not None:
         raise cancelled
-    return errand.result()
+    return call.result()

@@ -1,1 +1,8 @@
-"""A trio loop in a thread of its own, for callers that are not on trio; shared by `runtime.aio` and `runtime.sync`."""
+"""The way from a trio runtime in a thread of its own to callers outside of trio; shared by `runtime.aio` and
+`runtime.sync`, which add only how a caller waits.
+
+The way of a token: the target commits a round in the trio thread; `CommitSource` (`handles`) receives it for
+`BridgeStream` (`stream`), which sends everything that has arrived when the consumer requests more; `TrioThread`
+(`trio_thread`) resolves the consumer's future; `IteratorHandle` (`iterator_handle`) turns the commit into tokens in the
+consumer's thread. `BridgeCall` (`call`) runs single async functions, and `opener` opens the runtime in the thread.
+"""

@@ -1,4 +1,4 @@
-"""One thing that is done in trio's thread, while a caller elsewhere waits for what comes of it."""
+"""One async function that runs in the trio thread while a caller elsewhere waits for its result."""
 
 from __future__ import annotations
 
@@ -9,67 +9,69 @@ import outcome
 import trio
 
 from protocol.errors import RuntimeClosedError
-from runtime.bridge.trio_thread import Promise, TrioThread
+from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
 T = TypeVar("T")
 
 
 class BridgeCall(Generic[T]):
-    """An async function of trio's, called for a caller elsewhere.
+    """A call of an async function in the trio thread, made by a caller elsewhere.
 
     Attributes:
-        done: once nothing more happens.
+        done: resolved once the function has returned, raised or been cancelled.
     """
 
-    def __init__(self, thread: TrioThread[Any], check: Callable[[], None], do: Callable[[], Awaitable[T]]) -> None:
-        """Made in the caller's thread; done soon, in the order of the calls.
+    def __init__(
+        self, thread: TrioThread[Any], check_open: Callable[[], None], function: Callable[[], Awaitable[T]]
+    ) -> None:
+        """Called in the caller's thread. The function starts soon; calls start in the order in which they were made.
 
         Args:
-            thread: trio's.
-            check: called first, in trio's thread; raises where nothing can be done any more.
-            do: does it.
+            thread: the trio thread.
+            check_open: called first, in the trio thread; raises if the runtime was closed.
+            function: the async function.
 
-        Raises: trio.RunFinishedError: trio's thread has ended.
+        Raises: trio.RunFinishedError: the trio thread has ended.
         """
         self._thread = thread
-        self._check = check
-        self._do = do
+        self._check_open = check_open
+        self._function = function
         self._outcome: outcome.Outcome[T] = outcome.Error(
-            RuntimeClosedError("the runtime was closed before this was done; open another")
+            RuntimeClosedError("the runtime was closed before this call finished; open another")
         )
         self._scope = trio.CancelScope()
-        self.done: Promise[None] = thread.promise()
-        thread.run_soon(self._begin)
+        self.done: BridgeFuture[None] = thread.make_future()
+        thread.run_soon(self._start)
 
     # --- in any thread ----------------------------------------------------------------------------
 
     def result(self) -> T:
-        """What came of it; once, and only once it is done."""
+        """The function's result, or its exception; call once, after `done`."""
         return self._outcome.unwrap()
 
     def cancel(self) -> None:
-        """Cancel the function, soon; harmless where it is done."""
+        """Cancel the function soon; harmless once it is done."""
         try:
             self._thread.run_soon(self._scope.cancel)
         except trio.RunFinishedError:
             return
 
-    # --- in trio ----------------------------------------------------------------------------------
+    # --- in the trio thread -----------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        # Whatever it raises is for who waits; here, it would end trio.
-        checked = outcome.capture(self._check)
+    def _start(self) -> None:
+        # An exception is for the caller; raised from here, it would end the trio loop.
+        checked = outcome.capture(self._check_open)
         if isinstance(checked, outcome.Error):
             self._outcome = checked
-            self._thread.answer(self.done, None)
+            self._thread.resolve(self.done, None)
         else:
             self._thread.nursery.start_soon(self._run)
 
     async def _run(self) -> None:
         try:
             with self._scope:
-                self._outcome = outcome.Value(await self._do())
-        except Exception as error:  # likewise
+                self._outcome = outcome.Value(await self._function())
+        except Exception as error:  # for the caller, too
             self._outcome = outcome.Error(error)
         finally:
-            self._thread.answer(self.done, None)
+            self._thread.resolve(self.done, None)

@@ -1,60 +1,56 @@
-"""What the handles for asyncio (`runtime.aio`) and for plain threads (`runtime.sync`) have in common.
+"""The handles on a stream, a conversation and a runtime that asyncio (`runtime.aio`) and plain threads (`runtime.sync`)
+share.
 
-The runtime itself, its streams and its conversations live in trio's thread. A handle holds on to them from elsewhere.
+The runtime, its streams and its conversations live in the trio thread. A handle refers to one of them from elsewhere.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.memory import peak_memory
-from protocol.errors import ConversationBusyError, RuntimeClosedError
+from protocol.errors import ConversationBusyError
 from protocol.session_state import Commit, FinishReason
-from protocol.statistics import Counts, Statistics
-from runtime.bridge.call import BridgeCall
-from runtime.bridge.stream import BridgeStream, S
-from runtime.bridge.trio_thread import TrioThread
-from runtime.engine import runtime as engine
+from protocol.statistics import Statistics
+from runtime.bridge.iterator_handle import IteratorHandle
+from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.engine.health import Health
-from runtime.generation import conversation, token_stream
+from runtime.generation.conversation import Conversation as TrioConversation
+from runtime.generation.conversation import Message
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import SessionFile
+from runtime.generation.token_reader import Token
+from runtime.generation.token_stream import SessionFile, warn_unread
+from runtime.generation.token_stream import TokenStream as TrioTokenStream
 
-T = TypeVar("T")
-Thread = TypeVar("Thread", bound=TrioThread[Any])
-
-_NOTHING = ReasoningTracker(None, ())
+_NO_ANSWER = ReasoningTracker(None, ())
 
 
-class Commits:
-    """What is committed of a stream, as a source for a relay.
+class CommitSource:
+    """The commits of one generation, as a source for a bridge stream.
 
     Attributes:
-        stream: trio's, which nobody iterates over; it says in trio's thread whether the generation is over.
-        reading: the stream's, for the consumer's thread.
-        arrivals: the stream's.
+        stream: the trio stream. Nobody iterates over it; it tells the trio thread whether the generation is over.
+        reader: the stream's token reader, used in the consumer's thread.
+        arrivals: the stream's commits, received in the trio thread.
     """
 
-    def __init__(self, stream: token_stream.TokenStream) -> None:
+    def __init__(self, stream: TrioTokenStream) -> None:
         self.stream = stream
-        self.reading = stream.reader
+        self.reader = stream.reader
         self.arrivals = stream.arrivals
 
-    async def take(self) -> Sequence[Commit]:
-        """See `Source.take`."""
+    async def receive(self) -> Sequence[Commit]:
+        """See `Source.receive`."""
         commit = await self.arrivals.receive()
         return () if commit is None else (commit, *self.arrivals.receive_ready())
 
-    def rest(self) -> Sequence[Commit]:
-        """See `Source.rest`."""
+    def drain(self) -> Sequence[Commit]:
+        """See `Source.drain`."""
         return self.arrivals.receive_rest()
 
     def close(self) -> None:
@@ -62,155 +58,143 @@ class Commits:
         self.stream.hang_up()
 
 
-class StreamHandle:
-    """Holds on to a generation from outside trio's thread; a subclass waits for its tokens."""
+class StreamHandle(IteratorHandle[CommitSource, Commit, Token]):
+    """A handle on one generation from outside the trio thread; gives its tokens."""
 
-    _how_to_close: str
+    _how_to_close: str  # the call that closes a stream, for messages
+    _source: CommitSource | None = None  # set once the prompt was checked
 
-    def __init__(self, relay: BridgeStream[Commits, Commit], unopened: Callable[[], Statistics]) -> None:
-        """Nothing was given so far.
-
-        Args:
-            relay: of what is committed; it must not know this object.
-            unopened: the statistics of a stream whose prompt was not looked at yet.
-        """
-        self._relay = relay
-        self._unopened = unopened
-        self._source: Commits | None = None  # once the prompt was looked at
-        self._commits: deque[Commit] = deque()
-        self._is_closed = False
-        self._is_unread = True
+    def __del__(self) -> None:
+        # A stream whose making failed has no bridge stream, and is closed.
+        is_dropped_unread = not self._is_closed and self._is_unread and not self._bridge_stream.is_over
+        super().__del__()
+        if is_dropped_unread:
+            warn_unread(self, self._how_to_close)
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return None if self._source is None else self._source.reading.finish_reason
+        return None if self._source is None else self._source.reader.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string or stop token that ended the text, once its last token was given, or None."""
-        return None if self._source is None else self._source.reading.stop_reason
+        return None if self._source is None else self._source.reader.stop_reason
 
     @property
     def answer(self) -> ReasoningTracker:
-        """What was given so far, told apart into what the model thinks and what it says."""
-        return _NOTHING if self._source is None else self._source.reading.answer
+        """The text given so far, split into the model's reasoning and its answer."""
+        return _NO_ANSWER if self._source is None else self._source.reader.answer
 
     @property
     def tail(self) -> str:
         """The text of the tokens given that was not given with them; see `runtime.TokenStream.tail`."""
-        return "" if self._source is None else self._source.reading.tail
+        return "" if self._source is None else self._source.reader.tail
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more comes: the last token was given, or the stream was closed, or failed."""
+        """Whether no further tokens come: the last one was given, or the stream was closed or failed."""
         return self._is_closed
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot. See `runtime.Statistics`."""
         if self._source is None:
-            return self._unopened()
-        return self._source.reading.statistics(is_over=self._is_closed)
+            return self._bridge.unopened_statistics()
+        return self._source.reader.statistics(is_over=self._is_closed)
 
     @property
     def _state(self) -> str:
-        """In words, for a repr."""
+        """For a repr."""
         state = self.finish_reason or ("closed" if self._is_closed else "under way")
-        num_given = 0 if self._source is None else self._source.reading.num_given
+        num_given = 0 if self._source is None else self._source.reader.num_given
         return f"{state}: {num_given} tokens given"
 
-    def __del__(self) -> None:
-        if not self._is_closed:
-            if self._source is not None:
-                self._source.reading.end()
-            self._relay.hang_up()
-            self._is_closed = True  # whoever shows the warning may keep the stream
-            if self._is_unread and not self._relay.is_over:
-                token_stream.warn_unread(self, self._how_to_close)
-
-    def _begun(self) -> Commits:
-        """The source, once the relay has begun.
-
-        Raises: what opening the stream raised.
-        """
+    def _source_once_opened(self) -> CommitSource:
         if self._source is None:
-            if self._relay.failure is not None:
-                self._close()
-                raise self._relay.failure
-            self._source = self._relay.source
-            assert self._source is not None
-            if self.finish_reason is not None:  # it was saved at its end
+            self._source = super()._source_once_opened()
+            if self.finish_reason is not None:  # a loaded stream that was saved at its end
                 self._close()
         return self._source
 
-    def _writing(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
-        """What saves the stream in trio, as far as its tokens were given by now."""
+    def _make_save(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
+        """A function that saves the stream, in the trio thread, behind the last token given by now."""
         self._is_unread = False
-        source = self._begun()
-        # What has come into this thread by now; the rest is in trio's.
-        here = source.reading.progress.with_commits(self._commits)
-        return lambda: source.stream.write(path, lambda: here)
+        source = self._source_once_opened()
+        # Commits that are in this thread already; later ones are in the trio thread.
+        progress = source.reader.progress.with_commits(self._arrived)
+        return lambda: source.stream.write(path, lambda: progress)
 
-    def _must_ask(self, source: Commits) -> bool:
-        """Whether the next token is still to come from trio's thread."""
-        reading = source.reading
-        return reading.finish_reason is None and not self._is_closed and not reading.has_more and not self._commits
+    def _must_request(self, source: CommitSource) -> bool:
+        reader = source.reader
+        return reader.finish_reason is None and not self._is_closed and not reader.has_more and not self._arrived
 
-    def _has_next(self, source: Commits) -> bool:
-        """Whether there is a next token, after what was asked for has come; False where the text is over.
-
-        Raises: why nothing more comes of a text that is not over.
-        """
-        reading = source.reading
-        if reading.finish_reason is not None:
-            return False
+    def _take_next(self, source: CommitSource) -> Token | None:
+        reader = source.reader
+        if reader.finish_reason is not None:
+            return None
         if self._is_closed:
             raise source.arrivals.error
-        if not reading.has_more:
-            if not self._commits:
+        if not reader.has_more:
+            if not self._arrived:
                 self._close()
                 raise source.arrivals.error
-            reading.begin_commit(self._commits.popleft())
-        return True
+            reader.begin_commit(self._arrived.popleft())
+        token = reader.next_token()
+        if token.finish_reason is not None:
+            self._close()
+        return token
 
     def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            if self._source is not None:
-                self._source.reading.end()
-                self._source.arrivals.hang_up()
-            self._relay.hang_up()
+        if not self._is_closed and self._source is not None:
+            self._source.reader.end()
+            self._source.arrivals.hang_up()
+        super()._close()
 
 
 Handle = TypeVar("Handle", bound=StreamHandle)
 
 
 class ConversationHandle(Generic[Handle]):
-    """Holds on to a conversation from outside trio's thread; a subclass says things in it."""
+    """A handle on a conversation from outside the trio thread; a subclass waits for its answers."""
 
-    _how_to_close: str  # a stream
+    _how_to_close: str  # the call that closes a stream, for messages
 
     def __init__(
-        self, make: Callable[[], conversation.Conversation], made: conversation.Conversation | None = None
+        self,
+        bridge: RuntimeBridge[Any],
+        open_handle: Callable[[Callable[[], TrioTokenStream]], Handle],
+        make_conversation: Callable[[], TrioConversation],
+        conversation: TrioConversation | None = None,
     ) -> None:
-        """Of a conversation that is made when something is said in it first.
+        """A conversation that is made in the trio thread before its first turn.
 
         Args:
-            make: makes the conversation itself, in trio's thread.
-            made: one that there is already; `make` makes another like it, without what was said.
+            bridge: to the conversation's runtime.
+            open_handle: makes the handle of a stream, from a function that opens the stream in the trio thread.
+            make_conversation: makes the trio conversation, in the trio thread.
+            conversation: one that exists already; `make_conversation` makes another like it, in which nothing was said.
         """
-        self._make = make
-        self._made = made
+        self._bridge = bridge
+        self._open_handle = open_handle
+        self._make_conversation = make_conversation
+        self._conversation = conversation
         self._last: weakref.ref[Handle] | None = None  # weak, since dropping the stream is a way to end it
 
     @property
-    def messages(self) -> list[conversation.Message]:
-        """What was said so far, oldest first; a copy. A turn belongs to it from its first token on that was given."""
-        return [] if self._made is None else self._made.messages
+    def messages(self) -> list[Message]:
+        """The messages so far, oldest first; a copy. A turn is part of them from the first token on that was given."""
+        return [] if self._conversation is None else self._conversation.messages
+
+    def _begin_turn(self, text: str, overrides: dict[str, Any]) -> Handle:
+        self._bridge.check_settings(overrides)
+        self._check_idle("say something")
+        stream = self._open_handle(partial(self._open_turn, text, overrides))
+        self._last = weakref.ref(stream)
+        return stream
 
     def _forget(self) -> None:
         self._check_idle("forget what was said")
-        self._made, self._last = None, None
+        self._conversation, self._last = None, None
 
     def _check_idle(self, what: str) -> None:
         stream = None if self._last is None else self._last()
@@ -220,92 +204,60 @@ class ConversationHandle(Generic[Handle]):
                 f"{self._how_to_close}"
             )
 
-    # --- in trio's thread, where one turn begins after the other ------------------------------------
+    # --- in the trio thread, where turns begin in the order of the calls ---------------------------
 
-    def _open(self, text: str, overrides: dict[str, Any]) -> token_stream.TokenStream:
-        return self._there().stream(text, **overrides)
+    def _open_turn(self, text: str, overrides: dict[str, Any]) -> TrioTokenStream:
+        return self._made_conversation().stream(text, **overrides)
 
     async def _save(self, path: SessionFile) -> int:
-        return await self._there().save(path)
+        return await self._made_conversation().save(path)
 
-    def _there(self) -> conversation.Conversation:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+    def _made_conversation(self) -> TrioConversation:
+        if self._conversation is None:
+            self._conversation = self._make_conversation()
+        return self._conversation
 
 
-class RuntimeHandle(Generic[Thread]):
-    """Holds on to a runtime from outside trio's thread; a subclass asks for texts."""
+B = TypeVar("B", bound=RuntimeBridge[Any])
 
-    def __init__(self, thread: Thread, runtime: engine.Runtime) -> None:
-        """Of a runtime that is open.
 
-        Args:
-            thread: trio's, with the runtime in it.
-            runtime: the same.
-        """
-        self._thread = thread
-        self._runtime = runtime
+class RuntimeHandle(Generic[B]):
+    """A handle on a runtime from outside the trio thread; a subclass generates texts."""
+
+    def __init__(self, bridge: B) -> None:
+        self._bridge = bridge
 
     def __repr__(self) -> str:
-        return repr(self._runtime)
+        return repr(self._bridge.runtime)
 
     def statistics(self) -> Statistics:
-        """As `runtime.Runtime.statistics`. The models work on meanwhile: of a round that ends at this very moment, some
-        figures may be in it and some not. No count is ever less than it was before.
+        """As `runtime.Runtime.statistics`. The models go on working meanwhile: if a round ends at this moment, only
+        some of its figures may be counted. No count is ever less than it was before.
         """
-        return self._runtime.statistics()
+        return self._bridge.runtime.statistics()
 
     def health(self) -> Health:
         """As `runtime.Runtime.health`."""
-        return self._runtime.health()
+        return self._bridge.runtime.health()
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         """The target's tokenizer, as mlx-lm wraps it."""
-        return self._runtime.tokenizer
+        return self._bridge.runtime.tokenizer
 
     @property
     def num_streams(self) -> int:
-        """Streams that are under way; one that was begun or ended just now may not be counted, or still be."""
-        return self._runtime.num_streams
+        """Streams that are under way. A stream that begins or ends at this moment may or may not be counted."""
+        return self._bridge.runtime.num_streams
 
     @property
     def num_waiting(self) -> int:
-        """Streams that wait for others to make room, because `max_streams` are at work; with the same reserve."""
-        return self._runtime.num_waiting
-
-    def _relay(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:
-        try:
-            return BridgeStream(self._thread, make_source)
-        except trio.RunFinishedError:
-            raise RuntimeClosedError(engine.CLOSED) from None
-
-    def _errand(self, do: Callable[[], Awaitable[T]]) -> BridgeCall[T]:
-        """Something that trio does, while the runtime is open."""
-        self._runtime.check_open()
-        try:
-            return BridgeCall(self._thread, self._runtime.check_open, do)
-        except trio.RunFinishedError:
-            raise RuntimeClosedError(engine.CLOSED) from None
-
-    def _anew(self, made: conversation.Conversation) -> Callable[[], conversation.Conversation]:
-        """Makes a conversation like one that there is, in which nothing was said yet."""
-        system = made._system[0]["content"] if made._system else None
-        return partial(self._runtime.conversation, system, thinking=made._thinking, **made._settings)
-
-    def _nothing_yet(self) -> Statistics:
-        return Counts().snapshot(
-            elapsed=0.0,
-            generation_seconds=0.0,
-            time_to_first_token=None,
-            peak_memory=peak_memory(),
-            estimates=self._runtime.prices.estimates(),
-        )
+        """Streams that wait because `max_streams` others are at work; as inexact as `num_streams`."""
+        return self._bridge.runtime.num_waiting
 
 
-def own(prompt: Prompt) -> Prompt:
-    """A prompt that the caller cannot change any more, and that any thread can read."""
+def copy_prompt(prompt: Prompt) -> Prompt:
+    """A copy of a prompt that the caller cannot change any more, and that any thread can read."""
     if hasattr(prompt, "tolist"):
         listed: Prompt = prompt.tolist()
         return listed

@@ -1,15 +1,14 @@
-"""Many prompts at a time, for the handles of asyncio and of plain threads: what both have in common."""
+"""Many prompts at a time: the part of their handles that asyncio and plain threads share."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from protocol.errors import RuntimeClosedError
-from runtime.bridge.handles import own
-from runtime.bridge.stream import BridgeStream
+from runtime.bridge.handles import copy_prompt
+from runtime.bridge.iterator_handle import IteratorHandle
 from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 
@@ -20,124 +19,82 @@ M = TypeVar("M")
 
 
 class MergedSource(Generic[T]):
-    """What comes of many prompts, as a source for a relay.
+    """The items of many generations, as a source for a bridge stream.
 
     Attributes:
         error: of the generation that failed, if one did.
+        merged: the generations' own iterator, in the trio thread.
     """
 
     def __init__(self, merged: Merged[T]) -> None:
         self.error: Exception | None = None
-        self._merged = merged
+        self.merged = merged
 
-    async def take(self) -> Sequence[tuple[int, T]]:
-        """See `Source.take`."""
-        # Whatever reading a text raises is for who wanted it; here, it would end trio.
+    async def receive(self) -> Sequence[tuple[int, T]]:
+        """See `Source.receive`."""
+        # An exception is for the consumer; raised from here, it would end the trio loop.
         try:
-            following = await self._merged.next_item()
+            item = await self.merged.next_item()
         except Exception as error:
             self.error = error
             return ()
-        return () if following is None else (following, *self._merged.ready_items())
+        return () if item is None else (item, *self.merged.ready_items())
 
-    def rest(self) -> Sequence[tuple[int, T]]:
-        """See `Source.rest`."""
+    def drain(self) -> Sequence[tuple[int, T]]:
+        """See `Source.drain`."""
         return ()
 
     def close(self) -> None:
         """See `Source.close`."""
-        self._merged.close()
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts there are."""
-        return self._merged.num_prompts
-
-    def is_last(self, item: T) -> bool:
-        """Whether nothing more comes of an item's prompt."""
-        return self._merged.is_last(item)
+        self.merged.close()
 
 
-class MergedHandle(Generic[T]):
-    """Holds on to many generations from outside trio's thread; a subclass waits for what they give."""
+class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]):
+    """A handle on many generations from outside the trio thread; gives pairs (index of the prompt, item)."""
 
-    def __init__(self, relay: BridgeStream[MergedSource[T], tuple[int, T]]) -> None:
-        """Nothing was given so far.
-
-        Args:
-            relay: of what comes; it must not know this object.
-        """
-        self._relay = relay
-        self._arrived: deque[tuple[int, T]] = deque()
-        self._num_given = 0  # prompts, with all that came of them
-        self._is_closed = False
-
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self._relay.hang_up()
+    _num_finished = 0  # prompts whose last item was given
 
     @property
     def _state(self) -> str:
-        """In words, for a repr."""
-        source = self._relay.source
-        of = "" if source is None else f" of {source.num_prompts}"
-        return f"{'over or closed' if self._is_closed else 'under way'}: {self._num_given}{of} given"
+        """For a repr."""
+        source = self._bridge_stream.source
+        of = "" if source is None else f" of {source.merged.num_prompts}"
+        return f"{'over or closed' if self._is_closed else 'under way'}: {self._num_finished}{of} given"
 
-    def _begun(self) -> MergedSource[T]:
-        """The source, once the relay has begun.
+    def _must_request(self, source: MergedSource[T]) -> bool:
+        return self._num_finished < source.merged.num_prompts and not self._is_closed and not self._arrived
 
-        Raises: what beginning the generations raised.
-        """
-        if self._relay.failure is not None:
-            self._close()
-            raise self._relay.failure
-        assert self._relay.source is not None
-        return self._relay.source
-
-    def _must_ask(self, source: MergedSource[T]) -> bool:
-        """Whether the next item is still to come from trio's thread."""
-        return self._num_given < source.num_prompts and not self._is_closed and not self._arrived
-
-    def _following(self, source: MergedSource[T]) -> tuple[int, T] | None:
-        """The next item, after what was asked for has come; None once all have been given.
-
-        Raises: why nothing more comes of generations that are not over.
-        """
-        if self._num_given == source.num_prompts:
+    def _take_next(self, source: MergedSource[T]) -> tuple[int, T] | None:
+        if self._num_finished == source.merged.num_prompts:
             self._close()
             return None
         if self._is_closed or not self._arrived:
             self._close()
             raise source.error or RuntimeClosedError(_CLOSED)
-        following = self._arrived.popleft()
-        self._num_given += source.is_last(following[1])
-        if self._num_given == source.num_prompts:
+        item = self._arrived.popleft()
+        self._num_finished += source.merged.is_last(item[1])
+        if self._num_finished == source.merged.num_prompts:
             self._close()
-        return following
-
-    def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._relay.hang_up()
+        return item
 
 
-def begin_many(
+def prepare_generations(
     begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: Mapping[str, Any]
 ) -> Callable[[], M]:
-    """What begins the generations of many prompts, in trio's thread.
+    """A function that begins the generations of many prompts; to be called in the trio thread.
 
     Args:
-        begin: `generate_many` or `stream_many` of trio's runtime.
-        prompts: gone through here, in the caller's thread.
-        max_concurrent, settings: as for those two.
+        begin: `generate_many` or `stream_many` of the trio runtime.
+        prompts: iterated over now, in the caller's thread.
+        max_concurrent, settings: as for these two methods.
 
     Raises: SettingsError: `max_concurrent` is out of its range.
     """
     check_max_concurrent(max_concurrent)
-    owned = [_own_with_settings(prompt) for prompt in prompts] if is_list(prompts) else prompts
-    return partial(begin, owned, max_concurrent=max_concurrent, **settings)
+    copies = [_copy_with_settings(prompt) for prompt in prompts] if is_list(prompts) else prompts
+    return partial(begin, copies, max_concurrent=max_concurrent, **settings)
 
 
-def _own_with_settings(prompt: ManyPrompt) -> ManyPrompt:
+def _copy_with_settings(prompt: ManyPrompt) -> ManyPrompt:
     alone, settings = with_settings(prompt)
-    return (own(alone), dict(settings)) if settings else own(alone)
+    return (copy_prompt(alone), dict(settings)) if settings else copy_prompt(alone)

@@ -1,4 +1,4 @@
-"""Carries what comes in trio's thread to a consumer elsewhere: when it asks, and then as much as is there."""
+"""Carries items from a source in the trio thread to a consumer elsewhere, as the consumer requests them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Generic, Protocol, TypeVar
 import outcome
 import trio
 
-from runtime.bridge.trio_thread import Promise, TrioThread
+from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """Where it comes from; used in trio's thread."""
+    """Where the items of a bridge stream come from; used in the trio thread."""
 
-    async def take(self) -> Sequence[T_co]:
-        """Wait for something, and return all that is there; nothing once nothing more comes.
+    async def receive(self) -> Sequence[T_co]:
+        """Wait for an item, and return all that have arrived; an empty sequence at the end.
 
-        Cancellation: takes nothing.
+        Cancellation: takes no item.
         """
         ...
 
-    def rest(self) -> Sequence[T_co]:
-        """All that is there, without waiting. Asked once, at the end."""
+    def drain(self) -> Sequence[T_co]:
+        """All items that have arrived, without waiting. Called once, at the end."""
         ...
 
     def close(self) -> None:
-        """Have nothing more come. Never waits; closing twice is closing once."""
+        """Stop the source, so that no further items arrive. Never waits; closing twice is closing once."""
         ...
 
 
@@ -37,37 +37,37 @@ S = TypeVar("S", bound=Source[Any])
 
 
 class BridgeStream(Generic[S, T]):
-    """Between a source and its consumer.
+    """A stream of items from a source in the trio thread to one consumer in another thread.
 
-    Nothing is fetched that was not asked for, so that a slow consumer slows the source as one in trio would. The way
-    there and back is gone once for all that has come meanwhile.
+    Items are received only on request, so that a slow consumer slows the source down as a consumer in trio would. One
+    request brings all items that have arrived since the last one.
 
     Attributes:
-        begun: once the source was made, or could not be.
-        source: once it was made.
-        failure: what making it raised, if it did.
+        opened: resolved once the source was made, or could not be.
+        source: the source, once it was made.
+        failure: what making the source raised, if it did.
     """
 
     def __init__(self, thread: TrioThread[Any], make_source: Callable[[], S]) -> None:
-        """Made in the consumer's thread; the source is made soon, in the order of the calls.
+        """Called in the consumer's thread. The source is made soon; sources are made in the order of the calls.
 
         Args:
-            thread: trio's.
-            make_source: makes it, in trio's thread; never waits.
+            thread: the trio thread.
+            make_source: makes the source in the trio thread; never waits.
 
-        Raises: trio.RunFinishedError: trio's thread has ended.
+        Raises: trio.RunFinishedError: the trio thread has ended.
         """
         self.source: S | None = None
         self.failure: BaseException | None = None
         self._thread = thread
         self._make_source: Callable[[], S] | None = make_source
-        self.begun: Promise[None] = thread.promise()
+        self.opened: BridgeFuture[None] = thread.make_future()
         self._scope = trio.CancelScope()
-        self._asked = trio.Event()
-        self._reply: Promise[Sequence[T]] | None = None
-        self._rest: Sequence[T] = ()
+        self._is_requested = trio.Event()
+        self._reply: BridgeFuture[Sequence[T]] | None = None
+        self._leftover_items: Sequence[T] = ()
         self._is_over = False
-        thread.run_soon(self._begin)
+        thread.run_soon(self._open)
 
     @property
     def is_over(self) -> bool:
@@ -76,75 +76,75 @@ class BridgeStream(Generic[S, T]):
 
     # --- for the consumer -------------------------------------------------------------------------
 
-    def ask(self) -> Promise[Sequence[T]]:
-        """What has come since the last time, as soon as there is something; nothing once nothing more comes.
+    def request_items(self) -> BridgeFuture[Sequence[T]]:
+        """A future for the items since the last request: one or more, or none at the end.
 
-        A consumer that does not wait for it any more loses what it brings.
+        A consumer that abandons the future loses its items.
         """
-        reply: Promise[Sequence[T]] = self._thread.promise()
+        reply: BridgeFuture[Sequence[T]] = self._thread.make_future()
         try:
-            self._thread.run_soon(self._ask, reply)
+            self._thread.run_soon(self._accept_request, reply)
         except trio.RunFinishedError:
-            reply.set_result(self._take_rest())
+            reply.set_result(self._take_leftover_items())
         return reply
 
     # --- in any thread ----------------------------------------------------------------------------
 
-    def hang_up(self) -> None:
-        """Have nothing more come, soon; harmless where nothing does."""
+    def close(self) -> None:
+        """Stop the source soon; harmless once the stream is over."""
         try:
-            self._thread.run_soon(self._end)
+            self._thread.run_soon(self._close)
         except trio.RunFinishedError:
             return
 
-    # --- in trio ----------------------------------------------------------------------------------
+    # --- in the trio thread -----------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _open(self) -> None:
         assert self._make_source is not None
-        # Whatever it raises is for the consumer; here, it would end trio.
+        # An exception is for the consumer; raised from here, it would end the trio loop.
         made = outcome.capture(self._make_source)
         self._make_source = None
         if isinstance(made, outcome.Error):
             self.failure, self._is_over = made.error, True
         else:
             self.source = made.unwrap()
-            self._thread.nursery.start_soon(self._carry, self.source)
-        self._thread.answer(self.begun, None)
+            self._thread.nursery.start_soon(self._answer_requests, self.source)
+        self._thread.resolve(self.opened, None)
 
-    def _ask(self, reply: Promise[Sequence[T]]) -> None:
+    def _accept_request(self, reply: BridgeFuture[Sequence[T]]) -> None:
         self._reply = reply
         if self._is_over:
-            self._send(self._take_rest())
+            self._send(self._take_leftover_items())
         else:
-            self._asked.set()
+            self._is_requested.set()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         self._scope.cancel()
         if self.source is not None:
-            # At once, and not when the task hears of it: what comes next may build on its being over.
+            # Now, and not when the task is cancelled: the consumer's next call may rely on the source being closed.
             self.source.close()
 
-    async def _carry(self, source: S) -> None:
+    async def _answer_requests(self, source: S) -> None:
         try:
             with self._scope:
                 items: Sequence[T] | None = None
                 while items is None or items:
-                    await self._asked.wait()
-                    self._asked = trio.Event()
-                    items = await source.take()
+                    await self._is_requested.wait()
+                    self._is_requested = trio.Event()
+                    items = await source.receive()
                     self._send(items)
         finally:
             self._is_over = True
-            self._rest = source.rest()
+            self._leftover_items = source.drain()
             source.close()
             if self._reply is not None:
-                self._send(self._take_rest())
+                self._send(self._take_leftover_items())
 
     def _send(self, items: Sequence[T]) -> None:
         reply, self._reply = self._reply, None
         assert reply is not None
-        self._thread.answer(reply, items)
+        self._thread.resolve(reply, items)
 
-    def _take_rest(self) -> Sequence[T]:
-        rest, self._rest = self._rest, ()
-        return rest
+    def _take_leftover_items(self) -> Sequence[T]:
+        items, self._leftover_items = self._leftover_items, ()
+        return items

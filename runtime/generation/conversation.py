@@ -201,6 +201,18 @@ class Conversation:
         self._check_idle("forget what was said")
         self._state = _State([])
 
+    def anew(self) -> Conversation:
+        """A conversation with the same system message and settings, in which nothing was said yet."""
+        system = self._system[0]["content"] if self._system else None
+        return Conversation(
+            self._open_stream,
+            self._write,
+            self._tokenizer,
+            system=system,
+            thinking=self._thinking,
+            settings=self._settings,
+        )
+
     def _check_idle(self, what: str) -> None:
         turn = self._state.turn
         stream = None if turn is None else turn.stream()

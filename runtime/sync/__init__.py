@@ -4,66 +4,65 @@ with runtime.open_sync("path-or-hub-id/target", draft="path-or-hub-id/draft") as
     for token in rt.stream("def quicksort(items):", max_tokens=200):
         print(token.text, end="", flush=True)
 
-Trio, and everything that works on it, runs in a thread of its own, so that this can be used where an event loop is
-running that is not ours, as in a notebook. It blocks that loop, as anything does there that takes its time.
+Trio and the models run in threads of their own, so that this also works where another event loop is running, as in a
+notebook. It blocks that loop, as any long computation in a notebook does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Never, TypeVar, Unpack, cast
+from typing import Any, Never, Unpack
 
 import trio
 
 from protocol.errors import WrongEventLoopError
 from protocol.settings import MISSING, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
-from runtime.bridge.deferred_opening import deferred_opening, evaluate_here
-from runtime.bridge.handles import Commits, RuntimeHandle, own
-from runtime.bridge.many_prompts import MergedSource, begin_many
-from runtime.engine import runtime as engine
+from runtime.bridge.handles import RuntimeHandle, copy_prompt
+from runtime.bridge.many_prompts import prepare_generations
+from runtime.bridge.opener import evaluate_on_this_thread, make_opener
 from runtime.engine.open_options import OpenOptions, OpenOptionsAndSettings
 from runtime.engine.opening import OPTIONS
-from runtime.generation import token_stream
+from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, SessionFile, completion_of
+from runtime.generation.token_stream import Completion, SessionFile
 from runtime.loading.model_sources import Device, Source
+from runtime.sync.bridge import SyncBridge, check_not_in_trio
 from runtime.sync.conversation import Conversation
 from runtime.sync.many_prompts import TokenStreams
-from runtime.sync.thread import SyncThread, result_of
-from runtime.sync.token_stream import TokenStream
+from runtime.sync.thread import SyncThread
+from runtime.sync.token_stream import TokenStream, complete
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
-T = TypeVar("T")
-
 
 def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Runtime:
-    """`runtime.open` without an event loop: load the models, and keep them at work until the runtime is closed.
+    """`runtime.open` without an event loop: load the models, and serve them until the runtime is closed.
 
-    `with runtime.open_sync(…) as rt` closes it as the block is left; after `rt = runtime.open_sync(…)`, `rt.close()`
-    does, or dropping the last reference to it and to its streams and conversations.
+    `with runtime.open_sync(…) as rt` closes the runtime at the end of the block. `rt = runtime.open_sync(…)` leaves
+    that to `rt.close()`, or to dropping the last reference to the runtime, its streams and its conversations.
 
     Args: as for `runtime.open`. A trace function and logits processors are called in other threads.
 
-    Returns: a `Runtime`, which any thread may use, several at once.
+    Returns: a `Runtime`, which several threads may use at once.
 
     Raises: as `runtime.open`, and:
-        WrongEventLoopError: an event loop is running here, which this would block. A notebook's is let pass, since
-            whoever runs a cell waits for it.
+        WrongEventLoopError: an event loop is running in this thread, and would be blocked. A notebook's loop is an
+            exception: the user of a cell waits for it in any case.
 
-    Interrupting: a Ctrl-C while loading is raised once the models are let go of, after the load.
+    Interrupting: a Ctrl-C while loading is raised after the load, once the models are released.
     """
     check_no_event_loop("open_sync")
-    make = deferred_opening(target, draft, dict(options), handle=__name__)
-    thread: SyncThread[engine.Runtime] = SyncThread(make, "outrider-trio")
-    return Runtime(thread, thread.start())
+    open_runtime = make_opener(target, draft, dict(options), handle_module=__name__)
+    thread: SyncThread[TrioRuntime] = SyncThread(open_runtime, "outrider-trio")
+    return Runtime(SyncBridge(thread, thread.start()))
 
 
 def generate_sync(
@@ -74,7 +73,7 @@ def generate_sync(
     draft: Source | None = None,
     **keywords: Unpack[OpenOptionsAndSettings],
 ) -> Completion:
-    """Load the models, generate one text, and let go of everything again.
+    """Load the models, generate one text, and release the models.
 
     Args:
         prompt: text, token ids or chat messages.
@@ -84,7 +83,7 @@ def generate_sync(
 
     Raises: as those two, and `WrongEventLoopError` as `open_sync`.
 
-    Interrupting: Ctrl-C raises KeyboardInterrupt once the forward pass that is running has finished.
+    Interrupting: a Ctrl-C is raised once the running forward pass has finished.
     """
     check_no_event_loop("generate_sync")
     options: dict[str, Any] = {name: value for name, value in keywords.items() if name in OPTIONS}
@@ -94,8 +93,8 @@ def generate_sync(
         return runtime.generate(prompt, settings, **overrides)
 
 
-class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
-    """Two models at work, for plain threads; made by `open_sync`. A context manager."""
+class Runtime(RuntimeHandle[SyncBridge]):
+    """A target and a draft model at work, for plain threads: a context manager, made by `open_sync`."""
 
     def stream(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
@@ -105,24 +104,24 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         Args, Returns: as `runtime.Runtime.stream`, for plain threads.
 
         Raises: as there, and:
-            WrongEventLoopError: this is a trio program, whose event loop would stand still.
+            WrongEventLoopError: trio is running in this thread, and would be blocked.
 
         Interrupting: a Ctrl-C ends the generation.
         """
         keywords = with_overrides(settings, overrides)
-        self._check(keywords)
-        return self._begin(partial(self._runtime.stream, own(prompt), **keywords))
+        self._bridge.check_settings(keywords)
+        return TokenStream(self._bridge, partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords))
 
     def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> Completion:
         """Generate a whole text.
 
-        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+        Args, Raises: as `stream`; the errors of a running stream are raised here too.
 
-        Interrupting: a Ctrl-C ends the generation; what was generated until then is lost.
+        Interrupting: a Ctrl-C ends the generation; the text generated so far is lost.
         """
-        return self._complete(self.stream(prompt, settings, **overrides))
+        return complete(self.stream(prompt, settings, **overrides))
 
     def generate_many(
         self,
@@ -140,16 +139,16 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
 
         Raises: as there; the first generation that fails ends the others.
 
-        Interrupting: a Ctrl-C ends all of them; what was generated until then is lost.
+        Interrupting: a Ctrl-C ends all generations; the texts generated so far are lost.
         """
         keywords = with_overrides(settings, overrides)
-        self._check(keywords)
-        begin = begin_many(self._runtime.generate_many, prompts, max_concurrent, keywords)
+        self._bridge.check_settings(keywords)
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, keywords)
 
         async def complete_all() -> list[Completion]:
             return await begin()
 
-        return self._done_in_trio(complete_all)
+        return self._bridge.call(complete_all)
 
     def stream_many(
         self,
@@ -159,21 +158,21 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         max_concurrent: int = 8,
         **overrides: Unpack[SettingsArguments],
     ) -> TokenStreams:
-        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
+        """Generate a text for each of many prompts, and give the tokens of all texts as they come.
 
         Args: as `runtime.Runtime.generate_many`.
 
         Returns: an iterator over pairs (index of the prompt, token), and a context manager.
 
         Raises: as `runtime.Runtime.generate_many`, and:
-            WrongEventLoopError: this is a trio program, whose event loop would stand still.
+            WrongEventLoopError: trio is running in this thread, and would be blocked.
 
         Interrupting: a Ctrl-C ends all generations.
         """
         keywords = with_overrides(settings, overrides)
-        self._check(keywords)
-        begin = begin_many(self._runtime.stream_many, prompts, max_concurrent, keywords)
-        return TokenStreams(self._relay(lambda: MergedSource(begin())), self)
+        self._bridge.check_settings(keywords)
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, keywords)
+        return TokenStreams(self._bridge, begin)
 
     def conversation(
         self,
@@ -183,71 +182,73 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
         thinking: bool | None = None,
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
-        """Begin a conversation; nothing is generated until something is said.
+        """Begin a conversation; nothing is generated before the first turn.
 
         Args, Returns: as `runtime.Runtime.conversation`, for plain threads.
 
         Raises: as there.
         """
         keywords = turn_settings(settings, overrides)
-        self._check(keywords)
+        self._bridge.check_settings(keywords)
 
-        async def make() -> Any:
-            return self._runtime.conversation(system, thinking=thinking, **keywords)
+        async def make() -> TrioConversation:
+            return self._bridge.runtime.conversation(system, thinking=thinking, **keywords)
 
-        return Conversation(self, self._done_in_trio(make))
+        return Conversation(self._bridge, self._bridge.call(make))
 
     def load(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> Conversation:
-        """A conversation from a file of `Conversation.save`, of any kind, to go on with where it was left.
+        """Load a conversation from a file of `Conversation.save`, written here or elsewhere, and continue it.
 
         Args, Raises: as `runtime.Runtime.load`.
 
-        Interrupting: a Ctrl-C waits for the job that is running; there is no conversation then.
+        Interrupting: a Ctrl-C waits for the running job; no conversation is returned.
         """
-        made = self._done_in_trio(partial(self._runtime.load, path, any_draft=any_draft, **overrides))
-        return Conversation(self, made)
+        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, **overrides)
+        return Conversation(self._bridge, self._bridge.call(load))
 
     def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """A stream from a file of `TokenStream.save`, of any kind, to go on behind the last token that was given.
+        """Load a stream from a file of `TokenStream.save`, written here or elsewhere; it continues after the last token
+        that was given.
 
         Args, Returns, Raises: as `runtime.Runtime.load_stream`.
 
-        Interrupting: a Ctrl-C waits for the job that is running; there is no stream then.
+        Interrupting: a Ctrl-C waits for the running job; no stream is returned.
         """
-        made = self._done_in_trio(partial(self._runtime.load_stream, path, any_draft=any_draft, **overrides))
-        return self._begin(lambda: made)
+        loaded = self._bridge.call(partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides))
+        return TokenStream(self._bridge, lambda: loaded)
 
     def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
-        """Load a draft model into the open runtime; streams that begin afterwards are drafted.
+        """Load a draft model into the open runtime. Streams that begin afterwards use it.
 
         Args, Raises: as `runtime.Runtime.attach_draft`.
 
-        Interrupting: a Ctrl-C waits for the load; the runtime is as it was.
+        Interrupting: a Ctrl-C waits for the load; the runtime stays as it was.
         """
-        evaluate_here(draft)
-        self._done_in_trio(partial(self._runtime.attach_draft, draft, draft_device=draft_device, **unknown))
+        evaluate_on_this_thread(draft)
+        attach = partial(self._bridge.runtime.attach_draft, draft, draft_device=draft_device, **unknown)
+        self._bridge.call(attach)
 
     def detach_draft(self) -> None:
-        """Let go of the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
+        """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
 
-        Interrupting: it is detached in any case.
+        Interrupting: the draft model is detached in any case.
         """
-        self._done_in_trio(self._runtime.detach_draft)
+        self._bridge.call(self._bridge.runtime.detach_draft)
 
     def close(self) -> None:
-        """Close the runtime: end every stream, wait for the forward passes that are running (at most one a model), and
-        join the threads. Closing twice is closing once; whoever closes it a second time waits for the same end.
+        """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
+        threads. Closing twice is closing once; a second call waits for the first.
 
-        Raises: WrongEventLoopError: this is a trio program, whose event loop would stand still.
+        Raises: WrongEventLoopError: trio is running in this thread, and would be blocked.
 
-        Interrupting: the runtime is closed in any case; a Ctrl-C is raised once that is done.
+        Interrupting: the runtime is closed in any case; a Ctrl-C is raised after that.
         """
-        _check_not_in_trio("close()")
-        self._thread.end()
+        check_not_in_trio("close()")
+        self._bridge.thread.stop_and_join()
 
     def __enter__(self) -> Runtime:
         return self
@@ -255,30 +256,11 @@ class Runtime(RuntimeHandle[SyncThread[engine.Runtime]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.end()
-
-    def __del__(self) -> None:
-        self._thread.stop()
-
-    def _begin(self, open_stream: Callable[[], token_stream.TokenStream]) -> TokenStream:
-        """Relay what a stream gives that is opened in trio's thread."""
-        return TokenStream(self._relay(lambda: Commits(open_stream())), self._nothing_yet, self)
-
-    def _complete(self, stream: TokenStream) -> Completion:
-        with stream:
-            return completion_of(cast(Any, stream), list(stream))
-
-    def _done_in_trio(self, do: Callable[[], Awaitable[T]]) -> T:
-        _check_not_in_trio("this")
-        return result_of(self._errand(do))
-
-    def _check(self, settings: dict[str, Any]) -> None:
-        _check_not_in_trio("this")
-        self._runtime.check_settings(settings)
+        self._bridge.thread.stop_and_join()
 
 
 def check_no_event_loop(what: str) -> None:
-    """Raises: WrongEventLoopError: an event loop is running in this thread, and `what` would block it."""
+    """Raises: WrongEventLoopError: an event loop other than a notebook's is running here, and `what` would block it."""
     if trio.lowlevel.in_trio_run():
         name, module = "trio", "runtime"
     else:
@@ -293,11 +275,3 @@ def check_no_event_loop(what: str) -> None:
         f"{what} would block the event loop that is running here, {name}'s; write instead: "
         f"async with {module}.open(target, draft) as rt: completion = await rt.generate(prompt)"
     )
-
-
-def _check_not_in_trio(what: str) -> None:
-    # The trio of ours included: what waits for it in its own thread, such as a trace function, would wait for ever.
-    if trio.lowlevel.in_trio_run():
-        raise WrongEventLoopError(
-            f"{what} would block this trio program; use `async with runtime.open(…) as rt` and `await rt.generate(…)`"
-        )

@@ -1,40 +1,37 @@
-"""What a plain thread holds of a conversation, whose turns are generated in trio's thread."""
+"""A conversation for plain threads, whose turns are generated in the trio thread."""
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from protocol.settings import SettingsLike
 from protocol.settings_keywords import SettingsArguments
 from runtime.bridge.handles import ConversationHandle
-from runtime.generation import conversation
+from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import turn_settings
 from runtime.generation.token_stream import Completion, SessionFile
-from runtime.sync.token_stream import TokenStream
-
-if TYPE_CHECKING:
-    from runtime.sync import Runtime
+from runtime.sync.bridge import SyncBridge
+from runtime.sync.token_stream import TokenStream, complete
 
 
 class Conversation(ConversationHandle[TokenStream]):
-    """Turns with a model, each of which goes on from those before; made by `Runtime.conversation`.
+    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
 
-    As `runtime.Conversation`, for plain threads, of which one at a time uses it.
+    `runtime.Conversation` for plain threads; one thread at a time uses it.
     """
 
+    _bridge: SyncBridge
     _how_to_close = "close()"
 
-    def __init__(self, runtime: Runtime, made: conversation.Conversation) -> None:
+    def __init__(self, bridge: SyncBridge, conversation: TrioConversation) -> None:
         """See `Runtime.conversation` and `Runtime.load`.
 
         Args:
-            runtime: whose.
-            made: the conversation itself.
+            bridge: to the runtime, which stays open at least as long as this conversation exists.
+            conversation: the trio conversation.
         """
-        super().__init__(runtime._anew(made), made)
-        self._runtime = runtime
+        super().__init__(bridge, partial(TokenStream, bridge), conversation.anew, conversation)
 
     def __repr__(self) -> str:
         return f"<outrider sync.Conversation: {len(self.messages)} messages>"
@@ -49,36 +46,31 @@ class Conversation(ConversationHandle[TokenStream]):
         Raises: as `Runtime.stream`, and:
             ConversationBusyError: the turn before is neither over nor closed.
         """
-        keywords = turn_settings(settings, overrides)
-        self._runtime._check(keywords)
-        self._check_idle("say something")
-        stream = self._runtime._begin(partial(self._open, text, keywords))
-        self._last = weakref.ref(stream)
-        return stream
+        return self._begin_turn(text, turn_settings(settings, overrides))
 
     def generate(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> Completion:
-        """Say something, and have the whole answer.
+        """Say something, and return the whole answer.
 
-        Args, Raises: as `stream`; what can happen to a running stream is raised here too.
+        Args, Raises: as `stream`; the errors of a running stream are raised here too.
 
-        Interrupting: a Ctrl-C ends the answer; what was given of it by then is part of the conversation.
+        Interrupting: a Ctrl-C ends the answer; the part of it that was given belongs to the conversation.
         """
-        return self._runtime._complete(self.stream(text, settings, **overrides))
+        return complete(self.stream(text, settings, **overrides))
 
     def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for a `load`, here or elsewhere; see `runtime.Conversation.save`.
 
         Args, Returns, Raises: as there.
 
-        Interrupting: a Ctrl-C leaves what was there, or, at the very last, the whole new file.
+        Interrupting: a Ctrl-C leaves the old file, or, at the very last, the whole new one.
         """
         self._check_idle("save the conversation")
-        return self._runtime._done_in_trio(partial(self._save, path))
+        return self._bridge.call(partial(self._save, path))
 
     def reset(self) -> None:
-        """Forget everything but the system's message.
+        """Forget everything but the system message.
 
         Raises: ConversationBusyError: a turn is neither over nor closed.
         """

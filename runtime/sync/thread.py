@@ -1,23 +1,21 @@
-"""A trio loop in a thread of its own, for plain threads that wait for what they want of it."""
+"""A trio thread for callers in plain threads, which block for its results."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any, Generic, TypeVar
 
-import outcome
-
 from runtime.bridge.call import BridgeCall
-from runtime.bridge.trio_thread import Promise, TrioThread
+from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
 T = TypeVar("T")
 
 
-class BlockingPromise(Generic[T]):
+class BlockingFuture(Generic[T]):
     """A result that threads block for.
 
-    Giving the result takes no lock that a waiting thread could hold. A Ctrl-C in the middle of `wait` leaves nothing
-    locked; `threading.Event` and `concurrent.futures.Future`, which are written in Python, cannot promise that.
+    Setting the result takes no lock that a waiting thread could hold, so that a Ctrl-C in the middle of `wait` leaves
+    no lock held. `threading.Event` and `concurrent.futures.Future` are written in Python and do not guarantee that.
     """
 
     def __init__(self) -> None:
@@ -25,24 +23,24 @@ class BlockingPromise(Generic[T]):
         self._waiting: list[threading.Lock] = []
 
     def done(self) -> bool:
-        """See `Promise.done`."""
+        """See `BridgeFuture.done`."""
         return bool(self._results)
 
     def result(self) -> T:
-        """See `Promise.result`."""
+        """See `BridgeFuture.result`."""
         return self._results[0]
 
     def set_result(self, result: T, /) -> None:
-        """See `Promise.set_result`."""
+        """See `BridgeFuture.set_result`."""
         self._results.append(result)
         for lock in self._waiting:
             lock.release()
 
     def wait(self) -> T:
-        """Block until there is a result, and return it; a Ctrl-C in the main thread ends the waiting."""
+        """Block until the result is set, and return it; a Ctrl-C in the main thread interrupts the waiting."""
         lock = threading.Lock()
         lock.acquire()
-        # In this order: whoever gives the result after the second line finds the lock to release.
+        # In this order: a result that is set after this line finds the lock, and releases it.
         self._waiting.append(lock)
         if not self._results:
             lock.acquire()
@@ -50,50 +48,53 @@ class BlockingPromise(Generic[T]):
 
 
 class SyncThread(TrioThread[T]):
-    """Started by one thread, and used and ended by any. It ends by itself once the main thread has ended."""
+    """A trio thread that one thread starts, and any thread uses and stops.
+
+    It ends by itself once the main thread has ended.
+    """
 
     def start(self) -> T:
         """Start, and block until the context manager has been entered.
 
         Raises: what entering it raises.
 
-        Interrupting: a Ctrl-C ends it, and is raised once that is done.
+        Interrupting: a Ctrl-C stops the thread, and is raised once it has ended.
         """
         try:
             self._thread.start()
-            settled(self._started)
+            wait_result(self._started)
         except BaseException:
-            # Whatever interrupts the start. A thread that has not begun yet will see that it is to stop.
+            # Also a Ctrl-C before the thread runs: it will see that it is stopping.
             self.stop()
             if self._thread.is_alive():
-                self._over()
+                self._stop_and_wait()
             raise
         if self._ended.done():
-            self._over()
+            self._stop_and_wait()
             self._raise_failure()
         return self._value
 
-    def end(self) -> None:
-        """Leave the context manager, and block until the thread has ended; harmless where that is done.
+    def stop_and_join(self) -> None:
+        """Leave the context manager, and block until the thread has ended; harmless if it has ended.
 
         Raises: what leaving it raises.
 
-        Interrupting: it goes on to the end in any case, and then a Ctrl-C is raised.
+        Interrupting: the thread is joined in any case; a Ctrl-C is raised after that.
         """
-        self._over()
+        self._stop_and_wait()
         self._raise_failure()
 
-    def promise(self) -> Promise[Any]:
-        """See `TrioThread.promise`; a `BlockingPromise`."""
-        return BlockingPromise[Any]()
+    def make_future(self) -> BridgeFuture[Any]:
+        """See `TrioThread.make_future`; a `BlockingFuture`."""
+        return BlockingFuture[Any]()
 
-    def _over(self) -> None:
+    def _stop_and_wait(self) -> None:
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
                 self.stop()
-                settled(self._ended)
-                # All that is left of the thread by now is its return.
+                wait_result(self._ended)
+                # Soon over: the thread only has to return.
                 self._thread.join()
                 break
             except KeyboardInterrupt as error:
@@ -101,38 +102,34 @@ class SyncThread(TrioThread[T]):
         if interrupt is not None:
             raise interrupt
 
-    def _raise_failure(self) -> None:
-        if isinstance(self._outcome, outcome.Error):
-            raise self._outcome.error
+    # --- in the trio thread -----------------------------------------------------------------------
 
-    # --- in the thread ----------------------------------------------------------------------------
-
-    def _deliver(self, promise: Promise[Any], value: object) -> bool:
-        if not promise.done():
-            promise.set_result(value)
+    def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
+        if not future.done():
+            future.set_result(value)
         return True
 
     def _has_callers(self) -> bool:
-        # At the interpreter's exit, this thread is waited for.
+        # At its exit, the interpreter joins this thread, after the main thread has ended.
         return threading.main_thread().is_alive()
 
 
-def settled(promise: Promise[T]) -> T:
-    """Block for the result of a promise of a `SyncThread`."""
-    assert isinstance(promise, BlockingPromise)
-    result: T = promise.wait()
+def wait_result(future: BridgeFuture[T]) -> T:
+    """Block for the result of a future of a `SyncThread`."""
+    assert isinstance(future, BlockingFuture)
+    result: T = future.wait()
     return result
 
 
-def result_of(errand: BridgeCall[T]) -> T:
-    """Block for what comes of an errand.
+def call_result(call: BridgeCall[T]) -> T:
+    """Block for the result of a call in the trio thread, or raise its exception.
 
-    Interrupting: a Ctrl-C reaches what is done, and is raised once that has ended; a second one does not wait for that.
+    Interrupting: a Ctrl-C cancels the call, and is raised once the call has ended; a second one is raised at once.
     """
     try:
-        settled(errand.done)
+        wait_result(call.done)
     except BaseException:
-        errand.cancel()
-        settled(errand.done)
+        call.cancel()
+        wait_result(call.done)
         raise
-    return errand.result()
+    return call.result()

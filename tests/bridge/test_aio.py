@@ -1,7 +1,7 @@
 """The bridge to asyncio, on asyncio's own loop and on uvloop, with real threads and tiny real models.
 
-That nothing blocks the loop is shown by a model that stops in the middle of a forward pass and is let go on by a
-callback of that loop: had anything waited for the model, neither would ever go on.
+To show that nothing blocks the loop, a model blocks in the middle of a forward pass until a callback of the loop
+releases it: anything that waited for the model would hang.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.Abstrac
 
 @pytest.fixture
 def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
-    """Runs an async function as `asyncio.run` does, on either loop; afterwards no thread may be left."""
+    """Run an async function as `asyncio.run` does, on either loop, and check that no thread is left."""
 
     def run(main: Main) -> Any:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -64,7 +64,7 @@ def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **opt
 
 
 async def turns(number: int = 20) -> None:
-    """Let the loop go round."""
+    """Let the event loop make that many passes."""
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -81,7 +81,7 @@ async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
 
 
 class Trace:
-    """All events; called in trio's thread."""
+    """A trace function that collects all events; called in the trio thread."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -93,11 +93,11 @@ class Trace:
         return len([e for e in list(self.events) if (e.actor, e.kind, e.session) == (actor, kind, session)])
 
     def passes(self, session: int) -> int:
-        """Forward passes of the target that a session has had."""
+        """Number of the target's forward passes for a session."""
         return sum(self.count(kind, session) for kind in ("prefill", "verify", "decode"))
 
     def is_put_away(self) -> bool:
-        """Whether each cache that was opened was let go of."""
+        """Whether every cache that was opened was closed."""
         spans = [event for event in list(self.events) if isinstance(event, Span)]
         ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
         return sorted(ours[0]) == sorted(ours[1])
@@ -156,7 +156,7 @@ def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: 
             assert texts == [text(12, prompt) for prompt in prompts]
 
     run(main)
-    # In the order of the calls.
+    # Streams begin in the order of the calls.
     began = [e.session for e in trace.events if isinstance(e, Instant) and (e.actor, e.kind) == ("target", "open")]
     assert began == sorted(began) == list(range(5))
 
@@ -357,7 +357,7 @@ def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -
             await until(lambda: not thread.is_alive())
             assert all("another asyncio loop" in message for message in said[:4])
             assert all("use runtime.open" in message for message in said[4:8])
-            assert "here is none" in said[8]
+            assert "none is running here" in said[8]
             assert len(said) == 9
             assert [token.id async for token in stream] == text(12)
 
@@ -480,7 +480,7 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("when", "way"),
-    # In prefill there is nothing yet to break out of.
+    # During prefill no token was given yet, so there is no loop body to break out of.
     [*(("prefill", way) for way in WAYS if way is not by_breaking_out), *(("decode", way) for way in WAYS)],
 )
 def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
@@ -488,10 +488,10 @@ def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: W
 
     async def main() -> None:
         async with opened(held, trace=trace) as rt, let_go_on_after(held):
-            # Four chunks of prompt.
+            # The prompt has four chunks.
             held.hold(after=1 if when == "prefill" else 6)
             await way(rt, held.is_in())
-            # Here the consumer is back, and the forward pass has not moved.
+            # The consumer has returned while the forward pass still blocks.
             assert trace.count("close", 0) == 0
             before = trace.passes(0)
             held.let_go_on()
@@ -576,7 +576,7 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
 
 def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
     held = Held(target())
-    held.hold()  # models are timed as they are opened
+    held.hold()  # opening runs forward passes to time the models
 
     async def use() -> None:
         async with opened(held):
@@ -733,8 +733,8 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.run_until_complete(main())
     loop.close()
     for thread in threading.enumerate():
-        if thread.name == "outrider-trio":  # the others are a pool's, and only go idle
-            # A way out of a hang, no expectation.
+        if thread.name == "outrider-trio":  # the other threads belong to a pool, and stay idle
+            # Only so that a failing test does not hang.
             thread.join(60)
             assert not thread.is_alive()
     kept.clear()
@@ -757,7 +757,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
     coroutine = use(rts)
     task = loop.create_task(coroutine)
     loop.run_until_complete(until(lambda: len(rts) == 2))
-    coroutine.close()  # what the garbage collector does to a coroutine
+    coroutine.close()  # as the garbage collector does
     task.cancel()
     with pytest.raises(RuntimeError, match="already awaited"):
         loop.run_until_complete(task)
@@ -790,7 +790,7 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
 
         task = asyncio.create_task(let_go_on_later())
         async with opened(held) as rt:
-            # Whichever of these it is at that the model stands still.
+            # The model blocks in one of these.
             streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
             rt.statistics(), streams[0].statistics()
             await streams[1].aclose()
@@ -810,10 +810,10 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
             slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
             assert (await anext(slow)).id == text(1)[0]
             for num_read in (1, 3):
-                # The other has a round for each that the slow one could have.
+                # The other stream has a round for each round that the slow one may have.
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
                 buffered = trace.count("verdict", 0) - num_read
-                # Sixteen in the buffer, one that waits for room, and what came along with the last that was asked for.
+                # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
                 assert 16 <= buffered <= 34
                 rounds = trace.count("verdict", 0)
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
@@ -825,16 +825,16 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
 
 def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     crossings = []
-    answer = TrioThread.answer
+    resolve = TrioThread.resolve
 
     def counted(self: Any, future: Any, value: Any) -> None:
         crossings.append(value)
-        answer(self, future, value)
+        resolve(self, future, value)
 
-    monkeypatch.setattr(TrioThread, "answer", counted)
+    monkeypatch.setattr(TrioThread, "resolve", counted)
 
     async def main() -> None:
-        # A drafter that is always right: four tokens a round.
+        # With a drafter that is always right: four tokens a round.
         async with opened(None, target()) as rt:
             crossings.clear()
             completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
@@ -899,7 +899,7 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
             await tokens.aclose()
             await until(lambda: rt.num_streams == 0)
 
-            # Dropped, it is the loop that closes it.
+            # A dropped async generator is closed by the loop.
             async for _ in tokens_of(rt):
                 break
             await until(lambda: rt.num_streams == 0)
@@ -1011,7 +1011,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
-            # So is what was withheld, once it is known that nothing more comes.
+            # So is the withheld text, once no further tokens come.
             expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
             stream = conversation.stream("\nclass ", stop=expected.text + "☂")
             async for token in stream:
@@ -1066,7 +1066,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
             found = await loaded.generate("\n\ndef pop(")
             assert ids(found) == ids(expected)
             assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
-            # What it forgets is what was said, and not how.
+            # `reset` forgets the messages, not the settings.
             loaded.reset()
             assert loaded.messages == []
             anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
@@ -1150,7 +1150,7 @@ def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run
                 with pytest.raises(asyncio.CancelledError):
                     await saving
                 for path in tmp_path.iterdir():
-                    # Nothing, or all of it.
+                    # No file, or the whole file.
                     assert path.name == "session"
                     assert (await rt.load(path)).messages == conversation.messages
             loading = asyncio.ensure_future(rt.load(tmp_path / "session"))

@@ -27,7 +27,7 @@ import runtime
 
 ROOT = Path(__file__).parents[2]
 
-# A way out of a hang, no expectation.
+# Only so that a failing test does not hang.
 HANGS_S = 60
 
 LONG = {"prompt": "a prompt that takes the target several passes to read, since it reads it in short steps"}
@@ -47,7 +47,7 @@ class Customer:
         await self.connection.send_all(json.dumps(what).encode() + b"\n")
 
     async def hears(self) -> dict[str, Any] | None:
-        """The next line; None where the service has hung up."""
+        """The next line; None if the service has closed the connection."""
         while b"\n" not in self._unread:
             data = await self.connection.receive_some()
             if not data:
@@ -57,7 +57,7 @@ class Customer:
         return json.loads(line)
 
     async def hears_all(self) -> tuple[str, dict[str, Any]]:
-        """A whole text, and how it ended."""
+        """A whole text, and the message that ended it."""
         text = ""
         while "end" not in (line := await self.hears() or {"end": "hung up"}):
             text += line["text"]
@@ -66,7 +66,7 @@ class Customer:
 
 @contextlib.asynccontextmanager
 async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtime, Callable[[], Any]]]:
-    """A service in this process, and what connects to it."""
+    """A service in this process, and a function that connects to it."""
     with trio.fail_after(HANGS_S):
         async with (
             runtime.open((of, tokenizer(None)), **options) as rt,
@@ -134,7 +134,7 @@ async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None
                 text, end = await customer.hears_all()
                 assert end == {"end": "cancelled"}
                 assert bool(text) == (stage == "writing")
-            # The models are in the middle of a pass, and nobody waits for it.
+            # The target blocks in a forward pass, and nothing waits for it.
             await until(lambda: rt.num_streams == (way == "asks anew"))
             held.let_go_on()
             if way == "asks anew":
@@ -162,7 +162,7 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
             assert said["end"] == "error"
             assert complaint in said["error"]
             assert await customer.hears() is None
-        # What the runtime refuses is an answer like any other.
+        # The runtime's errors are answers, too.
         customer = await connect()
         await customer.asks(prompt="x", temperature=-1)
         assert "temperature" in (await customer.hears_all())[1]["error"]
@@ -224,7 +224,7 @@ async def test_a_signal_lets_texts_end_that_are_under_way() -> None:
 
 @contextlib.asynccontextmanager
 async def served(of: Any, **options: Any) -> AsyncIterator[tuple[Any, int]]:
-    """A FastAPI application under a real uvicorn in this loop, and the port that it listens at."""
+    """A FastAPI application under a real uvicorn in this loop, and the port that it listens on."""
     app = fastapi_app.make_app((of, tokenizer(None)), (near(target(), noise=0.05), None), **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -252,7 +252,7 @@ async def request(port: int, path: str, **body: Any) -> tuple[asyncio.StreamRead
 
 
 async def answered(port: int, path: str, **body: Any) -> tuple[int, bytes]:
-    """Status and body."""
+    """The status and the body."""
     reader, writer = await request(port, path, **body)
     head, _, content = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
@@ -273,7 +273,7 @@ def in_asyncio(main: Callable[[], Any]) -> None:
 
 
 async def comes_true(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
+    while not holds():  # noqa: ASYNC110 (other threads set no event)
         await asyncio.sleep(0)
 
 
@@ -307,7 +307,7 @@ def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: st
                 assert b"text" in await reader.readuntil(b"}\n")
             assert rt.num_streams == 1
             writer.close()
-            # The target is in the middle of a pass; nobody waits for it any more.
+            # The target blocks in a forward pass, and nothing waits for it.
             await comes_true(lambda: rt.num_streams == 0)
             held.let_go_on()
             status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)

@@ -1,7 +1,7 @@
-"""The handle without an event loop, with real threads and tiny real models.
+"""The bridge to plain threads, with real threads and tiny real models.
 
-That something returns at once is shown by a model that stops in the middle of a forward pass and goes on only
-afterwards: had anything waited for the model, neither would ever go on.
+To show that a call returns at once, a model blocks in the middle of a forward pass until after the call: a call that
+waited for the model would hang.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Passes:
 
 
 class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
+    """A model that, after `hold`, blocks in the middle of a forward pass until `let_go_on`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -99,7 +99,7 @@ class Held(Wrapped):
         self._may_go_on = threading.Event()
 
     def hold(self, after: int = 0, when_in: Callable[[], object] = lambda: None) -> None:
-        """Stop the next forward pass, or one after so many others, and call a function there."""
+        """Block the next forward pass, or the one after `after` others, and call a function in it."""
         self._when_in = when_in
         self._holds_after = after
 
@@ -120,7 +120,7 @@ class Held(Wrapped):
 
 @contextlib.contextmanager
 def let_go_on_after(held: Held) -> Iterator[None]:
-    """Have a test that fails not hang as well."""
+    """Release the model at the end, so that a failing test does not hang."""
     try:
         yield
     finally:
@@ -128,7 +128,7 @@ def let_go_on_after(held: Held) -> Iterator[None]:
 
 
 def press_ctrl_c() -> None:
-    """As the terminal does; from any thread, for the main thread."""
+    """Send SIGINT to the main thread, as the terminal does; from any thread."""
     ident = threading.main_thread().ident
     assert ident is not None
     signal.pthread_kill(ident, signal.SIGINT)
@@ -318,7 +318,7 @@ def test_a_stream_has_one_consumer(begin: Begin) -> None:
         stream = begin(rt, **LONG)
         waiting = pool.submit(lambda: [id_of(next(stream)) for _ in range(40)])
         while not stream._in_use.locked():
-            pass  # until that thread waits: the first token comes no sooner than the model is let go on
+            pass  # until that thread waits: no token comes before `let_go_on`
         with pytest.raises(runtime.StreamBusyError, match="another thread"):
             next(stream)
         held.let_go_on()
@@ -337,7 +337,7 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it(begin: B
     del stream
     gc.collect()
     for thread in threads:
-        # The others are a pool's, and only go idle. The time is a way out of a hang, no expectation.
+        # The other threads belong to a pool, and stay idle. The timeout only keeps a failing test from hanging.
         if thread.name == "outrider-trio":
             thread.join(60)
 
@@ -427,12 +427,12 @@ def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(w
         held.hold(after=6)  # past the prompt
         way(lambda: begin(rt, **LONG), held.wait_until_in)
         while rt.num_streams > 0:
-            pass  # trio's thread hears of it meanwhile
+            pass  # until the trio thread has ended the session
         num_passes = passes.num_of[0]
         held.let_go_on()
         gc.collect()
         the_next_text_is_right(rt)
-        # The one that was running; a job of the target's may make two forward passes.
+        # At most the running one: one job of the target may make two forward passes.
         assert passes.num_of[0] <= num_passes + 1
 
 
@@ -466,7 +466,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
             # The model is still in its forward pass.
             assert sum(passes.num_of.values()) <= 6
             held.let_go_on()
-            # What is left of the call hangs on the traceback.
+            # The traceback keeps the frames of the call alive.
             del raised
             gc.collect()
             the_next_text_is_right(rt)
@@ -480,7 +480,7 @@ def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_i
         with opened(held) as rt:
 
             def interrupt_the_leaving() -> None:
-                while not rt._thread._is_stopping:
+                while not rt._bridge.thread._is_stopping:
                     pass
                 press_ctrl_c()
                 held.let_go_on()
@@ -498,7 +498,7 @@ def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_i
 
 def test_ctrl_c_while_models_are_being_opened_waits_for_that() -> None:
     held = Held(target())
-    held.hold(when_in=lambda: (press_ctrl_c(), held.let_go_on()))  # models are timed as they are opened
+    held.hold(when_in=lambda: (press_ctrl_c(), held.let_go_on()))  # opening runs forward passes to time the models
     with pytest.raises(KeyboardInterrupt):
         opened(held)
     assert outrider_threads() == []

@@ -302,8 +302,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
-        "runtime/sync/many_prompts.py",
-        "runtime/sync/token_stream.py",
+        "runtime/sync/iteration.py",
         "runtime/sync/thread.py",
     }
     assert threads == makers | minders
@@ -311,6 +310,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
 
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
+        "runtime/aio/iteration.py",
         "runtime/aio/many_prompts.py",
         "runtime/aio/token_stream.py",
         "runtime/aio/thread.py",

@@ -1,0 +1,55 @@
+"""Opens a runtime in the trio thread, and imports there what opening needs.
+
+The models' libraries take seconds to import, and the caller's event loop must not be blocked for that long. So neither
+this module nor what it imports at its top needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
+    from runtime.loading.model_sources import Source
+
+
+def make_opener(
+    target: Source, draft: Source | None, options: dict[str, Any], handle_module: str
+) -> Callable[[], AbstractAsyncContextManager[Runtime]]:
+    """A function that opens a runtime: called in trio, in any thread.
+
+    A model given as `(model, tokenizer)` is evaluated now, in the caller's thread: only the thread that made a lazy
+    array can evaluate it.
+
+    Args:
+        target, draft, options: as for `runtime.open`.
+        handle_module: the module of the caller's handle; it is imported in the trio thread, before the models load.
+    """
+    evaluate_on_this_thread(target)
+    evaluate_on_this_thread(draft)
+    return partial(_open, target, draft, options, handle_module)
+
+
+def evaluate_on_this_thread(source: Source | None) -> None:
+    """Evaluate a model that is given as `(model, tokenizer)`; called on the thread that made it."""
+    if not isinstance(source, tuple):
+        return
+    # A caller that has a model has imported these. `open` raises ModelError for anything that is no model.
+    import mlx.core as mx
+    from mlx.nn.layers.base import Module
+
+    if source and isinstance(source[0], Module):
+        mx.eval(source[0])
+
+
+def _open(
+    target: Source, draft: Source | None, options: dict[str, Any], handle_module: str
+) -> AbstractAsyncContextManager[Runtime]:
+    from runtime.engine import opening
+
+    import_module(handle_module)
+    return opening.open(target, draft, **options)
