@@ -76,7 +76,7 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"), TYPED, ids=lambda each: getattr(each, "__module__", "") + "." + str(each)
+    ("function", "expected"), TYPED, ids=[f"{each.__module__}.{each.__qualname__}" for each, _ in TYPED]
 )
 def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None:
     (keywords,) = (
