@@ -142,7 +142,7 @@ async def test_a_stream_goes_on_as_it_would_have(
         # A sample depends on its round. When a replayed token is settled, and whether a proposal is waited for, goes by
         # measured time.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
-        monkeypatch.setattr(TargetActor, "_patience_s", lambda *_: math.inf)
+        monkeypatch.setattr(TargetActor, "_proposal_timeout_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 
