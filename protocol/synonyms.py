@@ -13,8 +13,6 @@ from collections.abc import Iterable
 OPEN_ARGUMENTS = (
     "target",
     "draft",
-    "target_device",
-    "draft_device",
     "rewind",
     "max_kv_size",
     "kv_bits",
@@ -24,6 +22,7 @@ OPEN_ARGUMENTS = (
     "prefix_cache_bytes",
     "defaults",
     "trace",
+    "tune_mlx",
 )
 
 SYNONYMS = {
@@ -51,7 +50,6 @@ SYNONYMS = {
     "speculative_draft_model_path": "draft",
     "speculative_model": "draft",
     "speculator": "draft",
-    "device": "target_device",
     "cache_bits": "kv_bits",
     "kv_cache_bits": "kv_bits",
     "max_concurrent_requests": "max_streams",
@@ -91,7 +89,15 @@ SYNONYMS = {
 }
 
 # Hints to give beside the name.
+_ONE_DEVICE = (
+    "MLX has one default device for the whole process, and both models compute there; call "
+    "mx.set_default_device(mx.cpu) before, or give the command line --device cpu"
+)
+
 NOTES = {
+    "device": _ONE_DEVICE,
+    "draft_device": _ONE_DEVICE,
+    "target_device": _ONE_DEVICE,
     "method": 'draft="ngram" looks up, any other names a draft model',
     "prompt_lookup": 'draft="ngram"',
     "prompt_lookup_num_tokens": 'draft="ngram"',

@@ -11,6 +11,7 @@ import os
 import warnings
 from importlib import import_module
 
+from runtime.loading import mlx_environment
 from runtime.name_collisions import check_packages
 
 # Before anything is imported from these packages.
@@ -166,6 +167,7 @@ _LIGHT_HOMES = {
     "DEMO_TARGET": "runtime.loading.demo",
 }
 
+mlx_environment.tune()
 if os.environ.get("OUTRIDER_BLAS"):
     from runtime.loading import blas
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
-import mlx.core as mx
 import outcome
 import trio
 
@@ -64,7 +63,6 @@ class ThreadWorker:
     def __init__(
         self,
         actor: Actor,
-        device: mx.Device | None = None,
         on_event: Callable[[Event], None] | None = None,
         *,
         may_be_given_up: bool = False,
@@ -73,13 +71,11 @@ class ThreadWorker:
 
         Args:
             actor: the owner, which names the thread and the spans.
-            device: where jobs compute; None for MLX's default.
             on_event: called in trio's thread with the span of each finished job.
             may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
                 it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.
         """
         self._actor = actor
-        self._device = device
         self._on_event = on_event
         self._may_be_given_up = may_be_given_up
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
@@ -214,17 +210,18 @@ class ThreadWorker:
     # --- on the thread ----------------------------------------------------------------------------
 
     def _run_jobs(self) -> None:
-        with mx.stream(self._device or mx.default_device()):
-            while (queued := self._jobs.get()) is not None:
-                with queued.lock:
-                    if queued.is_taken_back:
-                        continue
-                    queued.has_begun = True
-                following: Job[Any] | None = queued.job
-                while following is not None:
-                    following = self._run_one(queued, following)
-                # Hold no result, and with it no array, while waiting for the next job.
-                del queued
+        # On MLX's default device. No `mx.stream` is entered for another: that writes the one default of the process,
+        # which the other model and the user's own code have, too.
+        while (queued := self._jobs.get()) is not None:
+            with queued.lock:
+                if queued.is_taken_back:
+                    continue
+                queued.has_begun = True
+            following: Job[Any] | None = queued.job
+            while following is not None:
+                following = self._run_one(queued, following)
+            # Hold no result, and with it no array, while waiting for the next job.
+            del queued
 
     def _run_one(self, queued: _QueuedJob, job: Job[Any]) -> Job[Any] | None:
         """Run a job, or one step; returns the step that follows it."""

@@ -19,7 +19,7 @@ from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile, complete
-from runtime.loading.model_sources import Device, Source
+from runtime.loading.model_sources import Source
 
 
 class Runtime(RuntimeHandle[AioBridge]):
@@ -140,13 +140,13 @@ class Runtime(RuntimeHandle[AioBridge]):
         await stream.opened()
         return stream
 
-    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
+    async def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
         """Load a draft model into the open runtime. Streams that begin afterwards use it.
 
         Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
         """
         evaluate_on_this_thread(draft)
-        attach = partial(self._bridge.runtime.attach_draft, draft, draft_device=draft_device, **unknown)
+        attach = partial(self._bridge.runtime.attach_draft, draft, **unknown)
         await self._bridge.call(attach)
 
     async def detach_draft(self) -> None:

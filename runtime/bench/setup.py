@@ -28,11 +28,9 @@ from runtime.generation.text import check_vocabularies, encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import (
-    Device,
     Loaded,
     Source,
     check_cache_options,
-    check_device,
     check_source,
     load_onto,
 )
@@ -60,8 +58,8 @@ class BenchmarkRequest:
         repeats: number of times that each contender runs everything, >= 1.
         temperature: >= 0; 0 is greedy.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
-        rewind, kv_bits, kv_group_size, quantized_kv_start, target_device, draft_device: as for `runtime.open`; mlx-lm
-            quantises its caches in the same way and computes on the target's device.
+        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
+            same way.
     """
 
     prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
@@ -73,20 +71,14 @@ class BenchmarkRequest:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
-    target_device: Device = None
-    draft_device: Device = None
 
     def __attrs_post_init__(self) -> None:
-        _ = self.cache_options, self.device("target"), self.device("draft")
+        _ = self.cache_options
 
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
         return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
-
-    def device(self, role: Actor) -> mx.Device | None:
-        """The device on which a model computes; None for MLX's default."""
-        return check_device(role, self.target_device if role == "target" else self.draft_device)
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
@@ -172,9 +164,7 @@ async def load_models(
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     stack.enter_context(wired_memory())
     events = EventSwitch()
-    workers: dict[str, Worker] = {
-        role: await stack.enter_async_context(ThreadWorker(role, request.device(role), events)) for role in sources
-    }
+    workers: dict[str, Worker] = {role: await stack.enter_async_context(ThreadWorker(role, events)) for role in sources}
     loaded: dict[str, Loaded] = {}
     for role in sources:
         on_progress(f"loading the {role}")

@@ -174,6 +174,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     plot = _check_plot(arguments.plot)
     plan = _plan(arguments)
     measured, measuring = _measuring(plan, models.target, models.draft)
+    models.use_device()
     outcome = CommandOutcome()
 
     async def work() -> None:

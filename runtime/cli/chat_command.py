@@ -97,6 +97,7 @@ async def _talk(
     with warnings_at_the_end():
         from runtime.engine.opening import open as open_runtime
 
+        models.use_device()
         opening = open_runtime(models.target, models.draft, trace=display.on_event, **models.options)
     async with opening as runtime:
         conversation = runtime.conversation(**requested)

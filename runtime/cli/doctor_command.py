@@ -26,6 +26,7 @@ def doctor(models: Models) -> CommandOutcome:
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         from runtime.doctor.report import examine, report
 
+        models.use_device()
         work = partial(examine, models.target, models.draft, on_progress=display.show_activity, **models.options)
         diagnosis = trio.run(work)
     print_sections(report(diagnosis))

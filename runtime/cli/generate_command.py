@@ -275,6 +275,7 @@ async def _stream_text(
 
         from runtime.engine.opening import open as open_runtime
 
+        models.use_device()
         runtime = await stack.enter_async_context(
             open_runtime(models.target, models.draft, trace=on_event, **models.options)
         )

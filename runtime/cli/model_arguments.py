@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 from protocol.settings import NGRAM
 from runtime.cli.flags import flag
 from runtime.cli.settings_arguments import Option, parse_value
@@ -23,8 +24,6 @@ OPTIONS: tuple[Option, ...] = (
     ("max_kv_size", "N", parse_value, "most tokens in a cache; older ones are dropped (default: no limit)"),
     ("prefix_cache_bytes", "N", parse_value, "size limit of a model's prefix cache in bytes; 0 turns it off"),
     ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
-    ("target_device", "DEVICE", str, 'device of the target: "cpu" or "gpu" (default: MLX\'s)'),
-    ("draft_device", "DEVICE", str, 'device of the draft model: "cpu" or "gpu" (default: MLX\'s)'),
 )
 
 
@@ -36,16 +35,32 @@ class Models:
         target: a path or hub id.
         draft: a path or hub id, "ngram" for prompt lookup, or None for plain decoding.
         options: the options of `runtime.open` that were given.
+        device: on which both compute, "cpu" or "gpu"; None for MLX's default.
     """
 
     target: str | Path
     draft: str | Path | None
     options: dict[str, Any] = attrs.field(factory=dict)
+    device: str | None = None
 
     @property
     def loaded(self) -> list[str | Path]:
         """The models that have to be loaded."""
         return [model for model in (self.target, self.draft) if model is not None and model != NGRAM]
+
+    def use_device(self) -> None:
+        """Make `device` the default of MLX, and so of this process. Imports mlx.
+
+        Raises: SettingsError: the device is not available.
+        """
+        if self.device is None:
+            return
+        import mlx.core as mx
+
+        device = mx.Device(mx.cpu if self.device == "cpu" else mx.gpu)
+        if not mx.is_available(device):
+            raise SettingsError(f"--device {self.device} is not available in this MLX; leave it out for its default")
+        mx.set_default_device(device)
 
 
 def add_models(
@@ -82,13 +97,16 @@ def add_models(
     for name, metavar, read, text in OPTIONS:
         if name not in without:
             group.add_argument(flag(name), metavar=metavar, type=read, default=argparse.SUPPRESS, help=text)
+    group.add_argument("--device", metavar="DEVICE", help='device of both models: "cpu" or "gpu" (default: MLX\'s)')
 
 
 def models_of(arguments: argparse.Namespace) -> Models:
     """The models that the arguments name.
 
-    Raises: SettingsError: an option is for a draft model, and there is none.
+    Raises: SettingsError: there is no such device.
     """
+    if arguments.device not in (None, "cpu", "gpu"):
+        raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
     names = [name for name, *_ in OPTIONS]
     options = {name: given for name, given in vars(arguments).items() if name in names}
     first: str | None = getattr(arguments, "target_here", None)
@@ -100,6 +118,4 @@ def models_of(arguments: argparse.Namespace) -> Models:
         draft = DEMO_DRAFT if target is None else None
     else:
         draft = arguments.draft
-    if "draft_device" in options and (draft is None or draft == NGRAM):
-        raise SettingsError("draft_device is for a draft model, and there is none; give one with --draft")
-    return Models(DEMO_TARGET if target is None else target, draft, options)
+    return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device)

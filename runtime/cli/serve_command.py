@@ -247,6 +247,7 @@ async def _open_and_serve(server: _Server) -> None:
         grace_s=arguments.grace_seconds,
     )
     timelines = Timelines()
+    models.use_device()
     opening = open_runtime(
         models.target, models.draft, max_streams=arguments.max_streams, trace=timelines, **models.options
     )

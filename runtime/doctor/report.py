@@ -24,11 +24,9 @@ from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
 from runtime.generation.text import check_vocabularies
 from runtime.loading.blas import blas_in_use
 from runtime.loading.model_sources import (
-    Device,
     Loaded,
     Source,
     check_cache_options,
-    check_device,
     check_source,
     load_onto,
 )
@@ -88,14 +86,12 @@ async def examine(
     draft: Source | None = None,
     *,
     on_progress: Callable[[str], None] = lambda _: None,
-    target_device: Device = None,
-    draft_device: Device = None,
     **cache_options: Any,
 ) -> Diagnosis:
     """Examine a model or a pair on this machine.
 
     Args:
-        target, draft, target_device, draft_device: as for `runtime.open`.
+        target, draft: as for `runtime.open`.
         on_progress: called with a description of each step before it starts.
         **cache_options: options of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
 
@@ -109,13 +105,12 @@ async def examine(
     if draft is not None:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(**cache_options)
-    devices = {"target": check_device("target", target_device), "draft": check_device("draft", draft_device)}
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, ExaminedModel] = {}
     async with AsyncExitStack() as stack:
         # One after the other, so that each model is timed alone.
         for role, source in sources.items():
-            worker = await stack.enter_async_context(ThreadWorker(role, devices[role]))
+            worker = await stack.enter_async_context(ThreadWorker(role))
             on_progress(f"loading the {role}")
             loaded[role] = await load_onto(worker, role, source, options)
             on_progress(f"timing the {role}")

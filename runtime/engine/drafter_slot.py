@@ -16,12 +16,12 @@ from actors.model import Model
 from actors.target import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
-from runtime.loading.model_sources import Device, Source
+from runtime.loading.model_sources import Source
 
 LoadedDrafter = tuple[Model, Worker] | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor
 # Loads a drafter; resources that are released with it go onto the stack.
-Load = Callable[[AsyncExitStack, Source, Device], Awaitable[LoadedDrafter]]
+Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter]]
 
 
 class DrafterSlot:
@@ -76,7 +76,7 @@ class DrafterSlot:
 
         await self._nursery.start(self._serve, get)
 
-    async def attach(self, source: Source, device: Device) -> None:
+    async def attach(self, source: Source) -> None:
         """See `Runtime.attach_draft`."""
         assert self._load is not None, "this runtime was made of loaded models"
         if self.actor is not None or self._is_attaching:
@@ -85,7 +85,7 @@ class DrafterSlot:
             )
         self._is_attaching = True
         try:
-            await self._nursery.start(self._serve, partial(self._load_onto, source=source, device=device))
+            await self._nursery.start(self._serve, partial(self._load_onto, source=source))
         finally:
             self._is_attaching = False
 
@@ -104,9 +104,9 @@ class DrafterSlot:
         trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
         await self._has_ended.wait()
 
-    async def _load_onto(self, stack: AsyncExitStack, *, source: Source, device: Device) -> LoadedDrafter:
+    async def _load_onto(self, stack: AsyncExitStack, *, source: Source) -> LoadedDrafter:
         assert self._load is not None
-        return await self._load(stack, source, device)
+        return await self._load(stack, source)
 
     @trio.lowlevel.enable_ki_protection
     async def _serve(

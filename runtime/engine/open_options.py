@@ -8,15 +8,12 @@ from protocol.settings_keywords import SettingsArguments
 
 if TYPE_CHECKING:
     from protocol.settings import SettingsLike
-    from runtime.loading.model_sources import Device
     from runtime.tracing.trace_files import Trace
 
 
 class OpenOptions(TypedDict, total=False):
     """The options of `open`, which says what they mean, beside `target` and `draft`."""
 
-    target_device: Device
-    draft_device: Device
     rewind: str
     max_kv_size: int | None
     kv_bits: int | None
@@ -26,6 +23,7 @@ class OpenOptions(TypedDict, total=False):
     prefix_cache_bytes: int
     defaults: SettingsLike | None
     trace: Trace
+    tune_mlx: bool
 
 
 class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):

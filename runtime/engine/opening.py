@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Never, Unpack
 
-import mlx.core as mx
-import outcome
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -21,8 +19,9 @@ from actors.model import Model
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import WrongEventLoopError
+from protocol.errors import SettingsError, WrongEventLoopError
 from protocol.prices import Prices
+from protocol.reprs import shown
 from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from protocol.validation import check_integer
@@ -33,12 +32,11 @@ from runtime.engine.open_options import OpenOptions
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import check_vocabularies, copy_of
+from runtime.loading import mlx_environment
 from runtime.loading.model_sources import (
-    Device,
     Loaded,
     Source,
     check_cache_options,
-    check_device,
     check_source,
     check_unknown,
     load_onto,
@@ -54,8 +52,6 @@ async def open(
     target: Source = MISSING,
     draft: Source | None = None,
     *,
-    target_device: Device = None,
-    draft_device: Device = None,
     rewind: str = "auto",
     max_kv_size: int | None = None,
     kv_bits: int | None = None,
@@ -65,6 +61,7 @@ async def open(
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
     trace: Trace = None,
+    tune_mlx: bool = True,
     **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -74,7 +71,6 @@ async def open(
             prompts are token ids and texts stay empty.
         draft: likewise; or "ngram" for prompt lookup, which drafts without a model: it proposes what followed the
             same tokens earlier in the prompt and the text; or None for plain decoding by the same actors.
-        target_device, draft_device: "cpu", "gpu", an MLX device, or None for MLX's default.
         rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
             from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
             committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
@@ -93,6 +89,8 @@ async def open(
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
             page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
+        tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
+            room on a GPU. MLX reads them when it first computes there: False has no effect after that.
         **unknown: an error.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
@@ -112,10 +110,6 @@ async def open(
         )
     check_unknown(unknown, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    devices: dict[Actor, mx.Device | None] = {
-        "target": check_device("target", target_device),
-        "draft": check_device("draft", draft_device),
-    }
     if draft is not None and draft != NGRAM:
         sources["draft"] = check_source("draft", draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
@@ -123,6 +117,10 @@ async def open(
         check_integer("max_streams", max_streams, 1)
     check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     keywords_of(defaults, "defaults")
+    if not isinstance(tune_mlx, bool):
+        raise SettingsError(f"tune_mlx must be True or False, got {shown(tune_mlx)}")
+    if not tune_mlx:
+        mlx_environment.untune()
     events = Events()
     listener = check_trace(trace)
 
@@ -136,21 +134,13 @@ async def open(
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
             role: await (draft_stack if role == "draft" else stack).enter_async_context(
-                ThreadWorker(role, devices[role], events, may_be_given_up=role == "draft")
+                ThreadWorker(role, events, may_be_given_up=role == "draft")
             )
             for role in sources
         }
-        loaded: dict[Actor, outcome.Outcome[Loaded]] = {}
-
-        async def load(role: Actor) -> None:
-            loaded[role] = await outcome.acapture(load_onto, workers[role], role, sources[role], options)
-
-        with interrupts_unwrapped():
-            async with trio.open_nursery() as nursery:
-                for role in sources:
-                    nursery.start_soon(load, role)
-        target_loaded = loaded["target"].unwrap()
-        draft_loaded = loaded["draft"].unwrap() if "draft" in loaded else None
+        # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
+        loaded = {role: await load_onto(workers[role], role, sources[role], options) for role in sources}
+        target_loaded, draft_loaded = loaded["target"], loaded.get("draft")
         if isinstance(listener, TimelineFile):
             listener.tokenizer = target_loaded.tokenizer
         stack.enter_context(target_loaded.model.evaluating_layers())
@@ -198,14 +188,13 @@ async def _load_draft(
     prices: Prices,
     stack: AsyncExitStack,
     draft: Source,
-    draft_device: Device,
 ) -> LoadedDrafter:
     """Load a drafter into an open runtime; see `runtime.engine.drafter_slot.Load`."""
     if draft == NGRAM:
         prices.forget_drafter()
         return "ngram"
-    source, device = check_source("draft", draft), check_device("draft", draft_device)
-    worker = await stack.enter_async_context(ThreadWorker("draft", device, events, may_be_given_up=True))
+    source = check_source("draft", draft)
+    worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
     draft_loaded = await load_onto(worker, "draft", source, options)
     stack.enter_context(draft_loaded.model.evaluating_layers())
     if target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:

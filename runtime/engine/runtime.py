@@ -28,7 +28,7 @@ from runtime.generation.conversation import Conversation, turn_settings
 from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
-from runtime.loading.model_sources import Device, Source, check_unknown
+from runtime.loading.model_sources import Source, check_unknown
 
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
@@ -254,13 +254,13 @@ class Runtime:
 
     # --- the drafter ------------------------------------------------------------------------------
 
-    async def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
+    async def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
         """Load a draft model into the open runtime; streams that begin afterwards are drafted.
 
         The model is checked and timed as by `open`. Streams that are under way stay undrafted.
 
         Args:
-            draft, draft_device: as for `open`; "ngram" drafts by prompt lookup, without a model.
+            draft: as for `open`; "ngram" drafts by prompt lookup, without a model.
             **unknown: an error.
 
         Raises: and then the runtime is as it was:
@@ -272,8 +272,8 @@ class Runtime:
         Cancellation: waits for the load; the runtime is as it was.
         """
         with self._sessions.while_open():
-            check_unknown(unknown, ("draft", "draft_device"), positional=(), function="attach_draft")
-            await self._drafter.attach(draft, draft_device)
+            check_unknown(unknown, ("draft",), positional=(), function="attach_draft")
+            await self._drafter.attach(draft)
 
     async def detach_draft(self) -> None:
         """Release the draft model, its memory and its thread; does nothing without one.

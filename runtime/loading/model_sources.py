@@ -1,4 +1,4 @@
-"""Model sources: checks what a user names as a model, its device and its options, and loads it on its thread."""
+"""Model sources: checks what a user names as a model, and its options, and loads it on its thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from protocol.validation import check_integer
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
-Device = mx.Device | str | None
 
 REWINDS = get_args(Rewind)
 
@@ -91,21 +90,6 @@ def check_source(role: str, source: Any) -> Source:
     return name
 
 
-def check_device(role: str, device: Device) -> mx.Device | None:
-    """The MLX device that a user names; None for MLX's default.
-
-    Raises: SettingsError: it is no device, or not available.
-    """
-    if device is None:
-        return None
-    if not isinstance(device, mx.Device) and device not in ("cpu", "gpu"):
-        raise SettingsError(f'{role}_device must be "cpu", "gpu", an mlx Device or None, got {shown(device)}')
-    named = device if isinstance(device, mx.Device) else mx.Device(mx.cpu if device == "cpu" else mx.gpu)
-    if not mx.is_available(named):
-        raise SettingsError(f"{role}_device {shown(device)} is not available in this MLX; use None for its default")
-    return named
-
-
 def check_cache_options(
     rewind: Any = "auto",
     max_kv_size: Any = None,
@@ -159,6 +143,8 @@ def check_unknown(
             hint = f"it is {here}= here{note}"
         elif here in settings:
             hint = f"it is {here}=, a setting of stream() and the like{note}"
+        elif here is None and name in NOTES:
+            hint = NOTES[name]
         elif near := meant(name, known):
             hint = f"did you mean {near!r}?"
         else:

@@ -33,7 +33,7 @@ from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile
-from runtime.loading.model_sources import Device, Source
+from runtime.loading.model_sources import Source
 from runtime.sync.bridge import SyncBridge, check_not_in_trio
 from runtime.sync.conversation import Conversation
 from runtime.sync.many_prompts import TokenStreams
@@ -221,7 +221,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         loaded = self._bridge.call(partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides))
         return TokenStream(self._bridge, lambda: loaded)
 
-    def attach_draft(self, draft: Source = MISSING, *, draft_device: Device = None, **unknown: Never) -> None:
+    def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
         """Load a draft model into the open runtime. Streams that begin afterwards use it.
 
         Args, Raises: as `runtime.Runtime.attach_draft`.
@@ -229,7 +229,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         Interrupting: a Ctrl-C waits for the load; the runtime stays as it was.
         """
         evaluate_on_this_thread(draft)
-        attach = partial(self._bridge.runtime.attach_draft, draft, draft_device=draft_device, **unknown)
+        attach = partial(self._bridge.runtime.attach_draft, draft, **unknown)
         self._bridge.call(attach)
 
     def detach_draft(self) -> None:

@@ -102,7 +102,6 @@ def test_what_is_asked_for_twice_runs_once():
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16 or None, got 'int8'"),
         ({"kv_bits": 7}, "kv_bits must be 2, 3, 4, 5, 6, 8 or None, got 7"),
         ({"rewind": "never"}, "rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'"),
-        ({"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu", an mlx Device or None, got \'tpu\''),
     ],
 )
 def test_what_is_out_of_range_is_refused(changes, complaint):

@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from command_line import save_model
 
@@ -98,7 +99,6 @@ def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> Non
 
 FLAGS = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "9", "--rewind", "none"]
 GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none"}
-DEVICES = ["--target-device", "cpu", "--draft-device", "cpu"]
 
 
 class OpenedError(runtime.OutriderError):
@@ -128,11 +128,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ids=["generate", "chat", "serve"],
 )
 def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
-    flags = [*FLAGS, *DEVICES, *(["--prefix-cache-bytes", "5"] if more else [])]
+    flags = [*FLAGS, *(["--prefix-cache-bytes", "5"] if more else [])]
     assert cli.main([*command, *flags]) == 1
-    assert GIVEN | more | {"target_device": "cpu", "draft_device": "cpu"} == {
-        name: value for name, value in opened.items() if name not in ("trace", "max_streams")
-    }
+    assert GIVEN | more == {name: value for name, value in opened.items() if name not in ("trace", "max_streams")}
     opened.clear()
     assert cli.main([*command, "--max-kv-size", "none"]) == 1
     assert opened["max_kv_size"] is None
@@ -140,8 +138,9 @@ def test_options_of_open_reach_it(command: list[str], more: dict[str, int], open
 
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
-    # --max-streams is of `serve` alone, and --trace of `generate`; the defaults of settings are for programs.
-    elsewhere = {"target", "draft", "max_streams", "trace", "defaults"}
+    # --max-streams is of `serve` alone, and --trace of `generate`; the defaults of settings are for programs, and a
+    # command is told by the environment not to tune MLX.
+    elsewhere = {"target", "draft", "max_streams", "trace", "defaults", "tune_mlx"}
     assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
 
 
@@ -151,13 +150,27 @@ def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list
     assert capfd.readouterr().err == (
         "outrider: error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'\n"
     )
-    assert cli.main([*command, "--target-device", "tpu"]) == 2
-    assert capfd.readouterr().err == 'outrider: error: --target-device must be "cpu", "gpu", got \'tpu\'\n'
+    assert cli.main([*command, "--device", "tpu"]) == 2
+    assert capfd.readouterr().err == 'outrider: error: --device must be "cpu" or "gpu", got \'tpu\'\n'
 
 
-def test_a_device_for_no_draft_model_is_refused(capfd: Any) -> None:
-    assert cli.main(["generate", "hi", "--draft", "none", "--draft-device", "cpu"]) == 2
-    assert "--draft-device is for a draft model, and there is none; give one with --draft" in capfd.readouterr().err
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"]])
+def test_a_device_becomes_the_default_of_mlx_before_the_models_are_loaded(
+    command: list[str], opened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults: list[mx.Device] = []
+    monkeypatch.setattr(mx, "set_default_device", defaults.append)
+    assert cli.main([*command, "--device", "cpu"]) == 1
+    assert defaults == [mx.Device(mx.cpu)]
+    assert "device" not in opened
+    assert cli.main(command) == 1
+    assert len(defaults) == 1
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(mx, "is_available", lambda device: device.type == mx.DeviceType.cpu)
+    assert cli.main(["generate", "hi", "--device", "gpu"]) == 2
+    assert "--device gpu is not available in this MLX; leave it out for its default" in capfd.readouterr().err
 
 
 def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> None:
