@@ -89,20 +89,21 @@ SYNONYMS = {
 }
 
 # Hints to give beside the name.
-_ONE_DEVICE = (
-    "MLX has one default device for the whole process, and both models compute there; call "
-    "mx.set_default_device(mx.cpu) before, or give the command line --device cpu"
-)
-
 NOTES = {
-    "device": _ONE_DEVICE,
-    "draft_device": _ONE_DEVICE,
-    "target_device": _ONE_DEVICE,
     "method": 'draft="ngram" looks up, any other names a draft model',
     "prompt_lookup": 'draft="ngram"',
     "prompt_lookup_num_tokens": 'draft="ngram"',
     "speculative_config": 'draft="ngram" looks up, any other names a draft model',
 }
+
+
+_ONE_DEVICE = (
+    "MLX has one default device for the whole process, and both models compute there; call "
+    "mx.set_default_device(mx.cpu) before, or give the command line --device cpu"
+)
+
+# What to do in place of options that do not exist here.
+INSTEAD = {"device": _ONE_DEVICE, "draft_device": _ONE_DEVICE, "target_device": _ONE_DEVICE}
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -22,7 +22,7 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
-from protocol.synonyms import NOTES, SYNONYMS, meant
+from protocol.synonyms import INSTEAD, NOTES, SYNONYMS, meant
 from protocol.validation import check_integer
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
@@ -143,8 +143,8 @@ def check_unknown(
             hint = f"it is {here}= here{note}"
         elif here in settings:
             hint = f"it is {here}=, a setting of stream() and the like{note}"
-        elif here is None and name in NOTES:
-            hint = NOTES[name]
+        elif name in INSTEAD:
+            hint = INSTEAD[name]
         elif near := meant(name, known):
             hint = f"did you mean {near!r}?"
         else:

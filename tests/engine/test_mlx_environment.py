@@ -1,4 +1,4 @@
-"""The environment variables of MLX: set when `runtime` is imported, never over a user's own, and never if told not to."""
+"""The environment variables of MLX: set when `runtime` is imported, but never over a user's own, nor when switched off."""
 
 from __future__ import annotations
 
