@@ -423,9 +423,7 @@ async def test_a_model_with_caches_of_an_unknown_class_is_fed_one_token_at_a_tim
     assert ids(completion) == ids(drafted) == greedy(llama(), prompt, 12)
     assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
     assert drafted.statistics.draft_failures == 0
-    assert warnings_of(caplog) == [
-        "nothing is known of cache class CleverKVCache: its model is fed one token at a time"
-    ]
+    assert warnings_of(caplog) == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
 
 
 @pytest.mark.parametrize("rewind", ["trim", "checkpoint"])

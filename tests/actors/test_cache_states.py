@@ -408,7 +408,7 @@ def test_a_pin_of_full_attention_is_a_number() -> None:
     array = mx.zeros((1, 2, 3, 4))
     for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
         layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
-        with pytest.raises(MisfitError, match="another length in a pin"):
+        with pytest.raises(MisfitError, match="another length in a prefix checkpoint"):
             of.open_sequence("auto").put_state(
                 attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
             )

@@ -22,7 +22,7 @@ from scipy.stats import chi2
 
 import runtime
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
-from actors.sampling.user_code import MOST_STATES
+from actors.sampling.user_code import MAX_STATES
 from protocol.messages import Open
 from protocol.settings import Settings
 
@@ -374,7 +374,7 @@ def test_a_state_that_is_no_longer_at_hand_is_found_again() -> None:
         row = logits_pipeline.process(logits, logits_pipeline.history(text), len(text))[0].tolist()
         return {token for token, logit in enumerate(row) if logit == float("-inf")}
 
-    long = [(7 * i) % 50 for i in range(MOST_STATES + 20)]
+    long = [(7 * i) % 50 for i in range(MAX_STATES + 20)]
     for length in range(len(long)):
         assert left_out(long[:length]) == set(long[:length])
     calls = len(processor.calls)

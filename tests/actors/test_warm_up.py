@@ -8,7 +8,7 @@ import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.warm_up import LEAST_CONTEXT, warm_up
+from actors.warm_up import MIN_CONTEXT_LENGTH, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
@@ -133,10 +133,10 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_model_with_hardly_any_context_is_left_alone(who: int) -> None:
     pair = [ScriptedModel(truthful), ScriptedModel(truthful)]
-    pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT - 1)
+    pair[who] = ScriptedModel(truthful, context_length=MIN_CONTEXT_LENGTH - 1)
     assert not run(lambda: warmed_up(*pair)).is_known
     assert pair[0].sequences == pair[1].sequences == []
     # With as much as it takes, the passes stay within it: the scripted lines would say.
-    pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT)
+    pair[who] = ScriptedModel(truthful, context_length=MIN_CONTEXT_LENGTH)
     assert run(lambda: warmed_up(*pair)).is_known
     assert nothing_is_open(*pair)

@@ -302,10 +302,10 @@ async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
 
 async def test_another_target_is_refused_and_named(path: Path) -> None:
     others = {
-        "its weights are others": llama(1, vocab_size=VOCAB_SIZE),
+        "its weights differ": llama(1, vocab_size=VOCAB_SIZE),
         "its architecture is lfm2, not llama": build("lfm2", vocab_size=VOCAB_SIZE),
         "parameters, not": llama(num_hidden_layers=3, vocab_size=VOCAB_SIZE),
-        "its configuration is another": llama(rope_theta=20_000.0, vocab_size=VOCAB_SIZE),
+        "its configuration differs": llama(rope_theta=20_000.0, vocab_size=VOCAB_SIZE),
     }
     for why, model in others.items():
         async with runtime.open((model, tokenizer())) as rt:
@@ -324,7 +324,7 @@ async def test_another_draft_is_refused_and_named_unless_any_will_do(
         expected = ids(await (await rt.load(path)).generate(SAID[1]))
     async with runtime.open((model, tokenizer()), (llama(7, vocab_size=VOCAB_SIZE), None)) as rt:
         message = await refusal(rt, path)
-        assert "another draft model: its weights are others" in message
+        assert "another draft model: its weights differ" in message
         assert "any_draft=True" in message
         with caplog.at_level(logging.INFO, "outrider"):
             loaded = await rt.load(path, any_draft=True)

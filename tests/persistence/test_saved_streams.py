@@ -449,7 +449,7 @@ async def test_a_stream_is_no_conversation_and_a_conversation_no_stream(saved: P
 
 async def test_another_model_goes_on_with_no_stream(saved: Path) -> None:
     async with runtime.open((llama(1), None)) as rt:
-        assert "another target model: its weights are others" in await refusal(rt, saved)
+        assert "another target model: its weights differ" in await refusal(rt, saved)
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
