@@ -1,4 +1,4 @@
-"""The command line as a child process: its environment, pseudo-terminals, and models on disk."""
+"""The command line as a child process: its environment, and pseudo-terminals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 ROOT = Path(__file__).parents[2]
 
 
-# Generous, since it is no expectation but a way out of a hang.
+# Ends a hang; not an expectation.
 HANGS_S = 120
 
 
@@ -44,7 +44,7 @@ def attrs_of(args: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process whose output does not depend on who runs the tests."""
+    """An environment in which a process's output does not depend on who runs the tests."""
     without = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TRANSFORMERS_VERBOSITY", "LINES"}
     ours = {name: value for name, value in os.environ.items() if name not in without}
     return ours | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUTF8": "1"}
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Process]:
-    """`python -m runtime …` as a process, which is gone when the block is left."""
+    """`python -m runtime …` as a process. It is killed on exit if it still runs."""
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "runtime", *arguments], env=environment(), **{"stdin": -3, **streams}
     )
@@ -72,7 +72,7 @@ async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Proces
 
 @contextlib.asynccontextmanager
 async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
-    """A terminal: the side that a person sees, and the side that a process has."""
+    """A pseudo-terminal: the stream of its master side, and the file descriptor of its slave side."""
     seen, given = pty.openpty()
     try:
         async with trio.lowlevel.FdStream(seen) as stream:
@@ -83,7 +83,7 @@ async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
 
 
 async def read_all(stream: Any) -> str:
-    """All that comes; a terminal that nobody holds any more says so with an error."""
+    """All that comes until the end. A terminal that no process holds any more reports the end as an error."""
     parts = bytearray()
     with contextlib.suppress(trio.BrokenResourceError):
         async for part in stream:
@@ -96,7 +96,7 @@ def broken_weights(model: Path) -> None:
 
 
 async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
-    """How `chat` ends that is given some lines, and what it says."""
+    """Run `chat` with lines on its standard input. Returns its exit status, standard output and standard error."""
     async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
         await process.stdin.send_all(lines.encode())
         await process.stdin.aclose()

@@ -1,4 +1,4 @@
-"""Models whose forward passes wait until a test lets them go on."""
+"""Models whose forward passes wait until a test releases them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from models import Wrapped
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (what it waits for happens in other threads)
+    while not holds():  # noqa: ASYNC110 (the condition changes in other threads)
         await asyncio.sleep(0)
 
 
 class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
+    """A model that stops in the middle of a chosen forward pass until it is released."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -28,7 +28,7 @@ class Held(Wrapped):
         self._may_go_on = threading.Event()
 
     def hold(self, after: int = 0) -> None:
-        """Stop the next forward pass, or one after so many others."""
+        """Stop the next forward pass, or the one after `after` others."""
         self._holds_after = after
 
     async def is_in(self) -> None:
@@ -48,7 +48,7 @@ class Held(Wrapped):
 
 @contextlib.asynccontextmanager
 async def let_go_on_after(held: Held) -> AsyncIterator[None]:
-    """Have a test that fails not hang as well."""
+    """Release the model on exit, so that a failing test does not hang as well."""
     try:
         yield
     finally:

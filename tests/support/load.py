@@ -1,8 +1,8 @@
-"""Clients that behave as clients do, all at once, on a real server with the demo pair.
+"""A load test: many clients with realistic behaviour on a real server with the demo pair.
 
-Run it with `python tests/support/load.py --help`.
-Each goes by a plan of its own: it streams to the end, leaves at any moment, sends garbage, or reads slowly. The models
-are copies in float32: in bfloat16 on CPU a text may hang on how wide the passes were that made it.
+Run it with `python tests/support/load.py --help`. Each client follows a random plan: it streams to the end, leaves at
+any moment, sends garbage, or reads slowly. The models are copies in float32: in bfloat16 on CPU, a text can depend on
+the width of the passes that made it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MAX_STREAMS = 4
 STALLED_S = 5
 PREFILL_STEP_SIZE = 64
 
-# Of the time that everything takes, this part goes by before the server's size is taken note of.
+# The share of the run after which samples of the server's size count.
 WARM_UP = 0.25
 
 PROBES = 20
 
-# Between two visits. Who never paused would be in again by the place that it has just left, and who was told to come
-# back would find the house full for ever.
+# Pause between two visits. Without a pause, a client would take again the place that it has just left, and clients that
+# were told to retry would always find the server full.
 MOST_PAUSE_S = 2
 
 
@@ -64,9 +64,9 @@ class Server:
     """A server in a process of its own.
 
     Attributes:
-        port: at which it listens.
-        process: it.
-        said: what it has written to stderr, line by line; the first line says where the server is.
+        port: the port at which it listens.
+        process: the process.
+        said: the lines that it has written to stderr; the first contains its address.
     """
 
     port: int
@@ -88,7 +88,7 @@ class Server:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines on stderr that are no entries of the access log for requests that went well."""
+        """Lines on stderr other than the access log's entries for requests that did not fail on the server."""
         return [line for line in self.said[1:] if not ACCESS_LINE.fullmatch(line)]
 
     async def health(self) -> dict[str, Any]:
@@ -99,10 +99,10 @@ class Server:
 
 @asynccontextmanager
 async def served(*arguments: str) -> AsyncIterator[Server]:
-    """`outrider serve` with the demo pair in float32; stopped with SIGTERM in the end, which must end it well.
+    """`outrider serve` with the demo pair in float32. SIGTERM on exit must end it with status 0.
 
     Args:
-        arguments: more of them.
+        arguments: further arguments of `serve`.
     """
     with tempfile.TemporaryDirectory() as folder:
         pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
@@ -143,11 +143,11 @@ async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
             yield line.decode()
 
 
-# --- what is asked --------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def asked(number: int) -> dict[str, Any]:
-    """One of the requests that clients make; the same for the same number."""
+    """The body of request `number`; the same each time."""
     dice = random.Random(number)
     prompt = dice.choice(DEMO_PROMPTS) + "".join(
         f"    {dice.choice(['x', 'y', 'total', 'items'])} = {dice.randrange(100)}\n" for _ in range(dice.randrange(4))
@@ -157,16 +157,16 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def long_prompt(dice: random.Random) -> str:
-    """One that takes some passes to read, and is not cached."""
+    """A prompt that needs several prefill passes and is not cached."""
     return "".join(f"value_{dice.randrange(10**6)} = {dice.randrange(10**6)}\n" for _ in range(30))
 
 
-# --- how clients behave ---------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Sample:
-    """How a server was, so many seconds after the beginning."""
+    """Measurements of a server, `at_s` seconds after the start."""
 
     at_s: float
     resident_bytes: int
@@ -178,15 +178,15 @@ class Sample:
 
 @attrs.define
 class Seen:
-    """What clients have seen.
+    """Observations of all clients.
 
     Attributes:
-        done: how often each plan was followed to its end.
-        statuses: of answers.
-        texts: that were finished, and how often, by the number of the request.
-        gaps_s: between the chunks of streams that were read to their end at once.
-        problems: what should not have been.
-        samples: of the server, two a second.
+        done: how often each plan was completed.
+        statuses: statuses of responses, counted.
+        texts: finished texts, counted, by the number of the request.
+        gaps_s: seconds between the chunks of streams that were read without pauses.
+        problems: descriptions of what went wrong.
+        samples: measurements of the server, two a second.
     """
 
     done: Counter[str] = attrs.Factory(Counter)
@@ -198,7 +198,7 @@ class Seen:
 
 
 class _Told(Exception):
-    """To come back later."""
+    """The server told the client to retry later."""
 
     def __init__(self, after_s: float) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class _Told(Exception):
 
 @attrs.define
 class Visitor:
-    """A client, and how it goes about it.
+    """A client.
 
     Attributes:
-        server, seen: of all of them.
-        dice: its own.
-        num_requests: how many different ones there are.
-        doing: what it is about just now.
+        server, seen: shared by all clients.
+        dice: its own random numbers.
+        num_requests: number of different requests.
+        doing: a description of what it does at the moment.
     """
 
     server: Server
@@ -223,7 +223,7 @@ class Visitor:
     doing: str = "nothing"
 
     async def visit(self) -> None:
-        """Do one thing or another, and do it again where the house is full."""
+        """Follow a random plan, and repeat it while the server says that it is full."""
         plans = {
             self.read_whole: 2,
             self.read_stream: 5,
@@ -345,14 +345,14 @@ class Visitor:
 
 
 async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, num_requests: int) -> Seen:
-    """Let clients at a server.
+    """Run many clients on a server.
 
     Args:
-        server: it.
-        seconds: for which new visits begin.
-        num_clients: at a time.
-        seed: of all that they do.
-        num_requests: how many different ones there are.
+        server: the server.
+        seconds: time during which new visits begin.
+        num_clients: number of concurrent clients.
+        seed: seed of all random choices.
+        num_requests: number of different requests.
     """
     seen, began = Seen(), time.monotonic()
 
@@ -360,11 +360,11 @@ async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, 
         visitor = Visitor(server, seen, random.Random(seed * 100_003 + number), num_requests)
         await trio.sleep(visitor.dice.uniform(0, MOST_PAUSE_S))
         while time.monotonic() < began + seconds:
-            # Where the server lets somebody down, this is to end all the same.
+            # End the test even if the server never responds.
             with trio.move_on_after(300) as patience:
                 await visitor.visit()
             if patience.cancelled_caught and "told to wait" in visitor.doing:
-                # Who comes when somebody leaves is in before who was told to come back.
+                # Newcomers may take each free place before a client that was told to retry.
                 seen.done["gave up"] += 1
             elif patience.cancelled_caught:
                 seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
@@ -397,17 +397,17 @@ async def _take_samples(server: Server, seen: Seen, began: float) -> None:
         await trio.sleep(0.5)
 
 
-# --- afterwards -----------------------------------------------------------------------------------
+# --- after the storm ------------------------------------------------------------------------------
 
 
 async def nobody_left(server: Server) -> None:
-    """Return when all are gone."""
+    """Wait until no stream runs or waits."""
     while (state := await server.health())["streams"] or state["waiting"]:
         pass
 
 
 async def wrong_texts(server: Server, seen: Seen) -> list[str]:
-    """The finished texts that are not what the same request gives alone."""
+    """The finished texts that differ from the result of the same request alone."""
     wrong = []
     for number, texts in seen.texts.items():
         alone = (await ask(server.port, request("POST", "/v1/completions", asked(number)))).text
@@ -416,7 +416,7 @@ async def wrong_texts(server: Server, seen: Seen) -> list[str]:
 
 
 async def rounds_alone_s(server: Server) -> list[float]:
-    """Seconds between the chunks of streams that have the models for themselves."""
+    """Seconds between the chunks of streams that run alone."""
     seen = Seen()
     visitor = Visitor(server, seen, random.Random(1), 1)
     for number in range(PROBES):
@@ -425,20 +425,20 @@ async def rounds_alone_s(server: Server) -> list[float]:
 
 
 async def first_token_s(server: Server) -> float:
-    """Seconds for one token after a short prompt that is cached."""
+    """Seconds until one token after a short, cached prompt."""
     began = time.monotonic()
     await ask(server.port, request("POST", "/v1/completions", {"prompt": DEMO_PROMPTS[0], "max_tokens": 1}))
     return time.monotonic() - began
 
 
 async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[float], list[float]]:
-    """Seconds from a hang-up, by a client alone in the house, until two things are so.
+    """Measure how long a server with one client needs after that client hangs up.
 
     Args:
-        server: it.
-        in_prefill: hang up while a long prompt is being read, else within the answer.
+        server: the server.
+        in_prefill: hang up during the prefill of a long prompt, else within the answer.
 
-    Returns: until the server says that nobody is there; until somebody who came then had a token.
+    Returns: seconds until the server reports no stream; seconds until a client that came then had a token.
     """
     dice, left_s, free_s = random.Random(7), [], []
     for _ in range(PROBES):
@@ -463,17 +463,17 @@ async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[
     return left_s, free_s
 
 
-# --- what is said of it ---------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------------
 
 
 def halves(seen: Seen) -> tuple[list[Sample], list[Sample]]:
-    """The samples after the warm-up, in two parts."""
+    """The samples after the warm-up, in two halves."""
     warm = [sample for sample in seen.samples if sample.at_s >= WARM_UP * seen.samples[-1].at_s]
     return warm[: len(warm) // 2], warm[len(warm) // 2 :]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Some values, in milliseconds."""
+    """Quantiles of some times, in milliseconds."""
     ordered = sorted(values)
     shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
     said = [f"{name} {1000 * ordered[min(len(ordered) - 1, int(s * len(ordered)))]:.0f}" for name, s in shares.items()]
@@ -481,7 +481,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 async def main(minutes: float, num_clients: int, seed: int) -> bool:
-    """Do it, and say what was seen; whether all was well."""
+    """Run the load test and print a report. Returns whether all went well."""
     async with served() as server:
         before = server.num_threads, server.num_files
         seen = await storm(server, seconds=60 * minutes, num_clients=num_clients, seed=seed, num_requests=60)

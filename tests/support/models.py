@@ -1,7 +1,7 @@
-"""Tiny random models in float32, as real as a test can afford: mlx-lm's own classes, a few thousand weights.
+"""Tiny random models in float32: mlx-lm's own classes with a few thousand weights.
 
-Their weights are drawn wide enough that texts are varied and the best token leads clearly, so that a text
-does not hang on the last bit of a sum.
+Their weights are drawn wide enough that texts are varied and the best token leads clearly. A text then does not depend
+on the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 80
 
-# Rounding in float32 moves a tiny model's logits by some 1e-6.
+# Rounding in float32 moves a tiny model's logits by about 1e-6.
 CLEAR_LEAD = 1e-4
 
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
-    """Full attention; a `KVCache` a layer."""
+    """Full attention; one `KVCache` per layer."""
     return _wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
 
 
@@ -45,7 +45,7 @@ def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
-    """Soft-capped logits; names no bound of its context."""
+    """Soft-capped logits; its configuration states no context length."""
     sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
     del sizes["max_position_embeddings"]
     return _wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
@@ -74,7 +74,7 @@ def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
-    """Three layers that see `window` tokens, in rotating caches, and one that sees all."""
+    """Three layers with a sliding window of `window` tokens, in rotating caches, and one with full attention."""
     sizes = _sizes(
         "gemma3_text",
         num_hidden_layers=4,
@@ -88,13 +88,13 @@ def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module
 
 
 def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
-    """One layer that sees all, one that sees `window` tokens."""
+    """One layer with full attention, one with a sliding window of `window` tokens."""
     kinds = ["full_attention", "sliding_attention"]
     return llama(seed, layer_types=kinds, sliding_window=window, **changes)
 
 
 def mamba(seed: int = 0, **changes: Any) -> nn.Module:
-    """Recurrent: nothing that went in can be taken out again."""
+    """A recurrent model: tokens cannot be removed from its cache."""
     sizes: dict[str, Any] = {
         "model_type": "mamba",
         "vocab_size": VOCAB_SIZE,
@@ -125,7 +125,7 @@ def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """A model in which something differs from the one that it wraps; subclasses say what."""
+    """A wrapper around a model; subclasses change something about it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Wrapped(nn.Module):
 
 
 class Failing(Wrapped):
-    """A model that fails from when it is told to."""
+    """A model whose forward passes fail once `fails` is set."""
 
     fails = False
 
@@ -158,14 +158,14 @@ class Failing(Wrapped):
 
 
 class Shifted(Wrapped):
-    """Always takes another token than the model that it wraps."""
+    """A model that always prefers another token than the model that it wraps."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         return mx.roll(super().__call__(inputs, cache), 1, axis=-1)
 
 
 class Padded(Wrapped):
-    """The model with rows for ids that no token has; they never win."""
+    """A model with extra rows of logits for ids that no token has; they never win."""
 
     PAD_LOGIT = -1e9
 
@@ -179,7 +179,10 @@ class Padded(Wrapped):
 
 
 def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
-    """A model as `mlx_lm.load` finds it; its words are w0, w1, … or the like."""
+    """Save a model with a tokenizer, as `mlx_lm.load` reads it.
+
+    Its words are `word` with a number: w0, w1, …. No token ends the text.
+    """
     where.mkdir()
     config = {name: value for name, value in vars(model.args).items() if value is not None}
     (where / "config.json").write_text(json.dumps(config))
@@ -191,12 +194,12 @@ def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Some token ids."""
+    """Random token ids."""
     return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
 
 
 def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
-    """The text of mlx-lm's plain greedy decoding, which leads clearly at every step."""
+    """The text of mlx-lm's plain greedy decoding; asserts that the best token leads clearly at every step."""
     tokens = []
     for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=num_tokens, **options):
         second, first = mx.topk(logprobs.astype(mx.float32), 2).tolist()
@@ -221,15 +224,15 @@ def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
 
 
 def _wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
-    """Redraw what a model draws at random, at a scale at which its layers have a say over what comes next."""
+    """Redraw the random weights at a scale at which the layers affect the next token."""
     weights = [(n, w) for n, w in tree_flatten(model.parameters()) if n.endswith(".bias") or w.ndim > 1]
     keys = mx.random.split(mx.random.key(seed), len(weights))
     drawn = []
     for (name, weight), key in zip(weights, keys, strict=True):
-        # The last axis is what goes in, but for a convolution of each channel with itself, (channels, width, 1).
+        # The last axis is the input, except in a depthwise convolution: (channels, width, 1).
         fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
         scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
-        # A_log is a decay, which mamba sets and does not draw.
+        # A_log is a decay, which mamba sets to fixed values.
         drawn.append((name, weight if name.endswith("A_log") else scale * mx.random.normal(weight.shape, key=key)))
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())

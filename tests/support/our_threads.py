@@ -6,5 +6,5 @@ import threading
 
 
 def outrider_threads() -> list[str]:
-    """Their names: those of models and of trio."""
+    """The names of Outrider's threads: those of models, and the trio thread."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]

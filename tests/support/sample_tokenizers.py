@@ -35,7 +35,7 @@ SCRIPTS = [
 
 
 class Slow:
-    """A tokenizer that can only decode: what the detokenizer has to make do with where there is no fast one."""
+    """A tokenizer that can only decode; mlx-lm falls back to this where there is no fast tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ EMOJI_BYTES = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
 
 @functools.cache
 def byte_fallback() -> TokenizerWrapper:
-    """As sentencepiece writes them: spaces in front of words, but for the first, and bytes for what has no token."""
+    """A tokenizer like sentencepiece's: a space before each word but the first, and bytes for what has no token."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", *WORDS, *EMOJI_BYTES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
@@ -63,10 +63,10 @@ def byte_fallback() -> TokenizerWrapper:
 
 @functools.cache
 def byte_level() -> TokenizerWrapper:
-    """As many tokens as a tiny model has: letters, spaces, and halves of characters, as byte-level BPE writes them."""
+    """A byte-level BPE tokenizer of a tiny model's vocabulary size: letters, spaces, and halves of characters."""
 
     def spelled(text: str) -> str:
-        """A letter for each byte."""
+        """One letter for each byte."""
         parts = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
         return "".join(part for part, _ in parts)
 
@@ -84,7 +84,7 @@ def byte_level() -> TokenizerWrapper:
 
 
 class Letters:
-    """A tokenizer for scripted models: a letter for each id, and the last one ends the text, if one does."""
+    """A tokenizer for scripted models: one letter for each id. The ids in `ends` end the text."""
 
     ALPHABET = string.ascii_letters + string.digits + ".,"
 

@@ -12,7 +12,7 @@ from actors.persistence import saved_sequence
 
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel at the so many-th moment at which something else is asked to do its part."""
+    """Cancel `scope` at the `step`-th hand-over of a save or load to another thread or process, counted from 0."""
     count = -1
 
     def count_up() -> None:
