@@ -231,7 +231,7 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     # In a rest it goes one token of its own ahead, which it will not have to lose; for a drafter, never.
     is_ahead = completion.statistics.resting_rounds > 0
     assert not is_ahead or lookahead == "auto"
-    assert simulation.target_worker.most_ahead == (1 if is_ahead else 0)
+    assert simulation.target_worker.max_ahead == (1 if is_ahead else 0)
     with_proposal = [instant for instant in simulation.instants("proposal") if instant.num_tokens > 0]
     statistics = completion.statistics
     assert statistics.n1_rounds == len(with_proposal) == statistics.proposed
@@ -276,7 +276,7 @@ async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
     (sequence,) = draft.sequences
     assert sequence.rewinds == []
     assert sequence.tokens == text[: len(sequence.tokens)]
-    assert simulation.draft_worker.most_ahead == 0
+    assert simulation.draft_worker.max_ahead == 0
     # One token can be guessed beyond what is committed, and it is.
     assert {instant.num_tokens for instant in simulation.instants("proposal")} <= {0, 1}
     assert completion.statistics.draft_failures == 0

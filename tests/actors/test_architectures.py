@@ -22,13 +22,15 @@ from architectures import (
     NO_MODEL,
     VOCAB_SIZE,
     Architecture,
-    Knowing,
     Leaning,
+    PositionalModel,
     build,
     kinds,
 )
+from completions import ids
 from mlx_lm.models.cache import make_prompt_cache
-from plain_decoding import NUM_TOKENS, PROMPT, assert_leads, greedy
+from models import assert_leads
+from plain_decoding import CLEAR_LEAD, NUM_TOKENS, PROMPT, greedy_text
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -75,14 +77,10 @@ def guessed(model: nn.Module) -> list[int]:
     logits = model(mx.array([PROMPT[:-1]]), cache=cache)
     for right in RIGHT[len(PROMPT) :]:
         logits = model(mx.array([text[-1:]]), cache=cache)[0, -1]
-        assert_leads(logits)
+        assert_leads(logits, CLEAR_LEAD)
         guess = int(mx.argmax(logits).item())
         text.append(guess if right else (guess + 1) % logits.shape[0])
     return text
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @asynccontextmanager
@@ -94,7 +92,7 @@ async def with_a_fake(
         real = await worker.run(Job("load", partial(MLXModel, model, CacheOptions(rewind=rewind))))
         # Of which nothing is left that shows in a text.
         await worker.run(Job("load", partial(probe, real)))
-        fake = Knowing(knows, real.vocab_size)
+        fake = PositionalModel(knows, real.vocab_size)
         fake_worker = SimulatedWorker("draft" if is_target else "target", price=lambda _: 0.0)
         models = ((real, worker), (fake, fake_worker))
         with real.evaluating_layers():
@@ -140,7 +138,7 @@ async def test_the_greedy_text_is_plain_decodings_on_every_rung(name: str) -> No
     # First of all the runtime, on whose thread nothing of the model has been computed yet.
     async with runtime.open((model, None)) as rt:
         undrafted = ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS))
-    text = greedy(model)
+    text = greedy_text(model)
     continuation = text[len(PROMPT) :]
     assert undrafted == continuation
     for rewind in ("auto", "trim", "checkpoint", "none"):
@@ -252,7 +250,7 @@ DRAFT_SEEDS = {("mamba", "mamba"): 102}
 async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name: str) -> None:
     target = Leaning(build(target_name, seed=TARGET_SEEDS.get(target_name)))
     draft = Leaning(build(draft_name, seed=DRAFT_SEEDS.get((target_name, draft_name), 100)))
-    text = greedy(target)
+    text = greedy_text(target)
     right = [guess == token for guess, token in zip(guesses(draft, text), text[len(PROMPT) :], strict=True)]
     async with runtime.open((target, None), (draft, None)) as rt:
         lookahead = lookahead_for(target_name, draft_name)
@@ -272,6 +270,6 @@ def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:
     model(mx.array([text[: len(PROMPT) - 1]]), cache=cache)
     for token in text[len(PROMPT) - 1 : -1]:
         logits = model(mx.array([[token]]), cache=cache)[0, -1]
-        assert_leads(logits)
+        assert_leads(logits, CLEAR_LEAD)
         found.append(int(mx.argmax(logits).item()))
     return found

@@ -16,6 +16,7 @@ import mlx.nn as nn
 import pytest
 from architectures import build
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, WINDOW, Concatenating, Subject, subject
+from completions import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -325,10 +326,6 @@ def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
 @functools.cache
 def wide_headed() -> nn.Module:
     return build("qwen3", head_dim=32)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 async def assert_plain_text(draft: nn.Module, prompt_lengths: Sequence[int], **options: Any) -> runtime.Statistics:

@@ -13,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cache_subjects import Concatenating
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from models import (
-    Wrapped,
+    Rereading,
     deepseek_v3,
     gemma2,
     gemma3_text,
@@ -169,11 +170,6 @@ def test_a_concatenating_cache_that_is_trimmed_keeps_the_tokens() -> None:
     assert keys.flatten().tolist() == [0, 1, 2, 3, 4, 90]
 
 
-class Concatenating(Wrapped):
-    def make_cache(self) -> list[Any]:
-        return [ConcatenateKVCache() for _ in self.layers]
-
-
 async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> None:
     model = llama()
     prompt = prompt_of(9)
@@ -236,19 +232,6 @@ async def test_a_recurrent_target() -> None:
         mlx_lm_speculative(mamba(), llama(), prompt, 20)
     completion = await ours(mamba(), llama(), prompt, 20)
     assert [token.id for token in completion.tokens] == greedy(mamba(), prompt, 20)
-
-
-class Rereading(Wrapped):
-    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        # The tokens themselves are the keys.
-        tokens = inputs[:, None, :, None].astype(mx.float32)
-        seen, _ = cache[0].update_and_fetch(tokens, tokens)
-        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
 
 
 async def test_a_recurrent_drafter() -> None:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from models import VOCAB_SIZE, greedy, llama, near, prompt_of
+from our_threads import outrider_threads
 from scripted import ids
 
 import runtime
@@ -22,10 +23,6 @@ PROMPT = prompt_of(9)
 
 class Fault(Exception):
     pass
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 def pair() -> tuple[nn.Module, nn.Module]:
@@ -90,7 +87,7 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
         assert num_calls() >= at
         if name != "close":  # by then the text may be over, and nobody counts
             assert rt.statistics().draft_failures == 1
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,7 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
                 assert [type(failure.__cause__) for failure in failures] == [Fault]
             assert rt.health().ok
             assert ids((await rt.generate(PROMPT, **SETTINGS)).tokens) == text
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize("with_drafter", [True, False])
@@ -144,7 +141,7 @@ async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_e
             assert isinstance(broken.value.__cause__, Fault)
             with pytest.raises(runtime.RuntimeBrokenError):
                 rt.stream(PROMPT)
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 # --- a drafter that hangs -------------------------------------------------------------------------
@@ -265,7 +262,7 @@ async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:
             assert ids(again.tokens) == got
             assert again.statistics.draft_failures == 1
     assert "the draft's thread has died of AttributeError" in caplog.text
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> None:
@@ -284,7 +281,7 @@ async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> 
             with pytest.raises(runtime.RuntimeBrokenError):
                 await rt.generate([VOCAB_SIZE - 1])
             assert rt.health() == runtime.Health(target=False, draft=False)
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 def test_a_step_is_what_the_deadly_one_is_not() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from completions import ids
 from mlx_lm.models.cache import KVCache
 from models import (
     VOCAB_SIZE,
     Padded,
+    Rereading,
     Shifted,
     Wrapped,
     deepseek_v3,
@@ -50,10 +52,6 @@ def family(name: str) -> nn.Module:
 @functools.cache
 def family_text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     return greedy(family(name), prompt, num_tokens)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 async def complete(
@@ -301,26 +299,13 @@ async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> 
     prompt = prompt_of(9)
     draft = mamba()
     # The drafter's text is the target's, so every guess that is made in the right state is right.
-    target = Echo(draft)
+    target = Rereading(draft)
     completion = await complete(target, draft, prompt, max_tokens=40, lookahead=lookahead)
     assert ids(completion) == greedy(draft, prompt, 40)
     assert completion.statistics.draft_failures == 0
     if lookahead != "auto":
         assert completion.statistics.rejected == 0
         assert completion.statistics.accepted > 0
-
-
-class Echo(Wrapped):
-    """A recurrent model made to look rewindable: it reads its whole text anew at every step."""
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        # The tokens themselves are the keys.
-        tokens = inputs[:, None, :, None].astype(mx.float32)
-        seen, _ = cache[0].update_and_fetch(tokens, tokens)
-        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
 
 
 # --- rewind ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
+from completions import read_into
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -419,11 +420,6 @@ async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is
     (warning,) = [record.getMessage() for record in caplog.records if "Ledger" in record.getMessage()]
     assert "nothing is drafted" in warning
     assert "runtime.stateless" in warning
-
-
-async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        given.append(token.id)
 
 
 class Tantrum(ValueError):

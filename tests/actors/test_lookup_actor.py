@@ -15,8 +15,8 @@ from scripted import (
     VOCAB_SIZE,
     Price,
     Script,
-    ScriptedLine,
     ScriptedModel,
+    ScriptedSequence,
     Simulation,
     collect,
     digest,
@@ -222,7 +222,7 @@ class Neighbourly(ScriptedModel):
         super().__init__(script)
         self.asked: list[bool] = []
 
-    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.asked.append(beside_another)
         return super().open_sequence(beside_another=beside_another)
 

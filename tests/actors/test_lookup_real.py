@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import trio
+from completions import ids
 from models import gemma2, gemma3_text, greedy, llama, mamba, prompt_of, qwen3, sliding_llama
 from our_threads import outrider_threads
 
@@ -37,10 +38,6 @@ def family(name: str) -> nn.Module:
 @functools.cache
 def family_text(name: str, prompt: tuple[int, ...]) -> list[int]:
     return greedy(family(name), prompt, NUM_TOKENS)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import architectures
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from completions import ids, read_into
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
@@ -36,10 +37,6 @@ def theirs(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: i
         mx.array(prompt), target, draft, num_draft_tokens=LOOKAHEAD, max_tokens=num_tokens, **options
     )
     return [token for token, _, _ in steps]
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 class Books:
@@ -237,11 +234,6 @@ class Failing(Wrapped):
             if self._left == 0:
                 raise NoSuchKernel("no such kernel")
         return super().__call__(inputs, cache)
-
-
-async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        given.append(token.id)
 
 
 def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_committed() -> None:

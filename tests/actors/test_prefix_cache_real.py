@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import ARCHITECTURES, build
+from completions import ids
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
-from plain_decoding import greedy as whole_text
+from plain_decoding import greedy_text
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -56,10 +57,6 @@ def text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 def some_prompt(length: int, *, seed: int = 0) -> list[int]:
     return prompt_of(length, seed=seed, vocab_size=64)  # which is as many as the smallest of them know
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 class Prefills:
@@ -286,7 +283,7 @@ async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
     model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
-    whole: Sequence[int] = whole_text(model)
+    whole: Sequence[int] = greedy_text(model)
     async with runtime.open((model, None)) as rt:
         cached = []
         # On, back, on, and on.

@@ -20,7 +20,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
     VOCAB_SIZE,
-    Handed,
+    HandedJob,
     Script,
     ScriptedModel,
     Simulation,
@@ -361,7 +361,7 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
     assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
 
 
-def verifies_in_between(handed: Sequence[Handed], waiting: Handed) -> dict[int | None, int]:
+def verifies_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> dict[int | None, int]:
     """How many verifies of each other session were done while one was waiting for its own."""
     assert waiting.done_at is not None
     counts: dict[int | None, int] = {}

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
+from completions import ids
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
@@ -26,10 +27,6 @@ PLAIN = [token for token, _ in generate_step(mx.array(PROMPT), TARGET, max_token
 
 # Models' threads cannot evaluate what this one has built and not evaluated.
 LAZY_HERE = mx.zeros((VOCAB_SIZE,)) + 0
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @runtime.stateless

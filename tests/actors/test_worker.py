@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
+from our_threads import outrider_threads
 
 from actors.workers.thread_worker import ThreadWorker, _QueuedJob
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -44,10 +45,6 @@ class Gate:
 
 def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
     return Job("verify", call, **more)
-
-
-def worker_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 # --- doing jobs -----------------------------------------------------------------------------------
@@ -411,7 +408,7 @@ async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_n
         await trio.testing.wait_all_tasks_blocked()
         gate.let_go_on()
     assert done == [0]
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 # --- leaving --------------------------------------------------------------------------------------
@@ -419,8 +416,8 @@ async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_n
 
 async def test_the_thread_is_gone_after_leaving() -> None:
     async with ThreadWorker("target"), ThreadWorker("draft"):
-        assert sorted(worker_threads()) == ["outrider-draft", "outrider-target"]
-    assert worker_threads() == []
+        assert sorted(outrider_threads()) == ["outrider-draft", "outrider-target"]
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("the body's"), KeyboardInterrupt(), SystemExit(1)])
@@ -433,7 +430,7 @@ async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseExc
     with pytest.raises(type(error)) as raised:
         await body()
     assert raised.value is error
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
@@ -453,11 +450,11 @@ async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
         assert not left.is_set()
-        assert worker_threads() == ["outrider-target"]
+        assert outrider_threads() == ["outrider-target"]
         gate.let_go_on()
     assert left.is_set()
     assert gate.is_done
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_leaving_takes_back_the_jobs_that_wait() -> None:
@@ -473,7 +470,7 @@ async def test_leaving_takes_back_the_jobs_that_wait() -> None:
             gate.let_go_on()
     assert scope.cancelled_caught
     assert ran == []
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_workers_that_follow_each_other_share_one_thread() -> None:
@@ -653,7 +650,7 @@ async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wa
         with pytest.raises(JobError, match="has died"):
             await worker.run_steps(steps_of(counting(lambda number: number, 3), []))
         assert not worker.is_alive
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_comes() -> None:
@@ -684,7 +681,7 @@ async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_
         assert not worker.is_alive
     assert len(errors) == 3
     assert all(isinstance(error.__cause__, AttributeError) for error in errors)
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_job_for_a_worker_that_was_left_is_an_error() -> None:

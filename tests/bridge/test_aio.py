@@ -24,8 +24,8 @@ import mlx.nn as nn
 import pytest
 import trio
 import uvloop
+from blocking_models import BlockingModel, released_on_exit, until
 from greedy_pair import PROMPT, drafter, target, text
-from held_models import Held, let_go_on_after, until
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of
 from our_threads import outrider_threads
 
@@ -298,15 +298,15 @@ def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
 
 def test_a_stream_has_one_consumer(run: Run) -> None:
     async def main() -> None:
-        held = Held(target())
+        held = BlockingModel(target())
         async with opened(held) as rt:
-            held.hold()
+            held.block()
             stream = rt.stream(PROMPT, **LONG)
             first = asyncio.create_task(anext(stream))
-            await held.is_in()
+            await held.blocked_in_asyncio()
             with pytest.raises(runtime.StreamBusyError):
                 await anext(stream)
-            held.let_go_on()
+            held.release()
             assert (await first).id == text(1)[0]
 
     run(main)
@@ -484,42 +484,44 @@ WAYS = [
     [*(("prefill", way) for way in WAYS if way is not by_breaking_out), *(("decode", way) for way in WAYS)],
 )
 def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
-    trace, held = Trace(), Held(target())
+    trace, held = Trace(), BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held, trace=trace) as rt, let_go_on_after(held):
-            # The prompt has four chunks.
-            held.hold(after=1 if when == "prefill" else 6)
-            await way(rt, held.is_in())
-            # The consumer has returned while the forward pass still blocks.
-            assert trace.count("close", 0) == 0
-            before = trace.passes(0)
-            held.let_go_on()
-            await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
-            assert trace.passes(0) <= before + 1
+        async with opened(held, trace=trace) as rt:
+            with released_on_exit(held):
+                # The prompt has four chunks.
+                held.block(after=1 if when == "prefill" else 6)
+                await way(rt, held.blocked_in_asyncio())
+                # The consumer has returned while the forward pass still blocks.
+                assert trace.count("close", 0) == 0
+                before = trace.passes(0)
+                held.release()
+                await the_next_text_is_right(rt)
+                await until(lambda: rt.num_streams == 0)
+                assert trace.passes(0) <= before + 1
         assert trace.is_put_away()
 
     run(main)
 
 
 def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
-    trace, held = Trace(), Held(target())
+    trace, held = Trace(), BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held, trace=trace, max_streams=1) as rt, let_go_on_after(held):
-            held.hold()
-            first = rt.stream(PROMPT, max_tokens=12)
-            await held.is_in()
-            waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
-            await until(lambda: rt.num_waiting == 1)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            await until(lambda: rt.num_waiting == 0)
-            held.let_go_on()
-            assert [token.id async for token in first] == text(12)
-            assert {event.session for event in trace.events} <= {None, 0}
+        async with opened(held, trace=trace, max_streams=1) as rt:
+            with released_on_exit(held):
+                held.block()
+                first = rt.stream(PROMPT, max_tokens=12)
+                await held.blocked_in_asyncio()
+                waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
+                await until(lambda: rt.num_waiting == 1)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                await until(lambda: rt.num_waiting == 0)
+                held.release()
+                assert [token.id async for token in first] == text(12)
+                assert {event.session for event in trace.events} <= {None, 0}
 
     run(main)
 
@@ -549,17 +551,17 @@ def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: R
 
 
 def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def use() -> None:
         async with opened(held) as rt:
-            held.hold(after=2)
+            held.block(after=2)
             await consume(rt)
 
     async def main() -> None:
-        async with let_go_on_after(held):
+        with released_on_exit(held):
             task = asyncio.create_task(use())
-            await held.is_in()
+            await held.blocked_in_asyncio()
             task.cancel()
             await turns()
             # Once more, and it goes on to the end all the same.
@@ -575,8 +577,8 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
 
 
 def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
-    held = Held(target())
-    held.hold()  # opening runs forward passes to time the models
+    held = BlockingModel(target())
+    held.block()  # opening runs forward passes to time the models
 
     async def use() -> None:
         async with opened(held):
@@ -584,11 +586,11 @@ def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> No
 
     async def main() -> None:
         task = asyncio.create_task(use())
-        await held.is_in()
+        await held.blocked_in_asyncio()
         task.cancel()
         await turns()
         assert not task.done()
-        held.let_go_on()
+        held.release()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert outrider_threads() == []
@@ -597,15 +599,15 @@ def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> No
 
 
 def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         with anyio.CancelScope() as scope:
             async with opened(held) as rt, rt.stream(PROMPT, **LONG) as stream:
                 await anext(stream)
-                held.hold()
-                await held.is_in()
-                asyncio.get_running_loop().call_later(0.01, held.let_go_on)
+                held.block()
+                await held.blocked_in_asyncio()
+                asyncio.get_running_loop().call_later(0.01, held.release)
                 scope.cancel()
                 await anext(stream)
         assert scope.cancelled_caught
@@ -614,17 +616,17 @@ def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
 
 
 def test_ctrl_c_ends_everything(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         async with opened(held) as rt:
-            held.hold(after=2)
+            held.block(after=2)
             stream = rt.stream(PROMPT, **LONG)
             waiting = asyncio.ensure_future(anext(stream))
-            await held.is_in()
+            await held.blocked_in_asyncio()
             loop = asyncio.get_running_loop()
             loop.call_soon(signal.raise_signal, signal.SIGINT)
-            loop.call_later(0.01, held.let_go_on)
+            loop.call_later(0.01, held.release)
             await waiting
 
     with pytest.raises(KeyboardInterrupt):
@@ -661,19 +663,19 @@ def test_closing_within_the_block_is_leaving_it(run: Run) -> None:
 
 
 def test_a_cancelled_closing_goes_on_to_the_end(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         rt = await opened(held)
-        held.hold(after=2)
+        held.block(after=2)
         waiting = asyncio.create_task(consume(rt))
-        await held.is_in()
+        await held.blocked_in_asyncio()
         closing = asyncio.create_task(rt.aclose())
         await turns()
         closing.cancel()
         await turns()
         assert not closing.done()
-        held.let_go_on()
+        held.release()
         with pytest.raises(asyncio.CancelledError):
             await closing
         with pytest.raises(runtime.RuntimeClosedError):
@@ -773,22 +775,22 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
 
 @pytest.mark.parametrize("after", [0, 2, 7])
 def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     num_turns = 0
 
     async def main() -> None:
         nonlocal num_turns
-        held.hold(after=after)
+        held.block(after=after)
 
-        async def let_go_on_later() -> None:
+        async def release_later() -> None:
             nonlocal num_turns
-            await held.is_in()
+            await held.blocked_in_asyncio()
             while num_turns < 100:
                 await asyncio.sleep(0)
                 num_turns += 1
-            held.let_go_on()
+            held.release()
 
-        task = asyncio.create_task(let_go_on_later())
+        task = asyncio.create_task(release_later())
         async with opened(held) as rt:
             # The model blocks in one of these.
             streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
@@ -951,35 +953,36 @@ def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
 def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held) as rt, let_go_on_after(held):
-            many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
-            if way == "break":
-                async for _ in many:
-                    break
-            held.hold()
-            await held.is_in()
-            match way:
-                case "cancel":
-                    task = asyncio.create_task(anext(many))
-                    await turns()
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-                case "aclose":
-                    await many.aclose()
-                    with pytest.raises(runtime.RuntimeClosedError):
-                        await anext(many)
-                case "leave":
-                    async with many:
-                        pass
-            del many
-            gc.collect()
-            held.let_go_on()
-            await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
+        async with opened(held) as rt:
+            with released_on_exit(held):
+                many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
+                if way == "break":
+                    async for _ in many:
+                        break
+                held.block()
+                await held.blocked_in_asyncio()
+                match way:
+                    case "cancel":
+                        task = asyncio.create_task(anext(many))
+                        await turns()
+                        task.cancel()
+                        with pytest.raises(asyncio.CancelledError):
+                            await task
+                    case "aclose":
+                        await many.aclose()
+                        with pytest.raises(runtime.RuntimeClosedError):
+                            await anext(many)
+                    case "leave":
+                        async with many:
+                            pass
+                del many
+                gc.collect()
+                held.release()
+                await the_next_text_is_right(rt)
+                await until(lambda: rt.num_streams == 0)
 
     run(main)
 

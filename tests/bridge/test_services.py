@@ -18,9 +18,10 @@ import trio
 import trio.lowlevel
 import trio_service
 import uvicorn
+from blocking_models import BlockingModel, released_on_exit
+from blocking_models import until as until_in_asyncio
 from chat_models import target, tokenizer
 from command_line import environment
-from held_models import Held, let_go_on_after
 from models import Failing, near
 
 import runtime
@@ -117,13 +118,13 @@ async def test_the_service_answers_many_clients_each_with_its_own_text() -> None
 @pytest.mark.parametrize("way", ["hangs up", "cancels", "asks anew"])
 @pytest.mark.parametrize("stage", ["reading", "writing"])
 async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     async with service(held) as (rt, connect):
         customer = await connect()
-        async with let_go_on_after(held):
-            held.hold(after=0 if stage == "reading" else 6)
+        with released_on_exit(held):
+            held.block(after=0 if stage == "reading" else 6)
             await customer.asks(**LONG, max_tokens=1000)
-            await until(held._is_in.is_set)
+            await held.blocked_in_trio()
             if way == "hangs up":
                 await customer.connection.aclose()
             elif way == "cancels":
@@ -136,7 +137,7 @@ async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None
                 assert bool(text) == (stage == "writing")
             # The target blocks in a forward pass, and nothing waits for it.
             await until(lambda: rt.num_streams == (way == "asks anew"))
-            held.let_go_on()
+            held.release()
             if way == "asks anew":
                 assert (await customer.hears_all())[1] == {"end": "length"}
             other = await connect()
@@ -272,11 +273,6 @@ def in_asyncio(main: Callable[[], Any]) -> None:
     asyncio.run(bounded())
 
 
-async def comes_true(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (other threads set no event)
-        await asyncio.sleep(0)
-
-
 def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
     async def main() -> None:
         async with served(target()) as (app, port):
@@ -295,23 +291,24 @@ def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
 @pytest.mark.parametrize("path", ["/generate", "/stream"])
 @pytest.mark.parametrize("stage", ["reading", "writing"])
 def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
-        async with served(held) as (app, port), let_go_on_after(held):
-            rt = app.state.runtime
-            held.hold(after=0 if stage == "reading" else 6)
-            reader, writer = await request(port, path, **LONG, max_tokens=1000)
-            await held.is_in()
-            if stage == "writing" and path == "/stream":
-                assert b"text" in await reader.readuntil(b"}\n")
-            assert rt.num_streams == 1
-            writer.close()
-            # The target blocks in a forward pass, and nothing waits for it.
-            await comes_true(lambda: rt.num_streams == 0)
-            held.let_go_on()
-            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
-            assert (status, json.loads(body)["num_tokens"]) == (200, 4)
+        async with served(held) as (app, port):
+            with released_on_exit(held):
+                rt = app.state.runtime
+                held.block(after=0 if stage == "reading" else 6)
+                reader, writer = await request(port, path, **LONG, max_tokens=1000)
+                await held.blocked_in_asyncio()
+                if stage == "writing" and path == "/stream":
+                    assert b"text" in await reader.readuntil(b"}\n")
+                assert rt.num_streams == 1
+                writer.close()
+                # The target blocks in a forward pass, and nothing waits for it.
+                await until_in_asyncio(lambda: rt.num_streams == 0)
+                held.release()
+                status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
+                assert (status, json.loads(body)["num_tokens"]) == (200, 4)
 
     in_asyncio(main)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
+from blocking_models import BlockingModel
 from greedy_pair import PROMPT, drafter, target, text
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
@@ -331,59 +331,31 @@ async def test_a_stream_may_be_dropped_on_another_thread() -> None:
 # --- in the middle of a forward pass --------------------------------------------------------------
 
 
-class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._holds = threading.Event()
-        self._is_in = threading.Event()
-        self._may_go_on = threading.Event()
-
-    def hold(self) -> None:
-        """Stop the next forward pass."""
-        self._holds.set()
-
-    async def is_in(self) -> None:
-        """Wait until a forward pass has been stopped."""
-        await trio.to_thread.run_sync(self._is_in.wait)
-
-    def let_go_on(self) -> None:
-        self._may_go_on.set()
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if self._holds.is_set():
-            self._holds.clear()
-            self._is_in.set()
-            self._may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
 @pytest.mark.parametrize("who", ["target", "draft"])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
-    held = Held(target() if who == "target" else drafter())
+    held = BlockingModel(target() if who == "target" else drafter())
     trigger = Trigger()
     ours, theirs = (held, drafter()) if who == "target" else (target(), held)
     async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
         if when == "prefill":
-            held.hold()
+            held.block()
         else:
-            trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+            trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
         async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-            await held.is_in()
+            await held.blocked_in_trio()
         # Here the consumer is back, and the forward pass has not moved.
         assert outrider_threads() != []
         await trio.testing.wait_all_tasks_blocked()
         assert trigger.spans(who, "close") == []
-        held.let_go_on()
+        held.release()
         await the_next_text_is_right(rt)
     nothing_is_left(trigger)
 
 
 @pytest.mark.parametrize("who", ["target", "draft"])
 async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str) -> None:
-    held = Held(target() if who == "target" else drafter())
+    held = BlockingModel(target() if who == "target" else drafter())
     trigger = Trigger()
     ours, theirs = (held, drafter()) if who == "target" else (target(), held)
     left = trio.Event()
@@ -394,17 +366,17 @@ async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str
         async def use() -> None:
             with scope:
                 async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
-                    trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+                    trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
                     async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
                         pass
             left.set()
 
-        await held.is_in()
+        await held.blocked_in_trio()
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
         assert not left.is_set()
         assert outrider_threads() != []
-        held.let_go_on()
+        held.release()
     assert scope.cancelled_caught
     nothing_is_left(trigger)
 

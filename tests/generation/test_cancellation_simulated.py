@@ -503,7 +503,7 @@ def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_runnin
                 await trio.sleep_forever()
         assert trio.current_time() == latest_end(simulation, delay)
         assert trio.lowlevel.current_statistics().tasks_living == num_tasks
-        simulation.assert_put_away()
+        simulation.assert_all_closed()
         assert simulation.runtime.num_streams == 0
 
     for i in range(60):

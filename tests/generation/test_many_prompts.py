@@ -58,7 +58,7 @@ async def assert_over(simulation: Simulation) -> None:
     num_events = len(simulation.events)
     await trio.sleep(1000)
     assert len(simulation.events) == num_events
-    simulation.assert_put_away()
+    simulation.assert_all_closed()
     assert await text_of(simulation, [1, 2, 3], max_tokens=3) == continuation([1, 2, 3], 3)
 
 

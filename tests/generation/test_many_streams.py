@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import llama, near, prompt_of
 from scripted import (
-    Handed,
+    HandedJob,
     ScriptedModel,
     Simulation,
     agreeing,
@@ -49,7 +49,7 @@ def pair(agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
     return ScriptedModel(truthful), ScriptedModel(agreeing(agreement))
 
 
-def turns_in_between(handed: Sequence[Handed], waiting: Handed) -> Counter[int | None]:
+def turns_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> Counter[int | None]:
     """How many turns of each other session ended while a job was waiting for its own."""
     assert waiting.done_at is not None
     return Counter(

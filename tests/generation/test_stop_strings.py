@@ -511,7 +511,7 @@ def assert_idle_after_the_stop(simulation: Simulation) -> None:
     for worker in (simulation.target_worker, simulation.draft_worker):
         for handed in worker.handed if worker is not None else ():
             assert handed.at <= last.at or handed.job.kind == "close", f"{handed.job.kind} began after the end"
-    simulation.assert_put_away()
+    simulation.assert_all_closed()
 
 
 @pytest.mark.parametrize("price", PRICES)

@@ -85,7 +85,7 @@ async def test_whatever_ends_the_reading_ends_all_generations(way: str, autojump
                 await anext(streams)
         await trio.sleep(100)
         assert rt.num_streams == 0
-        simulation.assert_put_away()
+        simulation.assert_all_closed()
 
 
 async def test_a_reader_who_stops_reading_stops_the_models(autojump_clock: Any) -> None:

@@ -22,6 +22,7 @@ import trio.testing
 from architectures import ARCHITECTURES, build
 from chat_models import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
 from command_line import piped, save_model
+from completions import ids
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
 from save_interrupts import cancel_at
@@ -70,10 +71,6 @@ PAIRS = {
 }
 LLAMA = PAIRS["llama"]
 LAST_LOOK = 16
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:

@@ -17,12 +17,12 @@ import pytest
 import terminal as example
 import trio
 import trio.lowlevel
+from blocking_models import BlockingModel
 from chat_models import THINKING_TEMPLATE, says, target, tokenizer
 from command_line import environment, save_model
 from console.keys import ESCAPE_S, Event, Key
 from console.page import Page
 from console.terminal import Terminal
-from held_models import Held
 from models import Failing, near
 from screens import HANGS_S, Person, person
 
@@ -137,12 +137,12 @@ async def test_enter_puts_a_new_text_in_the_place_of_the_one_being_written(endle
 
 
 async def test_esc_and_enter_take_effect_while_a_prompt_is_being_read() -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     async with runtime.open((held, tokenizer(None))) as rt, at_work(rt, prefill_step_size=8) as (somebody, _):
         try:
-            held.hold(after=1)
+            held.block(after=1)
             await somebody.types("a prompt that takes several passes, of which one is held up half way\r")
-            await until(held._is_in.is_set)
+            await held.blocked_in_trio()
             await somebody.sees("─ reading ")
             await somebody.types("x = 1\r")
             await somebody.sees("[replaced]")
@@ -150,7 +150,7 @@ async def test_esc_and_enter_take_effect_while_a_prompt_is_being_read() -> None:
             await somebody.sees("─ stopped ─")
             assert rt.num_streams == 0
         finally:
-            held.let_go_on()
+            held.release()
         await somebody.types("y = 2\r")
         await somebody.sees(lambda shown: num_written(shown) > 5)
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from trees import POSITION, ROOT, at
 
 from protocol.errors import ProtocolError
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.randomness import further
-
-ROOT, POSITION = 100, 9
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -28,13 +27,6 @@ def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
         for token, confidence in path:
             node = node.children.get(token) or tree.expand(node, Guess(token, confidence))
     return tree
-
-
-def at(tree: LookaheadTree, *path: int) -> Node:
-    node = tree.root
-    for token in path:
-        node = node.children[token]
-    return node
 
 
 def tokens_of(nodes: list[Node]) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from models import Wrapped, wide
 
 from actors.model import RewindMode
 
@@ -666,7 +666,7 @@ def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
     args = module.ModelArgs.from_dict(_COMMON | {"model_type": name} | architecture.args | changes)
     seed = architecture.seed if seed is None else seed
     mx.random.seed(seed)  # for decays, which some models draw themselves
-    return _wide(module.Model(args), seed, architecture.embedding)
+    return wide(module.Model(args), seed, embedding=architecture.embedding)
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
@@ -680,51 +680,15 @@ def _kind(layer: Any) -> str:
     return type(layer).__name__
 
 
-def _wide(model: nn.Module, seed: int, embedding: float) -> nn.Module:
-    """Redraw the random weights at a scale at which the layers affect the next token."""
-    weights = [
-        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
-    ]
-    keys = mx.random.split(mx.random.key(seed), len(weights))
-    drawn = []
-    for (name, weight), key in zip(weights, keys, strict=True):
-        # The last axis is the input, except in a depthwise convolution: (channels, width, 1).
-        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
-        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
-        # A_log is a decay, which models set to fixed values.
-        if mx.issubdtype(weight.dtype, mx.integer):  # packed
-            drawn.append((name, mx.random.randint(0, mx.iinfo(weight.dtype).max, weight.shape, weight.dtype, key=key)))
-        elif not name.endswith("A_log"):
-            drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
-    model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
-    return model
-
-
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-class Leaning(nn.Module):
+class Leaning(Wrapped):
     """A model with a preferred successor for each token, so that two such models agree often, but not always."""
 
     # A cycle through all tokens.
     _FOLLOWING = mx.array([(5 * token + 17) % VOCAB_SIZE for token in range(VOCAB_SIZE)])
     LEAN = 3.2  # in standard deviations of the model's logits
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def args(self) -> Any:
-        return self.model.args
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self.model.layers
-
-    def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self.model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits = self.model(inputs, cache=cache)
@@ -735,7 +699,7 @@ class Leaning(nn.Module):
 # --- a fake for the other model of a pair ---------------------------------------------------------
 
 
-class Knowing:
+class PositionalModel:
     """A model that knows the token at each position, whatever the text before it.
 
     It stands for the other model where only one of a pair is under test: a drafter that is right as often as its text
@@ -754,16 +718,16 @@ class Knowing:
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
-    def open_sequence(self, *, beside_another: bool) -> KnowingLine:
-        return KnowingLine(self)
+    def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
+        return PositionalSequence(self)
 
 
-class KnowingLine:
+class PositionalSequence:
     """A sequence of a model that knows the text; its only state is a length."""
 
     depends_on_passes = False
 
-    def __init__(self, model: Knowing) -> None:
+    def __init__(self, model: PositionalModel) -> None:
         self._model = model
         self._length = 0
 

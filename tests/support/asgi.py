@@ -234,7 +234,6 @@ class Letters:
     """
 
     ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123 \n.,:</>"
-    END = 63  # ">", which never ends the text
 
     bos_token = None
     has_tool_calling = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import sys
@@ -11,14 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import trio
-from mlx.utils import tree_flatten
-from models import VOCAB_SIZE, llama
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from models import llama, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,19 +21,8 @@ HANGS_S = 120
 
 
 def save_model(where: Path, *, context: int) -> Path:
-    """A tiny model as `mlx_lm.load` finds it; its words are w0, w1, …, and none of them ends the text."""
-    model = llama(max_position_embeddings=context)
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(attrs_of(model.args)))
-    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
-    return where
-
-
-def attrs_of(args: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if value is not None}
+    """Save a tiny model with a context of `context` tokens; see `models.save`."""
+    return Path(save(where, llama(max_position_embeddings=context)))
 
 
 def environment() -> dict[str, str]:

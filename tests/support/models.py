@@ -21,7 +21,7 @@ from mlx_lm.models import gemma3_text as gemma3_text_module
 from mlx_lm.models import llama as llama_module
 from mlx_lm.models import mamba as mamba_module
 from mlx_lm.models import qwen3 as qwen3_module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -35,20 +35,20 @@ CLEAR_LEAD = 1e-4
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention; one `KVCache` per layer."""
-    return _wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
+    return wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
 
 
 def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention with normalised queries and keys."""
     sizes = _sizes("qwen3", head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
-    return _wide(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
+    return wide(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
     """Soft-capped logits; its configuration states no context length."""
     sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
     del sizes["max_position_embeddings"]
-    return _wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
+    return wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
 
 
 def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
@@ -70,7 +70,7 @@ def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
         v_head_dim=16,
         **changes,
     )
-    return _wide(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
+    return wide(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
@@ -84,7 +84,7 @@ def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module
         sliding_window_pattern=4,
         **changes,
     )
-    return _wide(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
+    return wide(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
 
 
 def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
@@ -107,7 +107,7 @@ def mamba(seed: int = 0, **changes: Any) -> nn.Module:
         "use_conv_bias": True,
         "time_step_rank": 2,
     }
-    return _wide(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
+    return wide(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
 
 
 def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
@@ -164,6 +164,19 @@ class Shifted(Wrapped):
         return mx.roll(super().__call__(inputs, cache), 1, axis=-1)
 
 
+class Rereading(Wrapped):
+    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        # The tokens themselves are the keys.
+        tokens = inputs[:, None, :, None].astype(mx.float32)
+        seen, _ = cache[0].update_and_fetch(tokens, tokens)
+        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
+
+
 class Padded(Wrapped):
     """A model with extra rows of logits for ids that no token has; they never win."""
 
@@ -176,6 +189,27 @@ class Padded(Wrapped):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits = super().__call__(inputs, cache)
         return mx.pad(logits, [(0, 0), (0, 0), (0, self._num_rows)], constant_values=self.PAD_LOGIT)
+
+
+def wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
+    """Redraw the random weights at a scale at which the layers affect the next token."""
+    weights = [
+        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
+    ]
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    drawn = []
+    for (name, weight), key in zip(weights, keys, strict=True):
+        # The last axis is the input, except in a depthwise convolution: (channels, width, 1).
+        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
+        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
+        # A_log is a decay, which models set to fixed values.
+        if mx.issubdtype(weight.dtype, mx.integer):  # packed
+            drawn.append((name, mx.random.randint(0, mx.iinfo(weight.dtype).max, weight.shape, weight.dtype, key=key)))
+        elif not name.endswith("A_log"):
+            drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    return model
 
 
 def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
@@ -198,14 +232,21 @@ def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> li
     return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
 
 
-def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+def greedy(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, *, clear_lead: float = CLEAR_LEAD, **options: Any
+) -> list[int]:
     """The text of mlx-lm's plain greedy decoding; asserts that the best token leads clearly at every step."""
     tokens = []
     for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=num_tokens, **options):
-        second, first = mx.topk(logprobs.astype(mx.float32), 2).tolist()
-        assert abs(first - second) > CLEAR_LEAD, "this text is a matter of rounding; take another seed"
+        assert_leads(logprobs, clear_lead)
         tokens.append(token)
     return tokens
+
+
+def assert_leads(logits: mx.array, clear_lead: float = CLEAR_LEAD) -> None:
+    """Assert that the best token of (vocab_size,) logits leads by more than `clear_lead`."""
+    second, first = mx.sort(mx.topk(logits.astype(mx.float32), 2)).tolist()
+    assert first - second > clear_lead, "this text depends on rounding; take another seed"
 
 
 def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -221,19 +262,3 @@ def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
     }
     return sizes | changes
-
-
-def _wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
-    """Redraw the random weights at a scale at which the layers affect the next token."""
-    weights = [(n, w) for n, w in tree_flatten(model.parameters()) if n.endswith(".bias") or w.ndim > 1]
-    keys = mx.random.split(mx.random.key(seed), len(weights))
-    drawn = []
-    for (name, weight), key in zip(weights, keys, strict=True):
-        # The last axis is the input, except in a depthwise convolution: (channels, width, 1).
-        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
-        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
-        # A_log is a decay, which mamba sets to fixed values.
-        drawn.append((name, weight if name.endswith("A_log") else scale * mx.random.normal(weight.shape, key=key)))
-    model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
-    return model

@@ -155,7 +155,7 @@ class ScriptedFailure(Exception):
     """The error of a scripted model that was told to fail."""
 
 
-class ScriptedLine:
+class ScriptedSequence:
     """A sequence of a scripted model; its only state is the tokens that it was fed."""
 
     def __init__(self, model: ScriptedModel) -> None:
@@ -203,10 +203,10 @@ class ScriptedLine:
             del self.tokens[(below or self.states[:1])[-1] :]
         if length > before or (length < len(self.tokens) and not self.model.undo(len(self.tokens), 0)):
             self._misuse(f"asked to rewind from {before} to {length} tokens")
-            raise RewindError(f"asked to rewind to {length} tokens a script that holds {before}")
+            raise RewindError(f"cannot rewind from {before} to {length} tokens")
         del self.tokens[length:]
         self.states = [state for state in self.states if state <= len(self.tokens)]
-        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= len(self.tokens)]
+        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= len(self.tokens)]
         if len(self.tokens) < before:
             self.rewinds.append((before, len(self.tokens)))
         return len(self.tokens)
@@ -244,7 +244,7 @@ class ScriptedLine:
     def reusable_length(self, length: int, num_tokens: int) -> int:
         self._check_open()
         if length > num_tokens:
-            self._misuse(f"asked how it could hold {length} of {num_tokens} tokens")
+            self._misuse(f"asked for the reusable length at {length} of {num_tokens} tokens")
         if len(self.tokens) <= length:
             return len(self.tokens)
         if self.model.undo(len(self.tokens), 0):
@@ -253,12 +253,12 @@ class ScriptedLine:
 
     def reuse(self, length: int) -> None:
         if self.reusable_length(length, length) != length:
-            self._misuse(f"asked to go on from {length} of {len(self.tokens)} tokens")
+            self._misuse(f"asked to reuse {length} of {len(self.tokens)} tokens")
         if length < len(self.tokens):
             self.rewinds.append((len(self.tokens), length))
         del self.tokens[length:]
         self.states.clear()
-        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= length]
+        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= length]
         self.resumed.append(length)
         self.model.fail_if_told("reuse")
 
@@ -273,7 +273,7 @@ class ScriptedLine:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            self._misuse("used after its end")
+            self._misuse("used after it was closed")
 
     def _misuse(self, what: str) -> None:
         self.model.misuses.append(what)
@@ -317,15 +317,15 @@ class ScriptedModel:
         self.context_length = context_length
         self.undo = undo
         self.keeps_states = keeps_states
-        self.sequences: list[ScriptedLine] = []
+        self.sequences: list[ScriptedSequence] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
         self._fails = dict(fails or {})
 
-    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
-        self.sequences.append(ScriptedLine(self))
+        self.sequences.append(ScriptedSequence(self))
         return self.sequences[-1]
 
     def fail_if_told(self, call: str) -> None:
@@ -362,7 +362,7 @@ TOO_LONG = 2e6
 
 
 @attrs.define
-class Handed:
+class HandedJob:
     """A job that was handed to a worker.
 
     Attributes:
@@ -401,7 +401,7 @@ class WatchedSessions(dict[int, ActorSession]):
         super().__setitem__(session, session_state)
 
 
-class BookkeepingWorker(SimulatedWorker):
+class ComparingWorker(SimulatedWorker):
     """A simulated worker that compares, at each job, the session state's cached tokens with the scripted sequence.
 
     Attributes:
@@ -414,37 +414,37 @@ class BookkeepingWorker(SimulatedWorker):
 
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
         super().__init__(actor, price, on_event)
-        self.handed: list[Handed] = []
+        self.handed: list[HandedJob] = []
         self.runs: list[list[Job[Any]]] = []
         self.num_comparisons = 0
-        self.most_ahead = 0
+        self.max_ahead = 0
         self.sessions = WatchedSessions()
         self._is_target = actor == "target"
-        self._lines: dict[int | None, ScriptedLine] = {}
+        self._sequences: dict[int | None, ScriptedSequence] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        sequence, num_committed = self._look(job.session)
-        handed = Handed(job, self.clock())
+        sequence, num_committed = self._check_session(job.session)
+        handed = HandedJob(job, self.clock())
         self.handed.append(handed)
         try:
             result = await super().run(job, meanwhile=meanwhile)
         except JobError:
             # After a failure in the middle of a job, the contents of the sequence are undefined.
-            self._lines.pop(job.session, None)
+            self._sequences.pop(job.session, None)
             raise
         handed.done_at = self.clock()
-        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedLine):
-            self._lines[job.session] = result.sequence
+        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
+            self._sequences[job.session] = result.sequence
             # The sequence came from the prefix cache; it now belongs to this session only.
-            assert list(self._lines.values()).count(result.sequence) == 1, "two sessions have one line"
+            assert list(self._sequences.values()).count(result.sequence) == 1, "two sessions share a sequence"
         if job.kind == "close":
-            self._lines.pop(job.session, None)
+            self._sequences.pop(job.session, None)
         if sequence is not None:
-            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
+            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
         return result
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        sequence, num_committed = self._look(steps.session)
+        sequence, num_committed = self._check_session(steps.session)
         assert sequence is not None
         at, on_step = self.clock(), steps.on_step
         done: list[Job[Any]] = []
@@ -452,10 +452,10 @@ class BookkeepingWorker(SimulatedWorker):
         def watched(job: Job[Any], result: Any, goes_on: bool) -> None:
             nonlocal at, num_committed
             done.append(job)
-            self.handed.append(Handed(job, at, self.clock()))
+            self.handed.append(HandedJob(job, at, self.clock()))
             on_step(job, result, goes_on)
-            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
-            _, num_committed = self._look(steps.session)
+            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
+            _, num_committed = self._check_session(steps.session)
             at = self.clock()
 
         steps.on_step = watched
@@ -463,25 +463,27 @@ class BookkeepingWorker(SimulatedWorker):
         try:
             await super().run_steps(steps)
         except JobError:
-            self._lines.pop(steps.session, None)
+            self._sequences.pop(steps.session, None)
             raise
 
-    def _look(self, session: int | None) -> tuple[ScriptedLine | None, int]:
+    def _check_session(self, session: int | None) -> tuple[ScriptedSequence | None, int]:
         """Compare a session's sequence with its state.
 
         Returns: the sequence, or None if the session has none; and the length of the committed text.
         """
-        if (sequence := self._lines.get(session)) is None:
+        if (sequence := self._sequences.get(session)) is None:
             return None, 0
         assert session is not None
         session_state = self.sessions[session]
         self._compare(session_state, sequence)
         return sequence, len(session_state.state.committed)
 
-    def _compare(self, session_state: ActorSession, sequence: ScriptedLine) -> None:
+    def _compare(self, session_state: ActorSession, sequence: ScriptedSequence) -> None:
         self.num_comparisons += 1
         cached_tokens, committed = list(session_state.cached_tokens.tokens), session_state.state.committed
-        assert cached_tokens == sequence.tokens, f"the books say {cached_tokens}, the line holds {sequence.tokens}"
+        assert cached_tokens == sequence.tokens, (
+            f"the session state says {cached_tokens}, the sequence holds {sequence.tokens}"
+        )
         if self._is_target:
             both = min(len(cached_tokens), len(committed))
             assert cached_tokens[:both] == committed[:both], (
@@ -489,7 +491,7 @@ class BookkeepingWorker(SimulatedWorker):
             )
 
 
-class LaggingWorker(BookkeepingWorker):
+class LaggingWorker(ComparingWorker):
     """A worker that continues before trio's thread has heard of a step, as a real worker thread does.
 
     State and sequence are therefore compared only where a job is handed in.
@@ -505,7 +507,7 @@ class LaggingWorker(BookkeepingWorker):
         self._hop = hop
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        self._look(steps.session)
+        self._check_session(steps.session)
         error: JobError | None = None
         send, receive = trio.open_memory_channel[Any](math.inf)
 
@@ -530,7 +532,7 @@ class LaggingWorker(BookkeepingWorker):
                             step = as_job_error(job, result).unwrap()
                         except JobError as raised:
                             error = raised
-                            self._lines.pop(steps.session, None)
+                            self._sequences.pop(steps.session, None)
                             break
                         following = None if self._is_wanted_elsewhere() else steps.following(step)
                         send.send_nowait((self.clock() + self._hop(), job, step.result, following is not None))
@@ -552,8 +554,8 @@ class Simulation:
     runtime: Runtime
     target: ScriptedModel
     draft: ScriptedModel | None
-    target_worker: BookkeepingWorker
-    draft_worker: BookkeepingWorker | None
+    target_worker: ComparingWorker
+    draft_worker: ComparingWorker | None
     events: list[Event] = attrs.Factory(list)
 
     def spans(self, actor: str, *kinds: str, session: int | None = None) -> list[Span]:
@@ -571,7 +573,7 @@ class Simulation:
         """Decisions of one kind; of both actors unless one is given."""
         return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
 
-    def assert_put_away(self) -> None:
+    def assert_all_closed(self) -> None:
         """Assert that no sequence is open and that none was misused."""
         for model in (self.target, self.draft):
             if model is not None:
@@ -616,12 +618,12 @@ async def simulated(
     price = price or priced()
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     events = Events()
-    target_worker = BookkeepingWorker("target", price, events)
+    target_worker = ComparingWorker("target", price, events)
     draft_model = draft if isinstance(draft, ScriptedModel) else None
-    draft_worker: BookkeepingWorker | None = None
+    draft_worker: ComparingWorker | None = None
     if draft_model is not None:
         about = ("draft", draft_price or price, events)
-        draft_worker = BookkeepingWorker(*about) if hop is None else LaggingWorker(*about, hop)
+        draft_worker = ComparingWorker(*about) if hop is None else LaggingWorker(*about, hop)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
@@ -642,7 +644,7 @@ async def simulated(
                 runtime._draft._sessions = draft_worker.sessions
                 runtime._draft.chains = chains
             yield simulation
-    simulation.assert_put_away()
+    simulation.assert_all_closed()
     # Fewer if tasks that were already running have ended meanwhile.
     assert trio.lowlevel.current_statistics().tasks_living <= num_tasks
 

@@ -1,5 +1,4 @@
-"""Users of the page in a real browser. They act through the browser's own input, and every error in the page is seen.
-"""
+"""Users of the page in a real browser. They use the browser's own input; every error in the page is seen."""
 
 from __future__ import annotations
 
