@@ -1,4 +1,4 @@
-"""Draft steps in a row: how many there are to a job, what ends them, and that the books are true whenever they end."""
+"""Runs of draft steps: how long they are, what ends them, and that the session state is right whenever they end."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def runs_of(simulation: Simulation) -> list[int]:
-    """How many steps each job of the drafter's had."""
+    """The number of steps in each of the draft worker's runs."""
     return [len(done) for done in simulation.draft_worker.runs]
 
 
-# --- how many steps a job has ---------------------------------------------------------------------
+# --- how many steps a run has ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -71,7 +71,7 @@ async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=100, lookahead=lookahead) == continuation(PROMPT, 100)
-    # The first proposal; as far as it is of use to go beyond it; then in each round as far as the verdict went.
+    # The first proposal; then as far ahead as is of use; then, in each round, as many as the verdict accepted.
     first, second, *others = runs_of(simulation)
     assert (first, second) == (lookahead, lookahead + 1)
     rounds = len(simulation.spans("target", "verify"))
@@ -103,13 +103,13 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
         async with simulated(ScriptedModel(truthful), draft, price=price, chains=chains) as simulation:
             text = await text_of(simulation, prompt, stop_tokens=stop, lookahead=8, max_tokens=40)
         assert text == continuation(prompt, length)
-        # Nothing comes after a stop token, so nothing is drafted there; the length of the text alone is no bound.
+        # Nothing is drafted after a stop token. The length of the text alone is no bound.
         assert len(simulation.spans("draft", "draft")) == length
-        # What was launched before the stop was known may have been fed.
+        # A step that was launched before the stop token was known may have been fed.
         assert max(len(sequence.tokens) for sequence in draft.sequences) <= len(prompt) + length - 1 + chains
 
 
-# --- what ends them -------------------------------------------------------------------------------
+# --- what ends a run ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -160,7 +160,7 @@ async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
 
 
 async def test_a_text_that_ends_ends_them(autojump_clock: Any) -> None:
-    # While the last verdict is under way the drafter is busy beyond what it will say.
+    # While the last verdict is on its way, the drafter is busy beyond what it will say.
     prompt = prompt_with_distinct_continuation(12)
     stop = continuation(prompt, 3)[-1:]
     price = priced(prefill=0.0, draft=1.0, verify=4.5)
@@ -176,7 +176,7 @@ async def test_two_sessions_draft_by_turns(autojump_clock: Any) -> None:
         streams = [simulation.runtime.stream([n, n], max_tokens=200, lookahead=6) for n in (1, 2)]
         await trio.sleep(100)
         order = [draft.session for draft in simulation.spans("draft", "draft")]
-        # Six each, and then seven more, of which the target's one pass makes no end.
+        # Six steps each, and then seven more, which the target's one pass does not interrupt.
         assert order == [order[0], order[1]] * 13
         assert set(order) == {0, 1}
         assert set(runs_of(simulation)[:-1]) == {1}
@@ -192,19 +192,19 @@ async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_
         assert len(simulation.spans("draft", "draft")) == 2
         second = simulation.runtime.stream([1, 2, 3], max_tokens=200, lookahead=8)
         await trio.sleep(2)
-        # Its line is opened after the step that is running; then each has its turn.
+        # Its sequence is opened after the running step; then the sessions take turns.
         assert simulation.spans("draft", "open", session=1)[0].began == 3.0
         assert simulation.spans("draft", "prefill", session=1)[0].began == 4.0
         for stream in (first, second):
             await stream.aclose()
 
 
-# --- the books ------------------------------------------------------------------------------------
+# --- the session state ----------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Interrupted:
-    """A generation in which draft steps are interrupted in the middle, and heard of late."""
+    """A generation whose draft steps are interrupted in the middle, or reported late."""
 
     right: tuple[bool, ...]
     lookahead: int | str
@@ -240,7 +240,7 @@ INTERRUPTED = st.builds(
 
 
 async def play(scenario: Interrupted) -> None:
-    """The text is the true one, and books and lines agree: the workers compare them, and leaving looks at the lines."""
+    """Assert that the text is right. The workers compare states and sequences; `simulated` checks the sequences."""
     hops = None if scenario.hops is None else itertools.cycle(scenario.hops).__next__
     draft = ScriptedModel(
         right_where(scenario.right),
@@ -272,21 +272,23 @@ async def play(scenario: Interrupted) -> None:
 
 @given(INTERRUPTED)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_books_are_true_whatever_ends_the_steps_and_whenever_they_are_heard_of(scenario: Interrupted) -> None:
+def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(
+    scenario: Interrupted,
+) -> None:
     run(play, scenario)
 
 
 @pytest.mark.slow
 @given(INTERRUPTED)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_the_books_are_true_in_many_more_schedules(scenario: Interrupted) -> None:
+def test_the_session_state_is_right_in_many_more_schedules(scenario: Interrupted) -> None:
     run(play, scenario)
 
 
 @pytest.mark.parametrize("caches", CACHES)
 @pytest.mark.parametrize("chains", [False, True])
-def test_a_verdict_at_any_time_finds_the_books_true(caches: str, chains: bool) -> None:
-    # The times of a verify are such that verdicts fall into each step, and between two.
+def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains: bool) -> None:
+    # The durations of a verify let verdicts arrive within each step and between any two.
     for verify, hop in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
 
         async def main(verify: float = verify, hop: float | None = hop) -> None:
@@ -332,7 +334,7 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(
 
 
 class OnThread:
-    """Draft steps on a real cache, and books of what it should hold, as the drafter keeps them."""
+    """Draft steps on a real cache, with the session state that the drafter would keep."""
 
     def __init__(self, name: str, *, chains: bool, num_prefilled: int, settled: int, **settings: Any) -> None:
         self.subject = subject(name)
@@ -348,7 +350,7 @@ class OnThread:
         self.cached_tokens.follow(plan)
 
     def draft(self, beyond: Sequence[int], draft_budget: int, most: int) -> list[Drafted]:
-        """What steps bring that are interrupted after so many; asked for again where the cache falls back."""
+        """The results of steps that are interrupted after so many; run again where the cache falls back."""
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
             tail = self.session.logits_pipeline.history(self.committed, beyond)
@@ -392,13 +394,13 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
 
 @pytest.mark.parametrize("chains", [False, True])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_steps_that_are_interrupted_leave_the_cache_as_the_books_say(name: str, chains: bool) -> None:
+def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str, chains: bool) -> None:
     dice = random.Random(5)
     for most in range(1, 6):
         thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
         for _ in range(4):
             found = thread.draft((), 5, most)
-            # The text goes on along what was drafted, for a while, and then another way.
+            # The text follows the draft for a while, and then differs.
             along = choices(found)[: dice.randrange(len(found) + 1)]
             thread.committed = [*thread.committed, *along, dice.randrange(VOCAB_SIZE)]
             thread.steps = attrs.evolve(thread.steps, settled=len(thread.committed))

@@ -1,4 +1,4 @@
-"""What MLX keeps is given back, by the function of its own that does not hold Python's lock."""
+"""MLX's free buffers are returned by the project's own function, which does not hold the GIL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_mlx_keeps_is_given_back() -> None:
     keep_something()
     mlx_memory.release_buffers()
     assert mx.get_cache_memory() == 0
-    # With nothing to give back, too.
+    # It also works with nothing to return.
     mlx_memory.release_buffers()
 
 

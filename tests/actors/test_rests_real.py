@@ -1,4 +1,4 @@
-"""Spells of plain decoding between rounds that are proposed for, on real models and real caches."""
+"""Resting rounds between rounds with a proposal, on real models and real caches."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ async def test_the_greedy_text_goes_on_through_every_rest(
     statistics = completion.statistics
     assert [token.id for token in completion.tokens] == greedy(target, prompt, NUM_TOKENS)
     assert statistics.draft_failures == 0
-    # Neither of the two all the time.
+    # Both kinds of round occur.
     assert 0 < statistics.resting_rounds < statistics.rounds
     assert statistics.proposed > 0

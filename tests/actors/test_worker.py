@@ -1,4 +1,4 @@
-"""The worker's thread: jobs in order, results and errors back, nothing abandoned, nothing left behind."""
+"""The worker's thread: it does jobs in order, returns results and errors, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
-from our_threads import outrider_threads
+from our_threads import outrider_thread_names, outrider_threads
 
 from actors.workers.thread_worker import ThreadWorker, _QueuedJob
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -22,7 +22,7 @@ from protocol.trace import Event, Span
 
 
 class Gate:
-    """A job that begins, says so, and goes on when it is let."""
+    """A job that signals that it has begun, and waits until it is released."""
 
     def __init__(self, result: Any = None) -> None:
         self._result = result
@@ -66,7 +66,7 @@ async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in() -> None
         await first.begun()
         for number in range(20):
             nursery.start_soon(worker.run, job(lambda number=number: done.append(number)))
-            # Until it is in the queue: tasks of a nursery start in any order.
+            # Wait until it is in the queue: tasks of a nursery start in any order.
             await trio.testing.wait_all_tasks_blocked()
         first.let_go_on()
     assert done == list(range(20))
@@ -168,7 +168,7 @@ async def test_a_result_is_not_held_until_the_next_job() -> None:
 
     async with ThreadWorker("target") as worker:
         result = weakref.ref(await worker.run(job(Result)))
-        # The thread lets go of it before it takes the next job.
+        # The thread drops the result before it takes the next job.
         assert await worker.run(job(result)) is None
 
 
@@ -190,7 +190,7 @@ async def test_a_job_that_waits_is_taken_back_and_never_runs() -> None:
                 waiting.start_soon(worker.run, job(lambda: ran.append("cancelled while it waited")))
                 await trio.testing.wait_all_tasks_blocked()
                 scope.cancel()
-        # Back at once, with the first job still running.
+        # Cancellation returns at once, while the first job still runs.
         assert scope.cancelled_caught
         assert not gate.is_done
         gate.let_go_on()
@@ -240,11 +240,11 @@ async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -
         gate.let_go_on()
 
 
-# --- several steps --------------------------------------------------------------------------------
+# --- runs of steps --------------------------------------------------------------------------------
 
 
 def counting(do: Callable[[int], Any], most: int, number: int = 0) -> Callable[[], Step[Any]]:
-    """A step that does its number, and then says that the next one follows, up to so many."""
+    """A step that calls `do` with its number; the next one follows, up to the last."""
 
     def step() -> Step[Any]:
         result = do(number)
@@ -416,7 +416,7 @@ async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_n
 
 async def test_the_thread_is_gone_after_leaving() -> None:
     async with ThreadWorker("target"), ThreadWorker("draft"):
-        assert sorted(outrider_threads()) == ["outrider-draft", "outrider-target"]
+        assert sorted(outrider_thread_names()) == ["outrider-draft", "outrider-target"]
     assert outrider_threads() == []
 
 
@@ -450,7 +450,7 @@ async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
         assert not left.is_set()
-        assert outrider_threads() == ["outrider-target"]
+        assert outrider_thread_names() == ["outrider-target"]
         gate.let_go_on()
     assert left.is_set()
     assert gate.is_done
@@ -533,7 +533,7 @@ async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(ca
         with pytest.raises(JobError, match="HangError"):
             await worker.run(job(lambda: None))
     assert "the draft model hangs" in caplog.text
-    # What the thread says when it comes to its end is no longer heard.
+    # What the thread reports at its end is ignored.
     gate.let_go_on()
 
 
@@ -546,7 +546,7 @@ async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_threa
     with trio.CancelScope() as scope:
         async with ThreadWorker("draft", may_be_given_up=True) as worker:
             hung.append(await worker.run(job(threading.current_thread)))
-            # Nobody waits for it, as where its task was ended already.
+            # Nobody waits for this job, as if its task had already ended.
             worker._jobs.put(_QueuedJob(job(gate), trio.lowlevel.current_task()))
             await gate.begun()
             scope.cancel()
@@ -592,7 +592,7 @@ async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog
         assert not worker.is_alive
         thread = worker._thread
     assert "hangs" in caplog.text
-    # Where the thread comes back after all, it does not do what it was said not to have done.
+    # If the thread returns after all, it does not do the job that was reported as not done.
     gate.let_go_on()
     thread.end()
     assert behind == []
@@ -637,7 +637,7 @@ async def test_how_many_tokens_went_through_is_told_by_the_result() -> None:
 
 
 def deadly() -> Any:
-    """What the thread itself fails on, and not the job."""
+    """An error that ends the thread, and not only the job."""
     return "no step"
 
 

@@ -148,7 +148,7 @@ def test_the_text_depends_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
-def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
+def test_a_sequence_says_the_same_however_it_came_to_hold_its_tokens(model):
     scenario = Scenario(0.6, 0.1)
     tokens = text(scenario, 12)
     at_once = opened(model(scenario)).feed(tokens, len(tokens))
@@ -169,7 +169,7 @@ def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
 
 
 @pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
-def test_a_line_knows_what_it_holds(model):
+def test_a_sequence_checks_its_length(model):
     sequence = opened(model(Scenario(0.6, 0.1)))
     assert sequence.feed((1, 2, 3), 0) is None
     with pytest.raises(RewindError, match="asked a script for length 5, it holds 4"):

@@ -63,7 +63,7 @@ def test_wanted_logits_reach_back_from_the_drafted_tokens_into_the_committed():
     assert holding(1, 2, 3).plan([1, 2], (3,), num_logits=2) == FeedPlan(1, (2, 3))
 
 
-def test_what_is_held_beyond_the_text_goes():
+def test_cached_tokens_beyond_the_text_go():
     assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == FeedPlan(3, ())
 
 
