@@ -186,7 +186,7 @@ def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made(run: 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-# A stream whose prompt was looked at by then, and would not do, is dropped without a warning.
+# A dropped stream whose prompt had been checked and rejected by then gets no warning.
 @pytest.mark.filterwarnings("ignore:.* was dropped unread:ResourceWarning")
 def test_settings_are_checked_at_once_and_prompts_before_the_first_token(run: Run) -> None:
     async def main() -> None:
@@ -564,7 +564,7 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
             await held.blocked_in_asyncio()
             task.cancel()
             await turns()
-            # Once more, and it goes on to the end all the same.
+            # A second cancellation; the exit still goes on to the end.
             task.cancel()
             await turns()
             assert not task.done()
@@ -736,7 +736,7 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.close()
     for thread in threading.enumerate():
         if thread.name == "outrider-trio":  # the other threads belong to a pool, and stay idle
-            # Only so that a failing test does not hang.
+            # The timeout only keeps a failing test from hanging.
             thread.join(60)
             assert not thread.is_alive()
     kept.clear()
@@ -812,7 +812,7 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
             slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
             assert (await anext(slow)).id == text(1)[0]
             for num_read in (1, 3):
-                # The other stream has a round for each round that the slow one may have.
+                # Each round of the slow stream can alternate with a round of the other.
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
                 buffered = trace.count("verdict", 0) - num_read
                 # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
@@ -866,7 +866,7 @@ def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stre
                             break
                     case 1:
                         with pytest.warns(ResourceWarning, match="dropped unread"):
-                            rt.stream(PROMPT, **LONG)  # nobody ever listens
+                            rt.stream(PROMPT, **LONG)  # no consumer
                     case 2:
                         async with rt.stream(PROMPT, **LONG):
                             pass
@@ -1014,7 +1014,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
-            # So is the withheld text, once no further tokens come.
+            # The withheld text is delivered too, once no further tokens come.
             expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
             stream = conversation.stream("\nclass ", stop=expected.text + "☂")
             async for token in stream:

@@ -1,4 +1,4 @@
-"""The example services, over real sockets, with clients that ask, cancel, hang up and send nonsense."""
+"""The example services over real sockets, with clients that ask, cancel, hang up and send garbage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import runtime
 
 ROOT = Path(__file__).parents[2]
 
-# Only so that a failing test does not hang.
+# Keeps a failing test from hanging.
 HANGS_S = 60
 
 LONG = {"prompt": "a prompt that takes the target several passes to read, since it reads it in short steps"}
@@ -163,7 +163,7 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
             assert said["end"] == "error"
             assert complaint in said["error"]
             assert await customer.hears() is None
-        # The runtime's errors are answers, too.
+        # The service answers with the runtime's errors.
         customer = await connect()
         await customer.asks(prompt="x", temperature=-1)
         assert "temperature" in (await customer.hears_all())[1]["error"]

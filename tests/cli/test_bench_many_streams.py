@@ -1,4 +1,4 @@
-"""The benchmark of many streams: who runs when, and how figures are made of what they did. No speed is asserted."""
+"""The benchmark of many streams: order of the runs, and how figures are computed. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ OF_OURS = {
 
 
 def scripted(**changes: Any) -> StreamsMeasured:
-    """Two repeats of two streams: one after another they take a second, at once half of it, in a batch a quarter."""
+    """Two repeats of two streams: in sequence they take a second, at once half of it, in a batch a quarter."""
     measured = StreamsMeasured(small(streams=(2,), **changes), alone=[(7, 8), (9, 9), (1,)])
     for repeat in range(2):
         measured.turns[repeat, 2] = {
@@ -182,7 +182,7 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     for (_, streams), turn in measured.turns.items():
         assert set(turn) == set(measured.plan.contenders)
         for way, group in turn.items():
-            # The fourth begins with the first prompt again.
+            # The fourth stream begins with the first prompt again.
             assert group.texts == (*alone, alone[0])[:streams], way
     for row in result.rows:
         assert (row.same_texts, row.num_texts, row.failure) == (2 * row.streams, 2 * row.streams, None)

@@ -1,4 +1,4 @@
-"""The `defaults` of `open`: settings of every stream that is not given others."""
+"""The `defaults` of `open`: settings of every stream that does not set others."""
 
 from __future__ import annotations
 

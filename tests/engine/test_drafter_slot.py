@@ -58,7 +58,7 @@ def draft_threads() -> list[str]:
 
 
 async def drafted(rt: runtime.Runtime) -> int:
-    """How many tokens of a text were drafted; the text is right."""
+    """The number of drafted tokens of a text; asserts that the text is right."""
     completion = await rt.generate(PROMPT, **SETTINGS)
     assert [token.id for token in completion.tokens] == text()
     assert completion.statistics.draft_failures == 0
@@ -226,7 +226,7 @@ SHORT_TEXT = continuation(SHORT_PROMPT, 10)
 
 
 async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
-    """Detach the drafter at the n-th event of three streams, and attach another; the number of events."""
+    """Detach the drafter at the n-th event of three streams, and attach another. Returns the number of events."""
     events: list[Event] = []
     replacement = ScriptedModel(agreeing(0.9))
 
