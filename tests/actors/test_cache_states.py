@@ -227,7 +227,7 @@ def test_impossible_prefix_checkpoints_are_refused() -> None:
         assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
-# --- states that do not fit -----------------------------------------------------------------------
+# --- states of another shape ----------------------------------------------------------------------
 
 
 def test_of_a_cache_of_another_class_nothing_is_taken() -> None:

@@ -770,7 +770,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
             assert not thread.is_alive()
 
 
-# --- the loop, and what crosses -------------------------------------------------------------------
+# --- the loop, and what crosses threads -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 2, 7])

@@ -65,7 +65,7 @@ def small(**changes: Any) -> Plan:
     return Plan(**settings | changes)
 
 
-# --- what is to be measured -----------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_back
     assert any((b, a) in neighbours for a, b in neighbours)
 
 
-# --- what came when -------------------------------------------------------------------------------
+# --- figures of a run -----------------------------------------------------------------------------
 
 
 def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:

@@ -31,7 +31,7 @@ def small(**changes: Any) -> StreamsPlan:
     return StreamsPlan(**settings | changes)
 
 
-# --- what is to be measured -----------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

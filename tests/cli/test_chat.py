@@ -81,7 +81,7 @@ async def at_a_terminal(*arguments: str) -> AsyncIterator[Person]:
         yield Person(process, screen)
 
 
-# --- lines of a pipe ------------------------------------------------------------------------------
+# --- pipes ----------------------------------------------------------------------------------------
 
 
 async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:

@@ -368,7 +368,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
     assert "\x1b" not in err
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

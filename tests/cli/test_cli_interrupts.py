@@ -80,7 +80,7 @@ def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, process.stdout, process.stderr
 
 
-# --- what it waits for ----------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 class Terminal:

@@ -179,7 +179,7 @@ def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
     assert blas.num_usable_cores() == 1
 
 
-# --- what it is called ----------------------------------------------------------------------------
+# --- names of libraries ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "has no config.json; give a directory" in line
 
 
-# --- what is examined -----------------------------------------------------------------------------
+# --- models under examination ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
     assert fed.count(WIDTHS[-1]) > 3
 
 
-# --- what is left behind --------------------------------------------------------------------------
+# --- cleaning up ----------------------------------------------------------------------------------
 
 
 class Broken(models.Wrapped):

@@ -1,4 +1,4 @@
-"""A runtime that is closed by its own method, in trio."""
+"""Closing a runtime with its own method, in trio."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
         with trio.CancelScope() as scope:
             scope.cancel()
             await rt.aclose()
-        # Only the waiting was cancelled.
+        # Only the wait was cancelled.
         assert scope.cancelled_caught
         with pytest.raises(runtime.RuntimeClosedError, match="open another"):
             rt.stream(PROMPT)
@@ -51,7 +51,7 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
         await trio.testing.wait_all_tasks_blocked()
         assert closed == []
         held.release()
-    # And the task that served it has ended by itself, or the nursery would still be open.
+    # The task that served the runtime has ended by itself, or the nursery would still be open.
     assert closed == [0, 0]
     await rt.aclose()
 

@@ -1,4 +1,4 @@
-"""Text comes in pieces that add up to what the tokenizer says of the whole."""
+"""Text arrives in pieces that add up to the tokenizer's decoding of the whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENIZERS = {"fast": demo, "slow": lambda: Slow(demo())}
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The piece that comes with each token, and the one at the end."""
+    """The piece of each token, and the final one."""
     detokenizer = Detokenizer(tokenizer)
     return [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
 
@@ -62,7 +62,7 @@ def test_the_pieces_of_any_tokens_add_up(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_the_pieces_of_any_bytes_add_up(kind: str) -> None:
-    """Tokens of one byte each make every kind of broken text that there is."""
+    """Single-byte tokens produce every kind of broken text."""
     tokenizer = TOKENIZERS[kind]()
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     assert len(single_bytes) == 256
@@ -98,7 +98,7 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
-    """With it the tokenizer reads the whole run of bytes as broken; what was given cannot be taken back."""
+    """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
     tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
     assert "\ufffd" in byte_fallback().decode(ids)
@@ -108,7 +108,7 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
     assert text.count("the") == text.count("cat") == 1
 
 
-# --- what comes when ------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

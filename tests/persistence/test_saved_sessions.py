@@ -283,7 +283,7 @@ async def test_functions_are_to_be_given_again(tmp_path: Path) -> None:
         assert set(ids(await (await rt.load(path, logits_processors=[])).generate("And?"))) != {77}
 
 
-# --- what must match ------------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
@@ -385,7 +385,7 @@ async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
             assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 20
 
 
-# --- what a file may hold -------------------------------------------------------------------------
+# --- hostile files --------------------------------------------------------------------------------
 
 
 async def test_a_damaged_file_changes_nothing(path: Path) -> None:
@@ -446,7 +446,7 @@ async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
         assert f"token {VOCAB_SIZE}, outside the target's vocabulary" in await refusal(rt, path)
 
 
-# --- what is in a file, and what is not -----------------------------------------------------------
+# --- contents of a file ---------------------------------------------------------------------------
 
 
 async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) -> None:

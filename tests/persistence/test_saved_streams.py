@@ -180,7 +180,7 @@ async def test_what_both_models_have_cached_is_in_the_file(tmp_path: Path, name:
     assert read_by["draft"] < 20 or name == "recurrent"
 
 
-# --- what belongs to a text -----------------------------------------------------------------------
+# --- the state of a text --------------------------------------------------------------------------
 
 
 async def test_stop_strings_and_characters_may_be_half_there(tmp_path: Path) -> None:

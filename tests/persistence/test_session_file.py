@@ -68,7 +68,7 @@ def header_for(num_bytes: int = 0, content: str = "{}", version: str = "1", **te
     }
 
 
-# --- there and back -------------------------------------------------------------------------------
+# --- write and read -------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(written: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_file_is_a_safetensors_file_to_others(written: Path) -> None:
     assert metadata["outrider_session"] == str(VERSION)
 
 
-# --- whole, or not at all -------------------------------------------------------------------------
+# --- atomic writes --------------------------------------------------------------------------------
 
 
 def calls_until(number: int, error: BaseException) -> Callable[[], None]:

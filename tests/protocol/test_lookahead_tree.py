@@ -189,7 +189,7 @@ def test_a_trail_is_that_of_the_text_from_the_first_root_on():
 )
 @deterministic
 def test_equal_texts_have_equal_trails_by_hit_and_by_miss(verdicts, drafted):
-    """Whatever was drafted on the way, and in however many steps it was committed."""
+    """Whatever was drafted in between, and in however many steps it was committed."""
     tree, text = LookaheadTree(ROOT, POSITION), [ROOT]
     for verdict, path in zip([*verdicts, []], drafted, strict=False):
         node = tree.root
@@ -207,7 +207,7 @@ def test_different_texts_have_different_trails():
     assert len({trail_of(text) for text in texts}) == len(texts)
 
 
-# --- what became of guesses -----------------------------------------------------------------------
+# --- outcomes of guesses --------------------------------------------------------------------------
 
 
 def forked_by_choice() -> LookaheadTree:
@@ -244,7 +244,7 @@ def test_where_nothing_was_guessed_nothing_was_right_or_wrong():
 
 
 class AgainstPaths(RuleBasedStateMachine):
-    """The tree does what a dictionary from paths to confidences does."""
+    """The tree behaves like a dictionary from paths to confidences."""
 
     @initialize()
     def begin(self):
@@ -269,7 +269,7 @@ class AgainstPaths(RuleBasedStateMachine):
         if taken:
             with pytest.raises(ProtocolError, match=f"already has token {taken[0]}"):
                 self.tree.expand(self.nodes[path], *guesses)
-            # None of them, and not those before the one that was refused.
+            # None of them is added, including those before the one that was rejected.
             guesses = []
         else:
             assert self.tree.expand(self.nodes[path], *guesses).token == guesses[0].token

@@ -111,7 +111,7 @@ def long() -> list[Event]:
     return simulate(generated([5, 6, 7], max_tokens=2000, lookahead=4))[0]
 
 
-# --- what the page is given -----------------------------------------------------------------------
+# --- the page's data ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_the_page_asks_nothing_of_any_network():
     assert policy[1].startswith("default-src 'none';")
 
 
-# --- what can be read -----------------------------------------------------------------------------
+# --- readability ----------------------------------------------------------------------------------
 
 
 def luminance(colour: str) -> float:

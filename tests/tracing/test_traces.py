@@ -125,7 +125,7 @@ def events() -> list[Event]:
     return happened
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 async def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(events):
