@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import browser
 import mlx.core as mx
 import pytest
+from our_threads import outrider_threads
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
@@ -92,6 +93,21 @@ def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
     return pair
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model on disk whose text ends at `max_tokens` or not at all."""
+    from command_line import save_model  # imports tokenizers
+
+    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Asserts after the test that no thread of Outrider is left."""
+    yield
+    assert outrider_threads() == []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,7 +48,7 @@ LOOKAHEADS = (1, 3, 6)
 RIGHT = [random.Random(7 * position).random() < 0.7 for position in range(len(PROMPT) + NUM_TOKENS)]
 
 
-def rungs(architecture: Architecture) -> set[str]:
+def rewind_options(architecture: Architecture) -> set[str]:
     """The values of `rewind` that a model with these caches takes."""
     classes = " ".join(architecture.kinds)
     found = {"auto", "none"}
@@ -63,7 +63,7 @@ def lookahead_for(*case: str) -> int:
 
 
 def _always_trims(architecture: Architecture) -> bool:
-    return "trim" in rungs(architecture) and "RotatingKVCache" not in architecture.kinds
+    return "trim" in rewind_options(architecture) and "RotatingKVCache" not in architecture.kinds
 
 
 def corrupted(text: Sequence[int], vocab_size: int) -> list[int]:
@@ -142,7 +142,7 @@ async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str
     continuation = text[len(PROMPT) :]
     assert undrafted == continuation
     for rewind in ("auto", "trim", "checkpoint", "none"):
-        if rewind not in rungs(architecture):
+        if rewind not in rewind_options(architecture):
             with pytest.raises(ModelError, match=rewind):
                 async with runtime.open((model, None), rewind=rewind):
                     pass
@@ -152,14 +152,14 @@ async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str
             lookahead = lookahead_for(name, rewind)
             completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
             assert ids(completion) == continuation, f"rewind {rewind}, lookahead {lookahead}"
-            _assert_climbed(architecture, rewind, completion.statistics)
+            _assert_rewound(architecture, rewind, completion.statistics)
 
 
-def _assert_climbed(architecture: Architecture, rewind: str, statistics: runtime.Statistics) -> None:
+def _assert_rewound(architecture: Architecture, rewind: str, statistics: runtime.Statistics) -> None:
     """Assert that the expected rewind mode was used, and that there was something to rewind."""
     assert statistics.draft_failures == 0
     assert 0 < statistics.accepted < statistics.proposed
-    can_checkpoint = "checkpoint" in rungs(architecture)
+    can_checkpoint = "checkpoint" in rewind_options(architecture)
     always_trims = _always_trims(architecture)
     if rewind == "none" or not can_checkpoint:
         assert statistics.n1_rounds >= statistics.rounds - 1
@@ -185,7 +185,7 @@ async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_ofte
     model = build(name)
     text = guessed(model)
     # "auto" trims where it can. "checkpoint" adds a drafter that looks one token ahead.
-    for rewind in sorted(rungs(architecture) & {"auto", "checkpoint"}):
+    for rewind in sorted(rewind_options(architecture) & {"auto", "checkpoint"}):
         async with with_a_fake(model, text, is_target=False, rewind=rewind) as rt:
             lookahead = lookahead_for(name, rewind)
             completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)

@@ -39,7 +39,7 @@ from actors.model import RewindMode
 from protocol.errors import ModelError, RewindError, SettingsError
 
 CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
-CLIMBS = [
+CACHES_AND_MODES = [
     *[(name, rewind) for name in SUBJECTS for rewind in ("auto", "checkpoint")],
     *[(name, "trim") for name in ("ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache")],
     ("ArraysCache, mamba", "none"),
@@ -50,7 +50,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class Climber:
+class Exerciser:
     """Applies the operations of both actors to a sequence, and tracks the tokens that it should hold.
 
     The committed text is a prefix of `TEXT`. Drafts agree with it for a while and then differ.
@@ -63,7 +63,7 @@ class Climber:
         self.num_prefilled = prompt_length - 1
         self.cached_tokens: list[int] = []
         self.seen: list[tuple[tuple[int, ...], mx.array]] = []
-        self.rungs: set[RewindMode] = set()
+        self.modes: set[RewindMode] = set()
         if self.num_prefilled:
             self.sequence.feed(tuple(TEXT[: self.num_prefilled]), 0)
             self.cached_tokens = TEXT[: self.num_prefilled]
@@ -123,7 +123,7 @@ class Climber:
 
     def prepare(self, num_tokens: int) -> RewindMode:
         rewind_mode = self.sequence.prepare(num_tokens, self.num_committed)
-        self.rungs.add(rewind_mode)
+        self.modes.add(rewind_mode)
         return rewind_mode
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -146,10 +146,10 @@ class Climber:
 a_number = st.integers(0, 4)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just(Climber.commit), st.integers(1, 3)),
-        st.tuples(st.just(Climber.verify), a_number, a_number),
-        st.tuples(st.just(Climber.draft), a_number, a_number),
-        st.tuples(st.just(Climber.go_back), st.integers(0, 30)),
+        st.tuples(st.just(Exerciser.commit), st.integers(1, 3)),
+        st.tuples(st.just(Exerciser.verify), a_number, a_number),
+        st.tuples(st.just(Exerciser.draft), a_number, a_number),
+        st.tuples(st.just(Exerciser.go_back), st.integers(0, 30)),
     ),
     min_size=6,
     max_size=12,
@@ -157,37 +157,37 @@ operations = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
+@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
 def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
     @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
     @settings(deadline=None, derandomize=True, database=None, max_examples=6)
-    def climb(prompt_length: int, steps: list[Any]) -> None:
-        climber = Climber(subject(name), rewind, prompt_length=prompt_length)
+    def exercise(prompt_length: int, steps: list[Any]) -> None:
+        exerciser = Exerciser(subject(name), rewind, prompt_length=prompt_length)
         for act, *args in steps:
-            act(climber, *args)
-        climber.assert_nothing_shows()
+            act(exerciser, *args)
+        exerciser.assert_nothing_shows()
 
-    climb()
+    exercise()
 
 
-@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
+@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
 def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: str) -> None:
-    climber = Climber(subject(name), rewind, prompt_length=2)
+    exerciser = Exerciser(subject(name), rewind, prompt_length=2)
     for i in range(5):
-        climber.verify(3, (0, 2, 3, 1, 0)[i])
-        climber.draft(1, 1)
-        climber.draft(2, 1)
-        climber.draft(3, 0)
-        climber.go_back(climber.num_committed + 1)
-        climber.commit(1)
-    climber.assert_nothing_shows()
+        exerciser.verify(3, (0, 2, 3, 1, 0)[i])
+        exerciser.draft(1, 1)
+        exerciser.draft(2, 1)
+        exerciser.draft(3, 0)
+        exerciser.go_back(exerciser.num_committed + 1)
+        exerciser.commit(1)
+    exerciser.assert_nothing_shows()
     if rewind == "none":
-        assert climber.rungs == {RewindMode.SINGLE}
+        assert exerciser.modes == {RewindMode.SINGLE}
     elif rewind == "checkpoint":
-        assert RewindMode.TRIM not in climber.rungs
-        assert RewindMode.CHECKPOINT in climber.rungs
+        assert RewindMode.TRIM not in exerciser.modes
+        assert RewindMode.CHECKPOINT in exerciser.modes
     else:
-        assert (RewindMode.TRIM in climber.rungs) == (name in CAN_TRIM)
+        assert (RewindMode.TRIM in exerciser.modes) == (name in CAN_TRIM)
 
 
 # --- rotating caches ------------------------------------------------------------------------------
@@ -201,27 +201,27 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:
-    climber = Climber(subject(name), rewind, prompt_length=num_settled)
-    climber.feed(climber.committed[len(climber.cached_tokens) :])
+    exerciser = Exerciser(subject(name), rewind, prompt_length=num_settled)
+    exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     depth = 6
     for back_to in reversed(range(depth)):
         for num_tokens in range(1, depth + 1):
-            climber.draft(num_tokens, depth)
-        assert climber.rewind(num_settled + back_to) <= num_settled + back_to
+            exerciser.draft(num_tokens, depth)
+        assert exerciser.rewind(num_settled + back_to) <= num_settled + back_to
         # Continue differently from there: what this writes must not show in the checkpoints below.
         for num_tokens in range(back_to + 1, depth + 1):
-            climber.draft(num_tokens, back_to)
-    climber.assert_nothing_shows()
+            exerciser.draft(num_tokens, back_to)
+    exerciser.assert_nothing_shows()
 
 
 def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay() -> None:
-    climber = Climber(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
-    climber.feed(climber.committed[len(climber.cached_tokens) :])
+    exerciser = Exerciser(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
+    exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     for num_tokens in range(1, 6):
-        climber.draft(num_tokens, 5)
-    assert climber.rungs == {RewindMode.CHECKPOINT}
+        exerciser.draft(num_tokens, 5)
+    assert exerciser.modes == {RewindMode.CHECKPOINT}
     for num_tokens in reversed(range(5)):
-        assert climber.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
+        assert exerciser.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
 
 
 def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> None:

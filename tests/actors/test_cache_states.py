@@ -174,14 +174,14 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
 
 # --- rewinds after a restore ----------------------------------------------------------------------
 
-PINS = [4, WINDOW + 2, 2 * WINDOW + 1]
+CHECKPOINTS = [4, WINDOW + 2, 2 * WINDOW + 1]
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_ways_back_come_back_too(name: str) -> None:
     of = subject(name)
     sequence, length = of.open_sequence("checkpoint"), 0
-    for end in PINS:
+    for end in CHECKPOINTS:
         read_on(sequence, TEXT[length:end])
         sequence.add_prefix_checkpoint()
         length = end
@@ -189,7 +189,7 @@ def test_the_ways_back_come_back_too(name: str) -> None:
     read_on(sequence, cached_tokens[length:])
     sequences = [copied(sequence, cached_tokens, of, rewind="checkpoint") for _ in range(2)] + [sequence]
     reaches = []
-    for back_to in reversed(PINS):
+    for back_to in reversed(CHECKPOINTS):
         reaches.append({one.reusable_length(back_to, back_to) for one in sequences})
         if reaches[-1] == {0}:
             continue
@@ -199,8 +199,8 @@ def test_the_ways_back_come_back_too(name: str) -> None:
         rows = [read_on(one, TEXT[100:103]) for one in sequences]
         assert all(mx.array_equal(row, rows[-1]) for row in rows)
     # A window that keeps its first tokens is not reused beyond its size; a quantised cache is never reused.
-    never = PINS[1:] if "keeps its first" in name else PINS if "Quantized" in name else []
-    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(PINS)]
+    never = CHECKPOINTS[1:] if "keeps its first" in name else CHECKPOINTS if "Quantized" in name else []
+    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(CHECKPOINTS)]
 
 
 def test_impossible_prefix_checkpoints_are_refused() -> None:
@@ -211,15 +211,15 @@ def test_impossible_prefix_checkpoints_are_refused() -> None:
     sequence.feed(tuple(cached_tokens[5:]), 1)
     state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (pin,) = state.prefix_checkpoints
+    (checkpoint,) = state.prefix_checkpoints
     for prefix_checkpoints in (
-        (pin, pin),
-        (attrs.evolve(pin, length=6),),
-        (attrs.evolve(pin, length=0),),
-        (attrs.evolve(pin, length=21),),
-        (attrs.evolve(pin, layers=pin.layers[:-1]),),
-        (attrs.evolve(pin, layers=pin.layers[::-1]),),
-        (attrs.evolve(pin, layers=state.layers),),
+        (checkpoint, checkpoint),
+        (attrs.evolve(checkpoint, length=6),),
+        (attrs.evolve(checkpoint, length=0),),
+        (attrs.evolve(checkpoint, length=21),),
+        (attrs.evolve(checkpoint, layers=checkpoint.layers[:-1]),),
+        (attrs.evolve(checkpoint, layers=checkpoint.layers[::-1]),),
+        (attrs.evolve(checkpoint, layers=state.layers),),
     ):
         other = of.open_sequence("auto")
         with pytest.raises((MisfitError, RewindError)):
@@ -402,15 +402,15 @@ def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
     sequence.feed(tuple(cached_tokens[5:]), 1)
     state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (pin,) = state.prefix_checkpoints
-    i = next(i for i, layer in enumerate(pin.layers) if layer.kind == "KVCache")
-    assert pin.layers[i].state == (None, None, 5)
+    (checkpoint,) = state.prefix_checkpoints
+    i = next(i for i, layer in enumerate(checkpoint.layers) if layer.kind == "KVCache")
+    assert checkpoint.layers[i].state == (None, None, 5)
     array = mx.zeros((1, 2, 3, 4))
     for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
-        layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
+        layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(checkpoint.layers))
         with pytest.raises(MisfitError, match="another length in a pin"):
             of.open_sequence("auto").put_state(
-                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
+                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(checkpoint, layers=layers),))
             )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from hypothesis import given, settings
@@ -319,15 +318,7 @@ async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_te
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-@attrs.define
-class Text:
-    """What a session leaves behind."""
-
-    sequence: Any
-    tokens: tuple[int, ...]
-
-
-class Shelf:
+class ScriptedCache:
     """A prefix cache without a runtime."""
 
     def __init__(self, max_bytes: int, **model: Any) -> None:
@@ -347,57 +338,57 @@ class Shelf:
 
 
 def test_what_was_used_least_recently_goes_first_once_the_bytes_are_used_up() -> None:
-    shelf = Shelf(max_bytes=120, bytes_per_token=10)
-    one, two, three = (shelf.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
-    assert shelf.prefix_cache.num_bytes == 120
-    assert shelf.read(10, 1, 2, 3) == (one, 4)
-    four, _ = shelf.read(40, 1, 2, 3)
+    scripted_cache = ScriptedCache(max_bytes=120, bytes_per_token=10)
+    one, two, three = (scripted_cache.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
+    assert scripted_cache.prefix_cache.num_bytes == 120
+    assert scripted_cache.read(10, 1, 2, 3) == (one, 4)
+    four, _ = scripted_cache.read(40, 1, 2, 3)
     assert [sequence.is_closed for sequence in (one, two, three, four)] == [False, True, False, False]
-    assert shelf.prefix_cache.num_bytes == 120
-    assert shelf.model.misuses == []
+    assert scripted_cache.prefix_cache.num_bytes == 120
+    assert scripted_cache.model.misuses == []
 
 
 def test_a_sequence_larger_than_the_cache_is_closed_and_evicts_no_other() -> None:
-    shelf = Shelf(max_bytes=50, bytes_per_token=10)
-    small, _ = shelf.read(1, 2)
-    large, _ = shelf.read(10, 20, 30, 40, 50, 60)
+    scripted_cache = ScriptedCache(max_bytes=50, bytes_per_token=10)
+    small, _ = scripted_cache.read(1, 2)
+    large, _ = scripted_cache.read(10, 20, 30, 40, 50, 60)
     assert (small.is_closed, large.is_closed) == (False, True)
-    assert shelf.prefix_cache.num_bytes == 20
+    assert scripted_cache.prefix_cache.num_bytes == 20
 
 
 def test_of_no_bytes_nothing_is_kept() -> None:
-    shelf = Shelf(max_bytes=0)
-    assert shelf.read(1, 2)[0].is_closed
-    assert len(shelf.prefix_cache) == 0
+    scripted_cache = ScriptedCache(max_bytes=0)
+    assert scripted_cache.read(1, 2)[0].is_closed
+    assert len(scripted_cache.prefix_cache) == 0
 
 
 def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
-    shelf = Shelf(max_bytes=10**9)
-    sequences = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MAX_SEQUENCES + 20)]
-    assert len(shelf.prefix_cache) <= MAX_SEQUENCES
+    scripted_cache = ScriptedCache(max_bytes=10**9)
+    sequences = [scripted_cache.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MAX_SEQUENCES + 20)]
+    assert len(scripted_cache.prefix_cache) <= MAX_SEQUENCES
     assert not sequences[-1].is_closed
 
 
 def test_a_sequence_that_can_be_trimmed_replaces_those_that_it_goes_on_from() -> None:
-    shelf = Shelf(max_bytes=10**9)
-    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+    scripted_cache = ScriptedCache(max_bytes=10**9)
+    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
-        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert (first.is_closed, second.is_closed, len(shelf.prefix_cache)) == (True, False, 1)
+        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert (first.is_closed, second.is_closed, len(scripted_cache.prefix_cache)) == (True, False, 1)
 
 
 def test_recurrent_sequences_that_go_on_from_each_other_are_both_of_use() -> None:
-    shelf = Shelf(max_bytes=10**9, undo=never)
-    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+    scripted_cache = ScriptedCache(max_bytes=10**9, undo=never)
+    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
-        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert len(shelf.prefix_cache) == 2
-    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
-    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
+        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert len(scripted_cache.prefix_cache) == 2
+    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
+    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
 
 
 # --- any turns in any order -----------------------------------------------------------------------

@@ -25,6 +25,7 @@ import pytest
 import trio
 import uvloop
 from blocking_models import BlockingModel, released_on_exit, until
+from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of
 from our_threads import outrider_threads
@@ -912,10 +913,6 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
 # --- many prompts, and conversations --------------------------------------------------------------
 
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -> None:

@@ -12,7 +12,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from blocking_models import BlockingModel, released_on_exit
+from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
 from our_threads import outrider_threads
@@ -36,18 +37,8 @@ SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}
 
 
-@pytest.fixture
-def no_thread_left() -> Iterator[None]:
-    yield
-    assert outrider_threads() == []
-
-
 def opened(ours: nn.Module | None = None, **options: Any) -> runtime.sync.Runtime:
     return runtime.open_sync((ours or target(), None), (drafter(), None), **options)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 Begin = Callable[..., runtime.sync.TokenStream | runtime.sync.TokenStreams]

@@ -295,12 +295,6 @@ def test_who_cannot_run_holds_up_nobody():
 # --- real models ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = llama()
-    return target, near(target, noise=0.02)
-
-
 async def test_everyone_runs_and_writes_plain_decodings_text(pair):
     target, draft = pair
     measured = Measured(small())
@@ -581,13 +575,6 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a drafter as `mlx_lm.load` finds them."""
-    where, target = tmp_path_factory.mktemp("models"), llama()
-    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:

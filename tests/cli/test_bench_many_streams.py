@@ -10,7 +10,7 @@ import attrs
 import pytest
 import trio
 from interrupts import Interrupted
-from models import greedy, llama, mamba, near, save
+from models import greedy, mamba, near
 from our_threads import outrider_threads
 
 import runtime
@@ -166,12 +166,6 @@ def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up
 # --- real models ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = llama()
-    return target, near(target, noise=0.02)
-
-
 async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     target, draft = pair
     measured = StreamsMeasured(small(streams=(1, 4), lookaheads=("auto", 2)))
@@ -257,13 +251,6 @@ async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair)
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a drafter as `mlx_lm.load` finds them."""
-    where, target = tmp_path_factory.mktemp("models"), llama()
-    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:

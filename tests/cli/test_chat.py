@@ -25,18 +25,6 @@ from runtime.terminal.display import CommandOutcome, Display, Output
 MAX = ("--max-tokens", "6")
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends at `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target with a context of 32 tokens."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
-
-
 async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
     """The answers of a conversation in Python."""
     async with runtime.open(target) as rt:

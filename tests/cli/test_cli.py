@@ -30,18 +30,6 @@ from runtime.terminal.signals import ECHO_S, SignalScope
 PROMPT = "w1 w2 w3"
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends at `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target with a context of 32 tokens."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
-
-
 async def read_until(stream: Any, wanted: str) -> str:
     """Read up to and including a text."""
     parts = bytearray()

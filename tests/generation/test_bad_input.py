@@ -7,13 +7,11 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 import trio.testing
@@ -30,6 +28,9 @@ from protocol.trace import Event
 INFINITY, NOT_A_NUMBER = math.inf, math.nan
 
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+
 @functools.cache
 def target() -> nn.Module:
     return llama()
@@ -38,11 +39,6 @@ def target() -> nn.Module:
 @functools.cache
 def drafter() -> nn.Module:
     return llama(seed=1)
-
-
-@functools.cache
-def demo_tokenizer() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
 def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> TokenizerWrapper:
@@ -55,12 +51,6 @@ def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> Tok
 
 WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
 CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert outrider_threads() == []
 
 
 @pytest.fixture(autouse=True)

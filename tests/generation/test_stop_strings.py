@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import SCRIPTS, Letters, Slow, byte_fallback, byte_level
+from sample_tokenizers import SCRIPTS, Letters, Slow, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -184,11 +181,6 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 
 
 # --- real tokenizers ------------------------------------------------------------------------------
-
-
-@functools.cache
-def demo() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
 MORE_SCRIPTS = [

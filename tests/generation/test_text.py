@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import mlx_lm.tokenizer_utils
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Slow, byte_fallback
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Slow, byte_fallback, demo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-import runtime
 from runtime.generation.text import Detokenizer, encode_prompt
-
-
-@functools.cache
-def demo() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
 def byte_fallback_ids(*tokens: str) -> list[int]:

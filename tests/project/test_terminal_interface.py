@@ -33,12 +33,6 @@ ESCAPE, UP, PAGE_UP, PAGE_DOWN = "\x1b", "\x1b[A", "\x1b[5~", "\x1b[6~"
 CTRL_C, CTRL_D, CTRL_L = "\x03", "\x04", "\x0c"
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends at `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
-
-
 @contextlib.asynccontextmanager
 async def at_work(
     rt: runtime.Runtime,

@@ -8,11 +8,13 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models import VOCAB_SIZE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+
+import runtime
 
 SCRIPTS = [
     "plain text, and then some",
@@ -48,6 +50,12 @@ WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
 
 
 EMOJI_BYTES = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
+
+
+@functools.cache
+def demo() -> TokenizerWrapper:
+    """The demo pair's tokenizer."""
+    return load(runtime.DEMO_TARGET)
 
 
 @functools.cache

@@ -9,11 +9,10 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 from browser import visit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sample_tokenizers import demo
 from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
 
 import runtime
@@ -182,7 +181,7 @@ def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time
 
 
 def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(tmp_path):
-    tokenizer = demo_tokenizer()
+    tokenizer = demo()
     text = "a = 'äöü €…'  # 日本語\n"
     ids = tokenizer.encode(text, add_special_tokens=False)
     commits = [Commit(0, i, i, (id,), 0) for i, id in enumerate(ids)]
@@ -200,10 +199,6 @@ def test_the_last_token_of_a_stop_string_is_text_and_a_stop_token_is_none(stop_r
     events = [Instant("target", "open", 0, 0.0, tokens=(1,)), Instant("target", "verdict", 0, 1.0, 0, commit=commit)]
     (session,) = data_for(events, Words())["sessions"]
     assert [piece for round in session["rounds"] for piece, _, _ in round["tokens"]] == [" w3", last]
-
-
-def demo_tokenizer() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
 def test_busy_is_what_was_worked_until_the_text_was_there():
