@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
-from delays import COSTS, by_turns, tuples
+from delays import COSTS, cycled_prices, tuples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
@@ -213,7 +213,7 @@ class Interrupted:
     num_sessions: int
     costs: tuple[float, ...]
     draft_costs: tuple[float, ...]
-    hops: tuple[float, ...] | None
+    report_delays: tuple[float, ...] | None
     chains: bool
     target_undo: Undo
     draft_cache: str
@@ -230,7 +230,7 @@ INTERRUPTED = st.builds(
     num_sessions=st.sampled_from([1, 1, 2]),
     costs=tuples(st.sampled_from(COSTS), 6),
     draft_costs=tuples(st.sampled_from([0.0, 0.25, 1.0, 3.0]), 6),
-    hops=st.none() | tuples(st.sampled_from([0.0, 0.125, 0.75, 4.0, 30.0]), 6),
+    report_delays=st.none() | tuples(st.sampled_from([0.0, 0.125, 0.75, 4.0, 30.0]), 6),
     chains=st.booleans(),
     target_undo=st.sampled_from([always, never, within(12)]),
     draft_cache=st.sampled_from(sorted(CACHES)),
@@ -241,7 +241,7 @@ INTERRUPTED = st.builds(
 
 async def play(scenario: Interrupted) -> None:
     """Assert that the text is right. The workers compare states and sequences; `simulated` checks the sequences."""
-    hops = None if scenario.hops is None else itertools.cycle(scenario.hops).__next__
+    report_delays = None if scenario.report_delays is None else itertools.cycle(scenario.report_delays).__next__
     draft = ScriptedModel(
         right_where(scenario.right),
         fails=None if scenario.draft_fails_at is None else {"feed": {scenario.draft_fails_at}},
@@ -250,11 +250,11 @@ async def play(scenario: Interrupted) -> None:
     async with simulated(
         ScriptedModel(truthful, undo=scenario.target_undo),
         draft,
-        price=by_turns(scenario.costs),
-        draft_price=by_turns(scenario.draft_costs),
+        price=cycled_prices(scenario.costs),
+        draft_price=cycled_prices(scenario.draft_costs),
         schedule=scenario.schedule,
         chains=scenario.chains,
-        hop=hops,
+        report_delay=report_delays,
     ) as simulation:
 
         async def one(prompt: list[int]) -> None:
@@ -289,15 +289,15 @@ def test_the_session_state_is_right_in_many_more_schedules(scenario: Interrupted
 @pytest.mark.parametrize("chains", [False, True])
 def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains: bool) -> None:
     # The durations of a verify let verdicts arrive within each step and between any two.
-    for verify, hop in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
+    for verify, report_delay in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
 
-        async def main(verify: float = verify, hop: float | None = hop) -> None:
+        async def main(verify: float = verify, report_delay: float | None = report_delay) -> None:
             async with simulated(
                 ScriptedModel(truthful),
                 ScriptedModel(agreeing(0.75), **CACHES[caches]),
                 price=priced(draft=1.0, verify=verify),
                 chains=chains,
-                hop=None if hop is None else lambda: hop,
+                report_delay=None if report_delay is None else lambda: report_delay,
             ) as simulation:
                 assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
                 assert simulation.draft_worker.num_comparisons > 10
@@ -305,11 +305,11 @@ def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains
         run(main)
 
 
-@pytest.mark.parametrize("hop", [None, 0.5])
+@pytest.mark.parametrize("report_delay", [None, 0.5])
 @pytest.mark.parametrize("settings", [{"temperature": 0.8, "acceptance": "match", "seed": 4}, {}])
 @pytest.mark.parametrize("lookahead", [1, 6, "auto"])
 def test_launching_steps_early_changes_neither_text_nor_proposals(
-    lookahead: Any, settings: dict[str, Any], hop: float | None
+    lookahead: Any, settings: dict[str, Any], report_delay: float | None
 ) -> None:
     target = hashed("target", 6.0)
 
@@ -319,14 +319,14 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(
             ScriptedModel(hashed("draft", 3.0, near=target)),
             price=priced(draft=1.0, verify=6.5),
             chains=chains,
-            hop=None if hop is None else lambda: hop,
+            report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
             text = await text_of(simulation, PROMPT, max_tokens=60, lookahead=lookahead, **settings)
             return text, [(each.round, each.tokens) for each in simulation.instants("proposal")]
 
     (text, proposed), (chained_text, chained) = run(main, False), run(main, True)
     assert chained_text == text
-    if hop is None and lookahead != "auto":
+    if report_delay is None and lookahead != "auto":
         assert chained == proposed
 
 

@@ -164,7 +164,7 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
                 with pytest.raises(RuntimeBrokenError, match=f"feed {n} failed") as broken:
                     await read_into(got, stream)
                 assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
+                assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
                 assert got == TEXT[: len(got)]
                 # The error is the same for this stream and for new ones.
                 for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
@@ -192,7 +192,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(
                     with pytest.raises(RuntimeBrokenError) as broken:
                         await read_into(got, stream, pause=100.0 if is_slow else 0.0)
                     assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.sessions.ever[session].state.committed
+                    assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
                     assert got == continuation(prompt, len(got))
 
                 for i in range(3):
@@ -216,7 +216,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         got: list[int] = []
         with pytest.raises(RuntimeBrokenError):
             await read_into(got, unread)
-        assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
+        assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, "auto"])

@@ -152,7 +152,7 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None = None) -> list[int]:
+def sampled(policy: Hostile, num_tokens: int, seed: int = 1, report_delay: float | None = None) -> list[int]:
     """A long text under the rejection rule."""
 
     async def main() -> list[int]:
@@ -163,7 +163,7 @@ def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None =
             price=random_price(seed),
             draft_price=lambda job: 0.25 + (len(draft.sequences[0].fed) * 7 % 11 if draft.sequences else 0) / 8,
             make_policy=lambda settings, prices: policy,
-            hop=None if hop is None else lambda: hop,
+            report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
             text = await text_of(
                 simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
@@ -240,11 +240,11 @@ class Straying(Hostile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hop", [None, 0.25, 2.0])
+@pytest.mark.parametrize("report_delay", [None, 0.25, 2.0])
 @pytest.mark.parametrize("least", [0.0, 0.7])
-def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, hop: float | None) -> None:
+def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, report_delay: float | None) -> None:
     policy = Straying(least=least)
-    assert likelihood(sampled(policy, NUM_TOKENS, hop=hop)) > SIGNIFICANCE
+    assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
     assert policy.num_from_branch > 30
     assert policy.longest_run > 1
 

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from delays import COSTS, Restful, by_turns, tuples
+from delays import COSTS, RestingPolicy, cycled_prices, tuples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
@@ -100,7 +100,7 @@ def resting_by_turns(turns: Sequence[bool]) -> MakePolicy:
     def make_policy(settings: Settings, prices: Prices) -> Policy:
         if settings.lookahead == "auto":
             return policy_by_settings(settings, prices)
-        return Restful(settings.lookahead, turns=itertools.cycle(turns))
+        return RestingPolicy(settings.lookahead, turns=itertools.cycle(turns))
 
     return make_policy
 
@@ -174,8 +174,8 @@ async def play(scenario: Scenario) -> int:
         simulated(
             ScriptedModel(truthful, undo=scenario.target_undo),
             draft,
-            price=by_turns(scenario.target_costs),
-            draft_price=by_turns(scenario.draft_costs),
+            price=cycled_prices(scenario.target_costs),
+            draft_price=cycled_prices(scenario.draft_costs),
             schedule=scenario.schedule,
             make_policy=resting_by_turns(scenario.rests),
         ) as simulation,
@@ -197,7 +197,7 @@ async def play(scenario: Scenario) -> int:
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
             # Until the latest copies have arrived, and found no session.
             await trio.sleep(10_000)
-            ours, theirs = (w.sessions.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
+            ours, theirs = (w.sessions.all_states[session] for w in (simulation.target_worker, simulation.draft_worker))
             assert ours.state.committed == prompt + text[: ours.state.num_generated]
             assert ours.state.phase is SessionPhase.CLOSED
             assert theirs.state.committed == ours.state.committed[: len(theirs.state.committed)]
@@ -247,7 +247,7 @@ async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, au
         statistics = stream.statistics()
         # Three copies of each proposal and each verdict, except those after the end of the session.
         assert 6 * (statistics.rounds - 1) <= statistics.stale_proposals <= 6 * statistics.rounds
-        state = [w.sessions.ever[0].state for w in (sim.target_worker, sim.draft_worker)]
+        state = [w.sessions.all_states[0].state for w in (sim.target_worker, sim.draft_worker)]
         assert statistics.stale_proposals == sum(each.num_stale for each in state)
         # A dropped proposal is not verified: no round was verified twice.
         assert len(sim.spans("target", "verify")) == statistics.rounds
@@ -308,7 +308,7 @@ def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
         target = ScriptedModel(text, undo=undo)
         async with (
             trio.open_nursery() as nursery,
-            simulated(target, "ngram", price=by_turns(costs), schedule=schedule) as simulation,
+            simulated(target, "ngram", price=cycled_prices(costs), schedule=schedule) as simulation,
         ):
             tamper(simulation, to_target, to_draft, nursery)
             completion = await simulation.runtime.generate(prompt, max_tokens=max_tokens, lookahead=lookahead)

@@ -452,7 +452,7 @@ def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim
 
 def line_prompt(simulation: Simulation, session: int) -> tuple[int, ...]:
     """The prompt of a session."""
-    return simulation.target_worker.sessions.ever[session].shared.opened.prompt
+    return simulation.target_worker.sessions.all_states[session].shared.opened.prompt
 
 
 # --- leaving the runtime --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
-from models import Wrapped, wide
+from models import Wrapped, draw_weights
 
 from actors.model import RewindMode
 
@@ -666,7 +666,7 @@ def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
     args = module.ModelArgs.from_dict(_COMMON | {"model_type": name} | architecture.args | changes)
     seed = architecture.seed if seed is None else seed
     mx.random.seed(seed)  # for decays, which some models draw themselves
-    return wide(module.Model(args), seed, embedding=architecture.embedding)
+    return draw_weights(module.Model(args), seed, embedding=architecture.embedding)
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:

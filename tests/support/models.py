@@ -35,20 +35,20 @@ CLEAR_LEAD = 1e-4
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention; one `KVCache` per layer."""
-    return wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
+    return draw_weights(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
 
 
 def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention with normalised queries and keys."""
     sizes = _sizes("qwen3", head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
-    return wide(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
+    return draw_weights(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
     """Soft-capped logits; its configuration states no context length."""
     sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
     del sizes["max_position_embeddings"]
-    return wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
+    return draw_weights(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
 
 
 def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
@@ -70,7 +70,7 @@ def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
         v_head_dim=16,
         **changes,
     )
-    return wide(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
+    return draw_weights(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
@@ -84,7 +84,7 @@ def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module
         sliding_window_pattern=4,
         **changes,
     )
-    return wide(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
+    return draw_weights(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
 
 
 def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
@@ -107,7 +107,7 @@ def mamba(seed: int = 0, **changes: Any) -> nn.Module:
         "use_conv_bias": True,
         "time_step_rank": 2,
     }
-    return wide(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
+    return draw_weights(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
 
 
 def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
@@ -191,7 +191,7 @@ class Padded(Wrapped):
         return mx.pad(logits, [(0, 0), (0, 0), (0, self._num_rows)], constant_values=self.PAD_LOGIT)
 
 
-def wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
+def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
     """Redraw the random weights at a scale at which the layers affect the next token."""
     weights = [
         (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")

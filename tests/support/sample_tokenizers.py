@@ -37,7 +37,7 @@ SCRIPTS = [
 
 
 class Slow:
-    """A tokenizer that can only decode; mlx-lm falls back to this where there is no fast tokenizer."""
+    """A tokenizer that can only decode: all that a detokenizer has where there is no fast tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -12,7 +12,10 @@ from actors.persistence import saved_sequence
 
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel `scope` at the `step`-th hand-over of a save or load to another thread or process, counted from 0."""
+    """Cancel `scope` at the `step`-th point of a save or load at which that can matter, counted from 0.
+
+    The points are jobs of a model, calls in a thread, and checks for cancellation in that thread.
+    """
     count = -1
 
     def count_up() -> None:

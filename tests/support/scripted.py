@@ -379,13 +379,13 @@ class WatchedSessions(dict[int, ActorSession]):
     """An actor's session states by session id, with a record of past ones.
 
     Attributes:
-        ever: every session state, including those of closed sessions.
+        all_states: every session state, including those of closed sessions.
         received: the messages that each session state received.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ever: dict[int, ActorSession] = {}
+        self.all_states: dict[int, ActorSession] = {}
         self.received: dict[int, list[Message]] = {}
 
     def __setitem__(self, session: int, session_state: ActorSession) -> None:
@@ -397,7 +397,7 @@ class WatchedSessions(dict[int, ActorSession]):
             receive(message)
 
         session_state.receive = watched  # type: ignore[method-assign]
-        self.ever[session] = session_state
+        self.all_states[session] = session_state
         super().__setitem__(session, session_state)
 
 
@@ -497,14 +497,16 @@ class LaggingWorker(ComparingWorker):
     State and sequence are therefore compared only where a job is handed in.
     """
 
-    def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None], hop: Callable[[], float]) -> None:
+    def __init__(
+        self, actor: Any, price: Price, on_event: Callable[[Event], None], report_delay: Callable[[], float]
+    ) -> None:
         """As `ComparingWorker`, and:
 
         Args:
-            hop: called for each step; the seconds until trio's thread hears of it. Steps arrive in order.
+            report_delay: called for each step; the seconds until trio's thread hears of it. Steps arrive in order.
         """
         super().__init__(actor, price, on_event)
-        self._hop = hop
+        self._report_delay = report_delay
 
     async def run_steps(self, steps: Steps[Any]) -> None:
         self._check_session(steps.session)
@@ -535,7 +537,7 @@ class LaggingWorker(ComparingWorker):
                             self._sequences.pop(steps.session, None)
                             break
                         following = None if self._is_wanted_elsewhere() else steps.following(step)
-                        send.send_nowait((self.clock() + self._hop(), job, step.result, following is not None))
+                        send.send_nowait((self.clock() + self._report_delay(), job, step.result, following is not None))
         if error is not None:
             raise error
 
@@ -595,7 +597,7 @@ async def simulated(
     tokenizer: Any = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     chains: bool | None = None,
-    hop: Callable[[], float] | None = None,
+    report_delay: Callable[[], float] | None = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -612,7 +614,7 @@ async def simulated(
         tokenizer: the target's tokenizer.
         prefix_cache_bytes: size limit of either model's prefix cache.
         chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
-        hop: called for each draft step; the seconds until trio's thread hears of it. None for no delay.
+        report_delay: called for each draft step; the seconds until trio's thread hears of it. None for no delay.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -623,7 +625,7 @@ async def simulated(
     draft_worker: ComparingWorker | None = None
     if draft_model is not None:
         about = ("draft", draft_price or price, events)
-        draft_worker = ComparingWorker(*about) if hop is None else LaggingWorker(*about, hop)
+        draft_worker = ComparingWorker(*about) if report_delay is None else LaggingWorker(*about, report_delay)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
