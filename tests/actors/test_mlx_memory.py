@@ -1,4 +1,4 @@
-"""MLX's free buffers are returned by the project's own function, which does not hold the GIL."""
+"""MLX's free buffers are returned by a function of MLX itself, which is called without the GIL."""
 
 from __future__ import annotations
 
