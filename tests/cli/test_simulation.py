@@ -212,7 +212,8 @@ def test_contention_costs_speed():
 
 @pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
 def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
-    # With round numbers, all times would be sums of powers of two, and jobs would often end at the same moment.
+    # With these round numbers, times would be sums of powers of two, and jobs would often end at the same moment, if
+    # the simulator did not prevent that.
     scenario = Scenario(0.75, 0.25, contention=kappa, verify_slope=0.0)
     results = set()
     for dice in range(5):

@@ -125,7 +125,7 @@ spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_si
 @given(drafts=st.lists(spans, min_size=3, max_size=12), seed=st.integers(0, 100))
 @deterministic
 def test_it_makes_no_difference_whether_a_pass_is_heard_of_before_or_after_the_drafts_beside_it(drafts, seed):
-    """Report a draft step that ended before the pass before it; but its task may be scheduled later."""
+    """A draft step that ended before the pass is usually reported before it, but its task may run later."""
     dice = random.Random(seed)
     sorted_out, as_it_comes = Prices(), Prices()
     at = 0.0

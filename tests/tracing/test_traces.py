@@ -343,7 +343,7 @@ def test_a_runtime_that_is_interrupted_leaves_a_whole_trace(tmp_path):
 
 
 def test_an_interrupt_while_the_end_is_written_waits_for_it(tmp_path):
-    """Sent by the thread that writes the end, while the main task waits for nothing else."""
+    """The signal comes from the thread that writes the end, while the main task waits for nothing else."""
 
     class Interrupted(ChromeFile):
         def _put(self, text: str) -> None:
