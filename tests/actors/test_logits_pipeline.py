@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
-from completions import read_into
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from scipy.stats import chi2
+from scripted import read_into
 
 import runtime
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline

@@ -12,11 +12,12 @@ import architectures
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from completions import ids, read_into
+from completions import ids
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
+from scripted import read_into
 
 import runtime
 from actors.mlx.cache_options import CacheOptions

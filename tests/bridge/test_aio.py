@@ -24,11 +24,13 @@ import mlx.nn as nn
 import pytest
 import trio
 import uvloop
-from blocking_models import BlockingModel, released_on_exit, until
+from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of
 from our_threads import outrider_threads
+from polling import until_in_asyncio
+from scripted import read_into
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -68,11 +70,6 @@ async def turns(number: int = 20) -> None:
     """Let the event loop make that many passes."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def read_into(got: list[int], stream: runtime.aio.TokenStream) -> None:
-    async for token in stream:
-        got.append(token.id)
 
 
 async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
@@ -355,7 +352,7 @@ def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -
 
             thread = threading.Thread(target=elsewhere)
             thread.start()
-            await until(lambda: not thread.is_alive())
+            await until_in_asyncio(lambda: not thread.is_alive())
             assert all("another asyncio loop" in message for message in said[:4])
             assert all("use runtime.open" in message for message in said[4:8])
             assert "none is running here" in said[8]
@@ -498,7 +495,7 @@ def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: W
                 before = trace.passes(0)
                 held.release()
                 await the_next_text_is_right(rt)
-                await until(lambda: rt.num_streams == 0)
+                await until_in_asyncio(lambda: rt.num_streams == 0)
                 assert trace.passes(0) <= before + 1
         assert trace.is_put_away()
 
@@ -515,11 +512,11 @@ def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
                 first = rt.stream(PROMPT, max_tokens=12)
                 await held.blocked_in_asyncio()
                 waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
-                await until(lambda: rt.num_waiting == 1)
+                await until_in_asyncio(lambda: rt.num_waiting == 1)
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
-                await until(lambda: rt.num_waiting == 0)
+                await until_in_asyncio(lambda: rt.num_waiting == 0)
                 held.release()
                 assert [token.id async for token in first] == text(12)
                 assert {event.session for event in trace.events} <= {None, 0}
@@ -759,7 +756,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
     rts: list[Any] = []
     coroutine = use(rts)
     task = loop.create_task(coroutine)
-    loop.run_until_complete(until(lambda: len(rts) == 2))
+    loop.run_until_complete(until_in_asyncio(lambda: len(rts) == 2))
     coroutine.close()  # as the garbage collector does
     task.cancel()
     with pytest.raises(RuntimeError, match="already awaited"):
@@ -879,7 +876,7 @@ def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stre
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(consume(rt), 0.001)
             await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
             assert threading.active_count() == threads
             del task
             gc.collect()
@@ -900,12 +897,12 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
             tokens = tokens_of(rt)
             assert await anext(tokens) == text(1)[0]
             await tokens.aclose()
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
 
             # A dropped async generator is closed by the loop.
             async for _ in tokens_of(rt):
                 break
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
 
     run(main)
 
@@ -979,7 +976,7 @@ def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
                 gc.collect()
                 held.release()
                 await the_next_text_is_right(rt)
-                await until(lambda: rt.num_streams == 0)
+                await until_in_asyncio(lambda: rt.num_streams == 0)
 
     run(main)
 

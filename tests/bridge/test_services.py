@@ -19,10 +19,10 @@ import trio.lowlevel
 import trio_service
 import uvicorn
 from blocking_models import BlockingModel, released_on_exit
-from blocking_models import until as until_in_asyncio
 from chat_models import target, tokenizer
 from command_line import environment
 from models import Failing, near
+from polling import until_in_asyncio, until_in_trio
 
 import runtime
 
@@ -87,11 +87,6 @@ async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtim
             nursery.cancel_scope.cancel()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await trio.lowlevel.checkpoint()
-
-
 async def text_of(rt: runtime.Runtime, prompt: str, num_tokens: int) -> str:
     return (await rt.generate(prompt, max_tokens=num_tokens)).text
 
@@ -136,7 +131,7 @@ async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None
                 assert end == {"end": "cancelled"}
                 assert bool(text) == (stage == "writing")
             # The target blocks in a forward pass, and nothing waits for it.
-            await until(lambda: rt.num_streams == (way == "asks anew"))
+            await until_in_trio(lambda: rt.num_streams == (way == "asks anew"))
             held.release()
             if way == "asks anew":
                 assert (await customer.hears_all())[1] == {"end": "length"}
@@ -171,7 +166,7 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
         assert "empty" in (await customer.hears_all())[1]["error"]
         await customer.asks(prompt="x = 1", max_tokens=3)
         assert (await customer.hears_all())[1] == {"end": "length"}
-        await until(lambda: rt.num_streams == 0)
+        await until_in_trio(lambda: rt.num_streams == 0)
 
 
 async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

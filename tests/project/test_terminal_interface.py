@@ -24,6 +24,7 @@ from console.keys import ESCAPE_S, Event, Key
 from console.page import Page
 from console.terminal import Terminal
 from models import Failing, near
+from polling import until_in_trio
 from screens import HANGS_S, Person, person
 
 import runtime
@@ -63,12 +64,6 @@ async def at_work(
                 yield somebody, interface
                 interface.leave()
         assert somebody.attributes == before
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    with trio.fail_after(HANGS_S):
-        while not holds():
-            await trio.lowlevel.checkpoint()
 
 
 def written(interface: example.Interface) -> str:
@@ -121,12 +116,12 @@ async def test_enter_puts_a_new_text_in_the_place_of_the_one_being_written(endle
             before = num_written(await somebody.sees("> w3"))
             await somebody.sees(lambda shown: num_written(shown) > before)
             await somebody.types("\r")
-            await until(lambda: "[replaced]\n\nw3" in written(interface))
+            await until_in_trio(lambda: "[replaced]\n\nw3" in written(interface))
             # If several prompts arrive in one read, the last one counts.
             await somebody.types("w4\rw5\rw6\r")
-            await until(lambda: "[replaced]\n\nw6" in written(interface))
+            await until_in_trio(lambda: "[replaced]\n\nw6" in written(interface))
             assert written(interface).count("[replaced]") == 4
-            await until(lambda: prompts[-1] == "w6" and rt.num_streams == 1)
+            await until_in_trio(lambda: prompts[-1] == "w6" and rt.num_streams == 1)
     assert prompts[:2] == ["w1 w2", "w3"]
 
 
@@ -228,7 +223,7 @@ async def test_a_target_that_fails_ends_the_program_with_its_error() -> None:
     async with runtime.open((failing, tokenizer(None))) as rt, at_work(rt) as (somebody, interface):
         failing.fails = True
         await somebody.types("x = 1\r")
-        await until(lambda: interface.failure is not None)
+        await until_in_trio(lambda: interface.failure is not None)
         assert isinstance(interface.failure, runtime.RuntimeBrokenError)
         assert "out of memory" in str(interface.failure)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import trio
 from models import Wrapped
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Poll in asyncio until a condition holds."""
-    while not holds():  # noqa: ASYNC110 (the condition changes in other threads)
-        await asyncio.sleep(0)
+from polling import until_in_asyncio
 
 
 class BlockingModel(Wrapped):
@@ -42,7 +36,7 @@ class BlockingModel(Wrapped):
 
     async def blocked_in_asyncio(self) -> None:
         """Wait in asyncio until a forward pass has been stopped."""
-        await until(self._is_blocked.is_set)
+        await until_in_asyncio(self._is_blocked.is_set)
 
     async def blocked_in_trio(self) -> None:
         """Wait in trio until a forward pass has been stopped."""

@@ -1,4 +1,4 @@
-"""Token ids of real completions and streams."""
+"""Token ids of real completions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,5 @@ import runtime
 
 
 def ids(completion: runtime.Completion) -> list[int]:
-    """The ids of a completion."""
+    """The ids of a completion's tokens."""
     return [token.id for token in completion.tokens]
-
-
-async def read_into(got: list[int], stream: runtime.TokenStream) -> None:
-    """Append the ids of a stream to a list until the stream ends."""
-    async for token in stream:
-        got.append(token.id)
