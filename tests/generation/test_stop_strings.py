@@ -17,7 +17,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import SCRIPTS, Letters, Slow, byte_fallback, byte_level, demo
+from sample_tokenizers import SCRIPTS, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -206,7 +206,7 @@ def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: str) -> None:
-    tokenizer = demo() if kind == "fast" else Slow(demo())
+    tokenizer = demo() if kind == "fast" else DecodeOnly(demo())
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     any_token = st.integers(1, len(demo().get_vocab()) - 1)
 
@@ -439,7 +439,7 @@ async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
 
 DISTINCT = prompt_with_distinct_continuation(14)
 TOKENS = continuation(DISTINCT, 14)
-TEXT = Letters().decode(TOKENS)
+TEXT = OneLetterTokenizer().decode(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_reason_is_what_the_user_named(
     settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int
 ) -> None:
     async def main() -> None:
-        tokenizer = Letters([TOKENS[7]])
+        tokenizer = OneLetterTokenizer([TOKENS[7]])
         async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
             completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
             assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
@@ -512,7 +512,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
     async def main(num_tokens: int, length: int) -> None:
         stop = TEXT[max(0, num_tokens - length) : num_tokens]
         async with simulated(
-            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=OneLetterTokenizer()
         ) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=None, lookahead=lookahead, stop=stop)
             await trio.sleep(10_000)
@@ -529,7 +529,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
 def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
     async def counts(**settings: Any) -> list[int]:
         async with simulated(
-            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=OneLetterTokenizer()
         ) as simulation:
             generated = (await simulation.runtime.generate(DISTINCT, lookahead=lookahead, **settings)).statistics
         names = ("generated_tokens", "proposed", "accepted", "rejected", "bonus", "rounds", "replayed_tokens")
@@ -544,7 +544,9 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
 
 def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
     async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+        async with simulated(
+            ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=OneLetterTokenizer()
+        ) as simulation:
             completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
             assert completion.text == TEXT[:6]
             # Rounds of six; the second ends with its second token.
@@ -559,7 +561,7 @@ def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
 def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
     async def main() -> None:
         stop = TEXT[2:5] + "☂"
-        async with simulated(ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+        async with simulated(ScriptedModel(truthful), tokenizer=OneLetterTokenizer()) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
             pieces = [token.text async for token in stream]
         assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
@@ -569,7 +571,9 @@ def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
 
 def test_other_streams_go_on_after_one_was_stopped() -> None:
     async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=Letters()) as simulation:
+        async with simulated(
+            ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=OneLetterTokenizer()
+        ) as simulation:
             completions: dict[int, Completion] = {}
 
             async def generate(n: int) -> None:
@@ -588,7 +592,7 @@ def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
     lookahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        tokenizer = Letters(fails_at=TOKENS[5])
+        tokenizer = OneLetterTokenizer(fails_at=TOKENS[5])
         async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
             got = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Slow, byte_fallback, demo
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, DecodeOnly, byte_fallback, demo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +21,7 @@ def byte_fallback_ids(*tokens: str) -> list[int]:
     return [vocabulary[token] for token in tokens]
 
 
-TOKENIZERS = {"fast": demo, "slow": lambda: Slow(demo())}
+TOKENIZERS = {"fast": demo, "slow": lambda: DecodeOnly(demo())}
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -76,7 +76,7 @@ def test_the_pieces_of_any_text_add_up(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
-    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
     @settings(deadline=None, max_examples=100)
@@ -91,7 +91,7 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
     """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
-    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
     assert "\ufffd" in byte_fallback().decode(ids)
     text = "".join(pieces(tokenizer, ids))

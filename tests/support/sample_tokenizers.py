@@ -36,7 +36,7 @@ SCRIPTS = [
 ]
 
 
-class Slow:
+class DecodeOnly:
     """A tokenizer that can only decode: all that a detokenizer has where there is no fast tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -91,7 +91,7 @@ def byte_level() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
-class Letters:
+class OneLetterTokenizer:
     """A tokenizer for scripted models: one letter for each id. The ids in `ends` end the text."""
 
     ALPHABET = string.ascii_letters + string.digits + ".,"
