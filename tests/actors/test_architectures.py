@@ -192,9 +192,11 @@ async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_ofte
             assert ids(completion) == text[len(PROMPT) :]
             assert completion.statistics.draft_failures == 0
             # With an unknown cache class the drafter is fed committed tokens only, and guesses one token beyond them.
-            most = 1 if "LayerCache" in architecture.kinds else lookahead
+            num_guessed = 1 if "LayerCache" in architecture.kinds else lookahead
             drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], most), f"rewind {rewind}, lookahead {lookahead}"
+            assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], num_guessed), (
+                f"rewind {rewind}, lookahead {lookahead}"
+            )
 
 
 def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:
@@ -260,9 +262,9 @@ async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name
         assert completion.statistics.draft_failures == 0
         assert 0 < completion.statistics.accepted < completion.statistics.proposed
         if target_name == "qwen3":  # there each round judges everything that was proposed
-            most = 1 if draft_name in UNKNOWN else lookahead
+            num_guessed = 1 if draft_name in UNKNOWN else lookahead
             drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(right, most), f"lookahead {lookahead}"
+            assert drafted == share_of_a_drafter(right, num_guessed), f"lookahead {lookahead}"
 
 
 def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:

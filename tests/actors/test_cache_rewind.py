@@ -275,18 +275,18 @@ class Rounds:
 
     def run(self, num_rounds: int) -> int:
         """Returns: the maximum number of checkpoints kept at once."""
-        most = 0
+        max_checkpoints = 0
         for i in range(num_rounds):
             for _ in range(3):
                 self.sequence.prepare(1, self.length)
                 self._feed(1)
-                most = max(most, len(self.sequence._checkpoints))
+                max_checkpoints = max(max_checkpoints, len(self.sequence._checkpoints))
             stands = self.length + i % 3
             got = self.sequence.rewind(stands)
             self._feed(stands + 1 - got)
             self.length = stands + 1
             self.sequence.check(self.length)
-        return most
+        return max_checkpoints
 
     def memory(self) -> int:
         """Bytes in use besides the caches themselves, which may grow with the text."""

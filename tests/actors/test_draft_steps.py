@@ -349,7 +349,7 @@ class OnThread:
         self.sequence.feed(plan.feed, 0)
         self.cached_tokens.follow(plan)
 
-    def draft(self, beyond: Sequence[int], draft_budget: int, most: int) -> list[Drafted]:
+    def draft(self, beyond: Sequence[int], draft_budget: int, max_steps: int) -> list[Drafted]:
         """The results of steps that are interrupted after so many; run again where the cache falls back."""
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
@@ -363,7 +363,7 @@ class OnThread:
             found.append(step.result)
             self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
-            if step.next_call is None or len(found) == most:
+            if step.next_call is None or len(found) == max_steps:
                 break
             step = step.next_call()
         assert not isinstance(step.result, RewoundToCheckpoint)
@@ -396,10 +396,10 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str, chains: bool) -> None:
     dice = random.Random(5)
-    for most in range(1, 6):
+    for max_steps in range(1, 6):
         thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
         for _ in range(4):
-            found = thread.draft((), 5, most)
+            found = thread.draft((), 5, max_steps)
             # The text follows the draft for a while, and then differs.
             along = choices(found)[: dice.randrange(len(found) + 1)]
             thread.committed = [*thread.committed, *along, dice.randrange(VOCAB_SIZE)]
@@ -413,8 +413,8 @@ def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(na
 
 def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_is_read() -> None:
     thread = OnThread("KVCache", chains=True, num_prefilled=3, settled=5, temperature=1.0, acceptance="rejection")
-    for most in range(1, 5):
-        found = thread.draft((), 5, most)
+    for max_steps in range(1, 5):
+        found = thread.draft((), 5, max_steps)
         # The last choice is not in the cache.
         assert len(thread.cached_tokens) == 5 + len(found) - 1
 

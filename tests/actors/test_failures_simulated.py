@@ -406,13 +406,13 @@ class Forging:
 
     def __init__(self, mailbox: Any, n: int, forged: Message) -> None:
         self._mailbox = mailbox
-        self._left = n
+        self._messages_left = n
         self._forged = forged
 
     def send_nowait(self, message: Message) -> None:
         self._mailbox.send_nowait(message)
-        self._left -= 1
-        if self._left == 0:
+        self._messages_left -= 1
+        if self._messages_left == 0:
             self._mailbox.send_nowait(self._forged)
 
 

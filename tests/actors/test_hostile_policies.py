@@ -223,13 +223,13 @@ def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
 class Straying(Hostile):
     """After a step it continues by itself for a random number of steps, while the drafter is confident."""
 
-    least: float = 0.0
+    min_confidence: float = 0.0
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         def calibrate(rank: int, raw: float) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
-        return DraftBudget(self._dice.randrange(5), 1.0, self.least, calibrate=calibrate)
+        return DraftBudget(self._dice.randrange(5), 1.0, self.min_confidence, calibrate=calibrate)
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         # Where it continued by itself, it allows what comes.
@@ -241,9 +241,9 @@ class Straying(Hostile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("report_delay", [None, 0.25, 2.0])
-@pytest.mark.parametrize("least", [0.0, 0.7])
-def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, report_delay: float | None) -> None:
-    policy = Straying(least=least)
+@pytest.mark.parametrize("min_confidence", [0.0, 0.7])
+def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_delay: float | None) -> None:
+    policy = Straying(min_confidence=min_confidence)
     assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
     assert policy.num_from_branch > 30
     assert policy.longest_run > 1

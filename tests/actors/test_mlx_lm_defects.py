@@ -226,15 +226,15 @@ class Failing(Wrapped):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._left: int | None = None
+        self._calls_left: int | None = None
 
     def arm(self, n: int) -> None:
-        self._left = n
+        self._calls_left = n
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if self._left is not None:
-            self._left -= 1
-            if self._left == 0:
+        if self._calls_left is not None:
+            self._calls_left -= 1
+            if self._calls_left == 0:
                 raise NoSuchKernel("no such kernel")
         return super().__call__(inputs, cache)
 

@@ -243,12 +243,14 @@ async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -
 # --- runs of steps --------------------------------------------------------------------------------
 
 
-def counting(do: Callable[[int], Any], most: int, number: int = 0) -> Callable[[], Step[Any]]:
+def counting(do: Callable[[int], Any], num_steps: int, number: int = 0) -> Callable[[], Step[Any]]:
     """A step that calls `do` with its number; the next one follows, up to the last."""
 
     def step() -> Step[Any]:
         result = do(number)
-        return Step(result, counting(do, most, number + 1) if number + 1 < most else None, num_tokens=number + 1)
+        return Step(
+            result, counting(do, num_steps, number + 1) if number + 1 < num_steps else None, num_tokens=number + 1
+        )
 
     return step
 

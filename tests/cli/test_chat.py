@@ -381,10 +381,10 @@ class Typed(LineReader):
 
     def __init__(self, *lines: str) -> None:
         self.is_interactive = False
-        self._left = list(lines)
+        self._lines = list(lines)
 
     def read(self) -> str | None:
-        return self._left.pop(0) if self._left else None
+        return self._lines.pop(0) if self._lines else None
 
 
 async def shown(output: Output) -> None:

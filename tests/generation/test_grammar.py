@@ -199,7 +199,7 @@ def bounded(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         )
     )
     arrays = st.builds(
-        lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 3)
+        lambda items, max_items: {"type": "array", "items": items, "maxItems": max_items}, inner, st.integers(0, 3)
     )
     return objects | arrays | st.lists(inner, min_size=1, max_size=3).map(lambda schemas: {"anyOf": schemas})
 

@@ -106,15 +106,15 @@ def test_one_by_one_they_come_as_they_finish() -> None:
 @pytest.mark.parametrize("max_concurrent", [1, 2, 5])
 def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
-        most = 0
+        max_running = 0
 
         def look(_: Any) -> None:
-            nonlocal most
-            most = max(most, simulation.runtime.num_streams)
+            nonlocal max_running
+            max_running = max(max_running, simulation.runtime.num_streams)
 
         async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
             await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert most == max_concurrent
+            assert max_running == max_concurrent
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
 
     for schedule in range(10):

@@ -51,7 +51,7 @@ class Held(Wrapped):
 
     def __init__(self, model, nth):
         super().__init__(model)
-        self._left = nth
+        self._passes_left = nth
         self._counts = nth == OPENING
         self._is_in = threading.Event()
 
@@ -60,8 +60,8 @@ class Held(Wrapped):
 
     def __call__(self, inputs, cache=None):
         self._counts = self._counts or inputs.tolist()[0][:2] == PROMPT[:2]
-        self._left -= self._counts
-        if self._left == 0:
+        self._passes_left -= self._counts
+        if self._passes_left == 0:
             say("in a forward pass")
             self._is_in.set()
             sys.stdin.readline()

@@ -75,9 +75,9 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "BUFFERED_ROUNDS", 1)
 
 
-async def read(stream: runtime.TokenStream, most: int = 10**9) -> list[runtime.Token]:
+async def read(stream: runtime.TokenStream, max_tokens: int = 10**9) -> list[runtime.Token]:
     got: list[runtime.Token] = []
-    while len(got) < most:
+    while len(got) < max_tokens:
         try:
             got.append(await anext(stream))
         except StopAsyncIteration:

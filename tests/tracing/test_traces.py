@@ -513,7 +513,7 @@ class Disk:
     def __init__(self, file: Any, call: str, at: int, error: OSError) -> None:
         self._file = file
         self._call = call
-        self._left = at
+        self._calls_left = at
         self._error = error
         self.is_closed = False
 
@@ -528,8 +528,8 @@ class Disk:
 
     def _fail_if_told(self, call: str) -> None:
         if call == self._call:
-            self._left -= 1
-            if self._left <= 0:
+            self._calls_left -= 1
+            if self._calls_left <= 0:
                 raise self._error
 
 
