@@ -402,15 +402,15 @@ def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
     sequence.feed(tuple(cached_tokens[5:]), 1)
     state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (checkpoint,) = state.prefix_checkpoints
-    i = next(i for i, layer in enumerate(checkpoint.layers) if layer.kind == "KVCache")
-    assert checkpoint.layers[i].state == (None, None, 5)
+    (pin,) = state.prefix_checkpoints
+    i = next(i for i, layer in enumerate(pin.layers) if layer.kind == "KVCache")
+    assert pin.layers[i].state == (None, None, 5)
     array = mx.zeros((1, 2, 3, 4))
     for other in ((None, None, 4), (None, None, 21), (None, None), (array, array, array), (None, None, None), None):
-        layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(checkpoint.layers))
+        layers = tuple(attrs.evolve(one, state=other) if j == i else one for j, one in enumerate(pin.layers))
         with pytest.raises(MisfitError, match="another length in a pin"):
             of.open_sequence("auto").put_state(
-                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(checkpoint, layers=layers),))
+                attrs.evolve(state, prefix_checkpoints=(attrs.evolve(pin, layers=layers),))
             )
 
 

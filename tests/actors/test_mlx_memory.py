@@ -1,4 +1,4 @@
-"""MLX's free buffers are returned by a function of MLX itself, which is called without the GIL."""
+"""What MLX keeps is given back, by the function of its own that does not hold Python's lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_mlx_keeps_is_given_back() -> None:
     keep_something()
     mlx_memory.release_buffers()
     assert mx.get_cache_memory() == 0
-    # It also works with nothing to return.
+    # With nothing to give back, too.
     mlx_memory.release_buffers()
 
 

@@ -136,7 +136,7 @@ def test_a_model_with_hardly_any_context_is_left_alone(who: int) -> None:
     pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT - 1)
     assert not run(lambda: warmed_up(*pair)).is_known
     assert pair[0].sequences == pair[1].sequences == []
-    # With a context of that size, the passes stay within it; otherwise the sequences would report a misuse.
+    # With as much as it takes, the passes stay within it: the scripted lines would say.
     pair[who] = ScriptedModel(truthful, context_length=LEAST_CONTEXT)
     assert run(lambda: warmed_up(*pair)).is_known
     assert nothing_is_open(*pair)
