@@ -368,7 +368,9 @@ async def served(
         target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price, schedule=schedule
     ) as simulation:
         offered = Service(MODEL, small, max_streams=max_streams, max_waiting=max_waiting, **service)
-        app = application(simulation.runtime, offered, timelines, check or ScriptedCheck(), aside=Aside(tokenising_s))
+        app = application(
+            simulation.runtime, offered, timelines, check or ScriptedCheck(), background=Aside(tokenising_s)
+        )
         yield Served(app, simulation, tokenizer, timelines)
 
 
