@@ -1,4 +1,4 @@
-"""Whether a model is of use: two tokens are fed, and what comes is looked at.
+"""A probe: feeds a model two tokens, and checks that it returns their logits.
 
 Everything here runs on the model's own thread.
 """
@@ -10,18 +10,18 @@ import mlx.core as mx
 from actors.model import Model
 from protocol.errors import ModelError
 
-# Two, since of one token the last row is also the only one. Every vocabulary has an id 0.
+# Two tokens, so that a model which returns only the last row of logits is found out. Every vocabulary has an id 0.
 PROBED = (0, 0)
 
 
 def probe(model: Model) -> None:
-    """Feed two tokens to a line of their own; it is closed again, and nothing of the model has changed.
+    """Feed two tokens to a new sequence, which is closed again. The model itself does not change.
 
     Args:
         model: of mlx-lm or any other kind.
 
-    Raises: ModelError: it cannot process them (the original error is the cause), or gives something else than their
-        logits. Logits that are not numbers are logits.
+    Raises: ModelError: the model cannot process the tokens (the original error is the cause), or returns something else
+        than their logits. NaN and infinite logits pass.
     """
     try:
         sequence = model.open_sequence(beside_another=False)
@@ -34,23 +34,23 @@ def probe(model: Model) -> None:
             sequence.close()
     except ModelError:
         raise
-    # Somebody else's code: whatever it raises, the model cannot be used.
+    # A model is foreign code, which may raise anything. Whatever it raises, the model cannot be used.
     except Exception as error:
         raise ModelError(f"the model cannot process {len(PROBED)} tokens: {type(error).__name__}: {error}") from error
 
 
 def check_logits(named: str, logits: object, shape: tuple[int | None, ...]) -> int:
-    """Compare what a model gave with what is expected of it.
+    """Check what a model returned for `PROBED`.
 
     Args:
-        named: the model, for the message.
-        logits: what it gave.
-        shape: that is expected; None as the width for any that is not 0.
+        named: the name of the model, for the message.
+        logits: what the model returned.
+        shape: the expected shape; a size of None stands for any size but 0.
 
     Returns: the width of the logits, >= 1.
-    Raises: ModelError: it is no array, or has another shape, or holds no floating-point numbers.
+    Raises: ModelError: this is not an array, or has another shape, or does not hold floating-point numbers.
     """
-    wanted = f"({', '.join('V' if size is None else str(size) for size in shape)})"
+    expected = f"({', '.join('V' if size is None else str(size) for size in shape)})"
     if not isinstance(logits, mx.array):
         got = f"a {type(logits).__name__}"
     elif not _fits(logits.shape, shape):
@@ -61,11 +61,11 @@ def check_logits(named: str, logits: object, shape: tuple[int | None, ...]) -> i
         return logits.shape[-1]
     raise ModelError(
         f"{named} gave {got} for {len(PROBED)} tokens; a language model gives logits, an array of floats of shape "
-        f"{wanted}: for each token, how likely each of the V tokens of its vocabulary comes next"
+        f"{expected}: for each token, how likely each of the V tokens of its vocabulary comes next"
     )
 
 
-def _fits(got: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    if len(got) != len(wanted) or 0 in got:
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    if len(shape) != len(expected) or 0 in shape:
         return False
-    return all(size is None or size == given for given, size in zip(got, wanted, strict=True))
+    return all(wanted is None or size == wanted for size, wanted in zip(shape, expected, strict=True))

@@ -1,4 +1,4 @@
-"""An array as a file has it: bytes, and how to read them."""
+"""A tensor: an array's bytes with their type and shape, for files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 import attrs
 import mlx.core as mx
 
-# Names as safetensors has them.
+# The names that safetensors uses.
 _MLX_DTYPES: Final = {
     "BOOL": mx.bool_,
     "U8": mx.uint8,
@@ -26,7 +26,7 @@ _MLX_DTYPES: Final = {
 _NAMES: Final = {dtype: name for name, dtype in _MLX_DTYPES.items()}
 
 DTYPES: Final = {name: dtype.size for name, dtype in _MLX_DTYPES.items()}
-"""Bytes an element, by name."""
+"""Bytes of one element, by the name of its type."""
 
 
 @attrs.frozen
@@ -45,9 +45,10 @@ class Tensor:
 
     @classmethod
     def of(cls, array: mx.array) -> Tensor:
-        """An array's bytes as they are now, on the thread that may evaluate it; what is written later does not show.
+        """The bytes of an array as they are now. Later writes to the array do not change them.
 
-        They are copied only where they do not lie in a row, or when the array is next written.
+        To be called on a thread that may evaluate the array. The bytes are copied only if they are not contiguous, or
+        when the array is next written.
         """
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
         mx.eval(flat)

@@ -1,6 +1,7 @@
-"""A first measurement of the prices, before anybody waits for a token.
+"""Warm-up: the first measurement of the prices, before anybody waits for a token.
 
-It takes a score of forward passes. What it finds is where the averages of `protocol.prices` begin.
+It takes some twenty passes of the target and up to sixty draft steps. The averages of `protocol.prices` begin with its
+results.
 """
 
 from __future__ import annotations
@@ -21,58 +22,65 @@ from protocol.messages import Open
 from protocol.prices import Prices
 from protocol.settings import Settings
 
-TEXT = 8  # tokens before the first pass
-WIDTHS = (1, 4, 1, 4)
-PLAIN_STEPS = 6
-# Draft steps beside the target's passes, at most: a drafter may be very much faster.
-MOST_BESIDE = 48
-# A model with less room than this is measured as it goes.
-LEAST_CONTEXT = 128
+NUM_TEXT_TOKENS = 8  # fed before the first pass
+WIDTHS = (1, 4, 1, 4)  # tokens of each timed pass
+NUM_PLAIN_STEPS = 6
+# Most draft steps beside the target's passes: a drafter may be very much faster than the target.
+MAX_STEPS_BESIDE_TARGET = 48
+# A model with a shorter context is not warmed up: its prices are measured while it works.
+MIN_CONTEXT_LENGTH = 128
 
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """Time both models, each alone and both at once, and plain decoding where no stream has shown yet what it costs.
+    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
 
-    Cancellation: strikes after the passes that are running.
+    Args:
+        target: the model, and its worker.
+        draft: likewise.
+        prices: where the measurements go.
+
+    Cancellation: strikes after the running passes.
 
     Raises: JobError: a model failed.
     """
-    if any(model.context_length is not None and model.context_length < LEAST_CONTEXT for model, _ in (target, draft)):
+    if any(
+        model.context_length is not None and model.context_length < MIN_CONTEXT_LENGTH for model, _ in (target, draft)
+    ):
         return
     (_, target_worker), (_, draft_worker) = target, draft
-    async with _open_sequence(*target) as ours, _open_sequence(*draft) as theirs:
-        # The first pass of each width builds kernels and buffers.
+    async with _open_sequence(*target) as target_sequence, _open_sequence(*draft) as draft_sequence:
+        # The first pass of each width is not timed: it compiles kernels and allocates buffers.
         for width in sorted(set(WIDTHS)):
-            await target_worker.run(_pass(ours, width))
-            await draft_worker.run(_pass(theirs, width))
+            await target_worker.run(_pass(target_sequence, width))
+            await draft_worker.run(_pass(draft_sequence, width))
         for width in WIDTHS:
-            job = _pass(theirs, width)
+            job = _pass(draft_sequence, width)
             await draft_worker.run(job)
             prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
         for width in WIDTHS:
-            job = _pass(ours, width)
+            job = _pass(target_sequence, width)
             await target_worker.run(job)
             prices.observe_verify_pass(width, job.began, job.ended)
-        await _side_by_side((ours, target_worker), (theirs, draft_worker), prices)
+        await _time_side_by_side((target_sequence, target_worker), (draft_sequence, draft_worker), prices)
     if not prices.plain_decode_s.is_known:
-        async with _open_sequence(*target) as ours:
-            await _decode_plainly(ours, target_worker, prices)
+        async with _open_sequence(*target) as target_sequence:
+            await _time_plain_decoding(target_sequence, target_worker, prices)
 
 
-async def _side_by_side(
-    ours: tuple[CachedSequence, Worker], theirs: tuple[CachedSequence, Worker], prices: Prices
+async def _time_side_by_side(
+    target: tuple[CachedSequence, Worker], draft: tuple[CachedSequence, Worker], prices: Prices
 ) -> None:
-    """Passes of the target, with a drafter beside them."""
+    """Time passes of the target while the drafter takes steps, and those steps."""
     is_over = False
-    # Not left to the nursery, which would wrap them in a group.
+    # Collected here, since the nursery would wrap them in an exception group.
     errors: list[JobError] = []
 
-    async def draft_on() -> None:
-        sequence, worker = theirs
+    async def time_draft_steps() -> None:
+        sequence, worker = draft
         try:
-            for _ in range(MOST_BESIDE):
+            for _ in range(MAX_STEPS_BESIDE_TARGET):
                 if is_over:
                     return
                 job = _pass(sequence, 1)
@@ -82,8 +90,8 @@ async def _side_by_side(
             errors.append(error)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(draft_on)
-        sequence, worker = ours
+        nursery.start_soon(time_draft_steps)
+        sequence, worker = target
         try:
             for width in WIDTHS:
                 job = _pass(sequence, width)
@@ -96,22 +104,23 @@ async def _side_by_side(
         raise errors[0]
 
 
-async def _decode_plainly(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
-    """Tokens without a drafter, one pass ahead, as in a stream."""
-    decoder, plan = PlainDecoder(sequence, _OPENED, LogitsPipeline(_OPENED)), FeedPlan(TEXT, (0,))
-    for i in range(PLAIN_STEPS):
-        length, began = plan.keep + len(plan.feed), worker.clock()
+async def _time_plain_decoding(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
+    """Time tokens without a drafter, decoded one pass ahead as in a stream."""
+    decoder, plan = PlainDecoder(sequence, _OPENED, LogitsPipeline(_OPENED)), FeedPlan(NUM_TEXT_TOKENS, (0,))
+    for i in range(NUM_PLAIN_STEPS):
+        length, began_s = plan.keep + len(plan.feed), worker.clock()
         await worker.run(Job("warm-up", partial(decoder.step, plan, NO_HISTORY, length, True), None, 1))
-        if i > 0:
-            prices.plain_decode_s.observe(worker.clock() - began)
+        if i > 0:  # the first step is not a pass ahead
+            prices.plain_decode_s.observe(worker.clock() - began_s)
         plan = FeedPlan(length + 1, ())
 
 
 @asynccontextmanager
 async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSequence]:
+    """A sequence that holds `NUM_TEXT_TOKENS` tokens; closed on leaving."""
     sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
-        await worker.run(Job("warm-up", partial(sequence.feed, (0,) * TEXT, 0), None, TEXT))
+        await worker.run(Job("warm-up", partial(sequence.feed, (0,) * NUM_TEXT_TOKENS, 0), None, NUM_TEXT_TOKENS))
         yield sequence
     finally:
         with trio.CancelScope(shield=True):
@@ -119,8 +128,10 @@ async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSe
 
 
 def _pass(sequence: CachedSequence, width: int) -> Job[None]:
+    """A job that feeds `width` tokens and computes the logits of each."""
+
     def call() -> None:
         mx.eval(sequence.feed((0,) * width, width))
 
-    # Of a kind that is counted for no session.
+    # The statistics of sessions do not count jobs of this kind.
     return Job("warm-up", call, None, width)

@@ -1,7 +1,10 @@
 """Drafters: the actors that propose tokens.
 
-`drafter` has the base classes, `DrafterSession` and `Drafter`. `draft_actor` drafts with a draft model (its state of a
-session is in `draft_session`, its jobs on the model's thread in `draft_steps`); `lookup_actor` drafts without a model,
-from the text itself. A new kind of drafter goes here: one with a trained head that reads the target's hidden states
-gets a module of its own, and its jobs stand beside it, as `draft_steps` does.
+* `drafter`: the base classes `Drafter` and `DrafterSession`.
+* `draft_actor`: drafts with a draft model. Its state of a session is in `draft_session`, its jobs on the model's thread
+  in `draft_steps`.
+* `lookup_actor`: drafts without a model, by prompt lookup in the session's own text.
+
+A new drafter goes here, as a subclass of `Drafter` in a module of its own, with its jobs in a module beside it. A
+trained head that reads the target's hidden states is such a drafter.
 """

@@ -1,4 +1,4 @@
-"""The drafter: grows the lookahead tree, also while the target verifies, and proposes from it."""
+"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from protocol.session_state import SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Rows of logits that are looked at when catching up, at most: each is as wide as the vocabulary.
+# Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
 MAX_ROWS = 32
-# Committed tokens that it need not have read to be ready: it reads so many with its next draft step.
+# A drafter is ready with at most this many unread committed tokens. It reads them with its next draft step.
 MAX_BEHIND_WHEN_READY = 8
-# Rounds before its end at which a rest is prolonged, if it is: soon enough for the target to work ahead all the time.
+# A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
-    """Drafts a token a step, for all sessions in turn.
+    """Drafts one token a step, for all sessions in turn.
 
     Attributes:
-        chains: whether a step is launched before the choice that it starts from is read back; None for where the
-            device works ahead of what it is asked for, which a GPU does.
+        chains: whether a step is launched before the token that it starts from is read back. None if the device
+            decides: yes on a GPU, which computes while the next step is prepared.
     """
 
     name = "draft"
@@ -62,8 +62,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         Args:
             target: the target's mailbox.
             target_vocab_size: the width of its logits.
-            make_policy: decides how far a session is drafted ahead.
-            turns: at the target; None where it has no other sessions than one.
+            make_policy: makes the policy that decides how far a session is drafted ahead.
+            target_queue: the passes that wait and run at the target; None if it has only one session.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
@@ -74,10 +74,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`; the target must not be waiting for it in vain, either."""
-        return super().is_alive and not self._hangs()
+        """See `Actor.is_alive`. Also False while a job hangs, or the target has stopped waiting for a proposal."""
+        return super().is_alive and not self._is_late_or_hanging()
 
-    def _hangs(self) -> bool:
+    def _is_late_or_hanging(self) -> bool:
         return self.worker.is_hanging or any(session.is_late for session in list(self._sessions.values()))
 
     def _new_session(self, shared: Session) -> DraftSession:
@@ -94,7 +94,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 await session.index_committed()
                 await self._draft_on(session, sequence)
-        except Exception as error:  # whatever it is: it costs speed, never text
+        except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
 
     async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
@@ -116,7 +116,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 await self._draft(session, sequence, node)
 
     async def _become_ready(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read a pass of what the target has committed alone; or, if that is little, have it wait for proposals."""
+        """Read one pass of the committed text; if little of it is unread, tell the target to wait for proposals."""
         if session.num_behind > MAX_BEHIND_WHEN_READY:
             await prefill_committed(
                 self.worker,
@@ -135,19 +135,20 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._begin_turn(session)
 
     def _next_expansion(self, session: DraftSession) -> Node | None:
-        now = self.worker.clock()
-        return session.next_expansion(now, self._slack(session, now))
+        now_s = self.worker.clock()
+        return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
-    def _slack(self, session: DraftSession, now: float) -> float:
+    def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
         """See `PolicyView.queue_slack_s`."""
         if session.state.phase is not SessionPhase.VERIFYING:
-            return self._target_queue.remaining_s(now)
+            return self._target_queue.remaining_s(now_s)
         if self._other_sessions_wait(session):
-            # What they need is sure to be of use, and the target will have it.
+            # Their proposals come first: they are sure to be of use, and keep the target busy.
             return math.inf
         return self._target_queue.others_s(session.id)
 
     def _other_sessions_wait(self, session: DraftSession) -> bool:
+        """Whether the target waits for the proposal of another session."""
         return any(
             other.state.phase is SessionPhase.PROPOSING and other.is_ready
             for other in self._sessions.values()
@@ -155,11 +156,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         )
 
     async def _draft(self, session: DraftSession, sequence: CachedSequence, node: Node) -> None:
-        """Draft after a node, and on down the drafter's own choices, as long as nothing else is wanted."""
+        """Draft after a node, and on down the drafter's own choices, as long as the policy wants nothing else."""
         plan = session.cached_tokens.plan(session.state.committed, session.tree.path(node))
         if plan.keep < len(session.cached_tokens):
             self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
-        on_thread = DraftSteps(
+        draft_steps = DraftSteps(
             sequence,
             len(session.state.committed),
             session.shared,
@@ -168,12 +169,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self.worker.clock,
             self.chains,
         )
-        now = self.worker.clock()
-        draft_budget = session.policy.draft_budget(session.view(now, self._slack(session, now)), node)
+        now_s = self.worker.clock()
+        view = session.view(now_s, self._queue_slack_s(session, now_s))
+        draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         steps = Steps(
             "draft",
-            partial(on_thread.begin, plan, node.trail, history, draft_budget),
+            partial(draft_steps.begin, plan, node.trail, history, draft_budget),
             partial(self._on_step, session),
             session.id,
             len(plan.feed),
@@ -189,28 +191,28 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
         running.node = node
         running.overlaps_target = session.state.phase is SessionPhase.VERIFYING
-        running.expected_end = self.worker.clock() + self.prices.draft_s(
+        running.expected_end_s = self.worker.clock() + self.prices.draft_s(
             num_tokens, beside_target=running.overlaps_target or self._target_queue.is_busy
         )
         running.steps.round = session.state.round
 
     def _on_step(self, session: DraftSession, job: Job[Step[StepOutcome]], outcome: StepOutcome, goes_on: bool) -> None:
-        """See what a draft step has brought; if another follows, it is after its choice."""
-        running, following = session.running_steps, None
+        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess."""
+        running, next_node = session.running_steps, None
         assert running is not None
         node, running.node = running.node, None
         match outcome:
             case Drafted():
-                # By now, since a step may have waited for others'.
-                beside = running.overlaps_target or self._target_queue.was_busy_since(job.began)
-                self.prices.observe_draft_step(job.num_tokens, job.began, job.ended, beside_target=beside)
+                # Asked at the end of the step, since a pass may have begun while the step waited or ran.
+                beside_target = running.overlaps_target or self._target_queue.was_busy_since(job.began)
+                self.prices.observe_draft_step(job.num_tokens, job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = outcome.can_look_ahead
                 session.cached_tokens.follow(outcome.fed)
-                # The text may have gone another way meanwhile, and taken the node with it.
+                # A verdict may have dropped the node from the tree meanwhile.
                 if node is not None and node.alive:
-                    following = session.tree.expand(node, *self._calibrated(session, outcome))
+                    next_node = session.tree.expand(node, *self._calibrated(session, outcome))
             case RewoundToCheckpoint():
-                # What is wanted may still be the same, with more to feed.
+                # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
                 session.shared.counts.draft_replayed_tokens += outcome.wanted - outcome.length
                 session.cached_tokens.rewind(outcome.length)
             case CannotLookAhead():
@@ -218,13 +220,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.cached_tokens.rewind(outcome.length)
         self._propose(session)
         if goes_on:
-            self._begin_step(session, running, following, 1)
+            self._begin_step(session, running, next_node, 1)
             self._reconsider(session)
 
     def _reconsider(self, session: DraftSession) -> None:
-        """Have the draft steps that are under way end where something else is wanted by now.
+        """End the draft steps that are under way if the policy now wants to draft after another node.
 
-        What is wanted instead is asked for once they have: the step that is running is not abandoned.
+        The running step is not abandoned. The session's task asks the policy again once that step has ended.
         """
         if (running := session.running_steps) is None:
             return
@@ -238,7 +240,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return tuple(attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw)) for guess in drafted.guesses)
 
     async def _catch_up(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read what the target has committed in a rest, and see what would have been guessed right."""
+        """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
         assert isinstance(session.policy, AutoPolicy)
         plan = session.cached_tokens.plan(session.state.committed, num_logits=0)
         num_rows = min(len(plan.feed), MAX_ROWS)
@@ -252,31 +254,31 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return
         self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         session.cached_tokens.follow(plan)
-        # Of the last, what comes is not known yet.
-        came = session.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
+        # The token after the last guess is not committed yet, so that guess is left out.
+        actual_tokens = session.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
         by_match = session.shared.opened.settings.rule == "match"
-        for (token, raw), actual in zip(outcome, came, strict=False):
+        for (token, raw), actual in zip(outcome, actual_tokens, strict=False):
             if by_match:
                 session.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
             else:
                 session.policy.calibration.observe_unjudged(raw)
 
     def _begin_turn(self, session: DraftSession) -> None:
-        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target alone."""
+        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target."""
         if session.state.phase is SessionPhase.PROPOSING and session.is_ready and session.policy.should_rest():
             self._rest(session)
         else:
             self._propose(session)
 
     def _propose(self, session: DraftSession) -> None:
-        now = self.worker.clock()
-        if (proposal := session.next_proposal(now, self._slack(session, now))) is not None:
+        now_s = self.worker.clock()
+        if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s))) is not None:
             self._send(session, proposal)
 
     def _send(self, session: DraftSession, proposal: Proposal) -> None:
-        now = self.worker.clock()
+        now_s = self.worker.clock()
         pass_s = self.prices.verify(1 + len(proposal.tokens))
-        session.verdict_expected_at = now + self._target_queue.remaining_s(now) + pass_s
+        session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s) + pass_s
         self._send_proposal(session, proposal)
 
     def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
@@ -290,8 +292,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._reconsider(session)
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
-        """Propose what there is, end what is being drafted as soon as that can be, and catch up."""
-        # Also where the two have crossed: the target goes on alone until it hears that the drafter is ready.
+        """Answer a target whose wait is over: propose what is drafted, and catch up after the running step."""
+        # Also if this message has crossed a proposal: the target goes on alone until it hears `Ready` again.
         session.is_late = session.is_late or session.is_ready
         session.is_ready = False
         if session.state.phase is SessionPhase.PROPOSING and session.state.round == due.round:
@@ -299,7 +301,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._reconsider(session)
 
     def _receive_verdict(self, session: DraftSession, verdict: Verdict) -> None:
-        """Move on to what a verdict has committed."""
+        """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
         commit = session.state.apply(verdict)
         if commit is None:
@@ -313,8 +315,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready:
             return
         if was_resting:
-            is_ending = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
-            if is_ending and session.policy.should_rest_on(session.num_behind):
+            is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
+            if is_near_end and session.policy.should_rest_on(session.num_behind):
                 self._rest(session)
         else:
             # Passes of other sessions hide a miss as well as a hit does.

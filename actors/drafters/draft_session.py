@@ -28,13 +28,13 @@ class RunningSteps:
     Attributes:
         steps: as the worker runs them.
         node: the node that is being drafted after; None if its result is not wanted any more.
-        expected_end: when the running step is expected to end, in seconds on the worker's clock.
+        expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
         overlaps_target: whether the target was working when the running step began.
     """
 
     steps: Steps[StepOutcome]
     node: Node | None = None
-    expected_end: float = 0.0
+    expected_end_s: float = 0.0
     overlaps_target: bool = False
 
 
@@ -44,9 +44,9 @@ class DraftSession(DrafterSession):
     Attributes:
         context_length: of the draft model; see `Model.context_length`.
         is_late: whether the drafter was ready, and the target has stopped waiting for a proposal.
-        can_look_ahead: False once the cache could not drop uncommitted tokens again. Then only committed tokens are
-            fed, and one token beyond them can be guessed.
-        verdict_expected_at: when the verdict on the proposal is expected, in seconds on the worker's clock.
+        can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
+            only one token beyond them is guessed.
+        verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
         running_steps: the draft steps under way; None between them.
     """
 
@@ -66,7 +66,7 @@ class DraftSession(DrafterSession):
         self.context_length = context_length
         self.is_late = False
         self.can_look_ahead = True
-        self.verdict_expected_at = 0.0
+        self.verdict_due_s = 0.0
         self.running_steps: RunningSteps | None = None
 
     async def index_committed(self) -> None:
@@ -81,7 +81,7 @@ class DraftSession(DrafterSession):
 
     @property
     def useful_depth(self) -> int:
-        """How many tokens beyond the committed text can be of use."""
+        """How many drafted tokens beyond the committed text can be of use, >= 0."""
         if not self.can_look_ahead:
             return 1
         depth = MAX_LOOKAHEAD * 2 + 1
@@ -96,8 +96,8 @@ class DraftSession(DrafterSession):
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now: float, queue_slack_s: float = 0.0) -> PolicyView:
-        """What the policy may look at; see `PolicyView` for the slack."""
+    def view(self, now_s: float, queue_slack_s: float = 0.0) -> PolicyView:
+        """What the policy may look at. See `PolicyView.queue_slack_s`."""
         running = self.running_steps
         return PolicyView(
             tree=self.tree,
@@ -105,28 +105,28 @@ class DraftSession(DrafterSession):
             max_depth=self.useful_depth,
             can_expand=self._can_continue,
             num_to_feed=self._num_to_feed,
-            now_s=now,
-            verdict_due_s=self.verdict_expected_at if self.state.phase is SessionPhase.VERIFYING else None,
+            now_s=now_s,
+            verdict_due_s=self.verdict_due_s if self.state.phase is SessionPhase.VERIFYING else None,
             drafting_node=running.node if running else None,
-            drafting_until_s=running.expected_end if running else 0.0,
+            drafting_until_s=running.expected_end_s if running else 0.0,
             queue_slack_s=queue_slack_s,
         )
 
-    def next_expansion(self, now: float, queue_slack_s: float = 0.0) -> Node | None:
+    def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""
         if self.state.phase not in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) or not self.is_ready:
             return None
-        return self.policy.expansion(self.view(now, queue_slack_s))
+        return self.policy.expansion(self.view(now_s, queue_slack_s))
 
-    def next_proposal(self, now: float, queue_slack_s: float = 0.0) -> Proposal | None:
+    def next_proposal(self, now_s: float, queue_slack_s: float = 0.0) -> Proposal | None:
         """The proposal to send now, or None to draft on, or if it is not the drafter's turn."""
         if self.state.phase is not SessionPhase.PROPOSING or not self.is_ready:
             return None
-        nodes = self.policy.proposal(self.view(now, queue_slack_s))
+        nodes = self.policy.proposal(self.view(now_s, queue_slack_s))
         return None if nodes is None else self.proposal(nodes)
 
     def proposal_by_now(self) -> Proposal:
-        """A proposal of what has been drafted by now, as much as can be of use; may be empty."""
+        """A proposal of the useful tokens that have been drafted by now; may be empty."""
         num_wanted = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
         return self.proposal(self.tree.chain()[: min(num_wanted, self.max_proposed_tokens)])
 
@@ -157,7 +157,7 @@ class DraftSession(DrafterSession):
         return was_hit
 
     def _can_continue(self, node: Node) -> bool:
-        """Whether the text can go on after a node, because it does not end there."""
+        """Whether the text can go on after a node, that is, whether the node's token does not end it."""
         return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
 
     def _num_to_feed(self, node: Node) -> int:

@@ -1,4 +1,4 @@
-"""What the drafter does on its own thread: one draft step after the other, as far as a leash goes."""
+"""The draft model's jobs on its own thread: draft steps, as many as a draft budget allows, and catching up."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from protocol.randomness import Purpose, further, key_for
 
 @attrs.frozen
 class Drafted:
-    """What may come after a node.
+    """The outcome of one draft step: guesses at the token after a text.
 
     Attributes:
-        guesses: the drafter's choice first.
-        can_look_ahead: whether the cache could now take one that is not committed and lose it again.
-        fed: what the cache has carried out since it was heard of last; the choice too, where the step after it has
-            been launched.
+        guesses: the drafter's own choice first.
+        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
+        fed: what the cache was fed since the last outcome. Includes the choice if the step after it was launched.
     """
 
     guesses: tuple[Guess, ...]
@@ -41,7 +40,7 @@ class Drafted:
 
 @attrs.frozen
 class RewoundToCheckpoint:
-    """The cache could only go back to a checkpoint, and holds `length` tokens, not those `wanted`; nothing was fed."""
+    """Nothing was fed: the cache could only restore a checkpoint, and holds `length` tokens instead of `wanted`."""
 
     length: int
     wanted: int
@@ -49,7 +48,7 @@ class RewoundToCheckpoint:
 
 @attrs.frozen
 class CannotLookAhead:
-    """The cache could not lose the text again if it came to that; it holds `length` tokens, and nothing was fed."""
+    """Nothing was fed: the cache could not drop uncommitted tokens again. It holds `length` tokens."""
 
     length: int
 
@@ -59,16 +58,16 @@ StepOutcome = Drafted | RewoundToCheckpoint | CannotLookAhead
 
 @attrs.frozen
 class DraftSteps:
-    """Draft steps in a row: after one text, then down the drafter's own choices.
+    """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before.
 
     Attributes:
-        line: the draft model's cache of this session.
-        settled: length of the committed text; the text to draft after may go beyond it.
-        shared: of the session.
-        vocab_size: the width of the target's logits. Ids beyond it are not drafted: they are rows
-            that pad the draft's embedding.
-        num_guesses: how many tokens are wanted, >= 1: the drafter's choice, and its likeliest others.
-        clock: seconds.
+        sequence: the draft model's cache of this session.
+        settled: length of the committed text. The text to draft after may go beyond it.
+        shared: the session.
+        vocab_size: the width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's
+            embedding.
+        num_guesses: guesses wanted from each step, >= 1: the drafter's choice, and the likeliest other tokens.
+        clock: returns seconds.
         chains: see `DraftActor`.
     """
 
@@ -85,12 +84,12 @@ class DraftSteps:
 
         Args:
             plan: how to bring the cache in line with the text that the token comes after.
-            trail: of that text.
-            history: of that text.
-            leash: how far to go on.
+            trail: hash of that text; see `protocol.randomness.further`.
+            history: the end of that text.
+            draft_budget: how far to go on without asking the policy.
 
-        Returns: the tokens, how sure the drafter is of each, and for the choice, under the rejection rule, the
-            distribution that it was drawn from; or what stood against it.
+        Returns: the guesses, and the next step if the budget allows one; or the reason why nothing was fed.
+        Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
             return Step(RewoundToCheckpoint(length, plan.keep))
@@ -104,7 +103,7 @@ class DraftSteps:
     def _read(
         self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
     ) -> Step[StepOutcome]:
-        """Read guesses back, and say what follows; where that pays, it is launched first."""
+        """Read guesses back, and decide whether a step follows. A step that is likely to follow is launched first."""
         position = fed.keep + len(fed.feed)
         can_look_ahead = True
         launched: LazyGuesses | None = None
@@ -114,34 +113,37 @@ class DraftSteps:
                 mx.async_eval(*lazy.arrays())
                 launched = self._guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
                 mx.async_eval(*launched.arrays())
-        found = lazy.read()
+        drafted_guesses = lazy.read()
         lazy.logit_check.check(0, position, "draft")
-        token = found[0].token
+        token = drafted_guesses[0].token
         if launched is not None:
             self.sequence.check(position + 1)
-            # Whatever comes of the step, the cache holds the choice.
+            # The launched step has fed the choice, whether or not its guesses will be read.
             fed = FeedPlan(fed.keep, (*fed.feed, token))
         else:
             self.sequence.check(position)
             can_look_ahead = can_look_ahead and self._can_look_ahead()
-        drafted = Drafted(found, can_look_ahead, fed)
+        drafted = Drafted(drafted_guesses, can_look_ahead, fed)
         # Nothing comes after the end of the text.
         if not can_look_ahead or token in self.shared.opened.stop_tokens:
             return Step(drafted)
-        left, trail, history = draft_budget.after(found, self.clock()), further(trail, token), history.appended(token)
+        remaining = draft_budget.after(drafted_guesses, self.clock())
+        trail, history = further(trail, token), history.appended(token)
         if launched is not None:
-            # The device is at work on it, wanted or not.
+            # Even if the budget is spent: the device works on this step already.
             return Step(
                 drafted,
-                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, left or EMPTY_BUDGET),
+                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, remaining or EMPTY_BUDGET),
             )
-        if left is not None:
-            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, history, left))
+        if remaining is not None:
+            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, history, remaining))
         return Step(drafted)
 
     def _guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
+        """Guesses at the token at a position, from the draft model's logits (1, V)."""
         logits = self.shared.logits_pipeline.shape(pad(rows, self.vocab_size), history, position)
-        # What processors leave is no failure of the drafter's, which may be ahead of any text that will come.
+        # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
+        # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
         chosen = self.shared.logits_pipeline.sample(logits)
         return guesses(
@@ -152,9 +154,9 @@ class DraftSteps:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
 
     def _may_chain(self) -> bool:
-        """Whether a step may be launched before the choice that it starts from is known."""
-        # Under the rejection rule what is drawn hangs on the text before; so does what some processors make of logits.
-        # A user's sampler is called with what is computed.
+        """Whether a step may be launched before the choice that it starts from is read back."""
+        # Under the rejection rule, the random key depends on the text before; some processors depend on it, too. A
+        # user's sampler is called with evaluated arrays.
         logits_pipeline = self.shared.logits_pipeline
         if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
@@ -167,32 +169,33 @@ class LazyGuesses:
 
     Attributes:
         choice: (1,) the drafter's choice.
-        peaks: of the draft model's own row.
-        others: (1, k) further tokens, and (1, k) how sure the drafter is of each.
-        expected: () how sure it is of the choice; None where the choice is the first of the others, which it is under
-            the match rule, unless a user's sampler made it.
+        logit_check: of the draft model's own row.
+        likeliest_tokens: (1, k) ids, and (1, k) the drafter's confidence in each, in descending order.
+        confidence: () the drafter's confidence in the choice. None if the choice is the first of the likeliest tokens:
+            always so under the match rule, unless a user's sampler made the choice.
         probs: (V,) the distribution that the choice was drawn from; None under the match rule.
     """
 
     choice: mx.array
     logit_check: LogitCheck
-    others: tuple[mx.array, mx.array]
-    expected: mx.array | None = None
+    likeliest_tokens: tuple[mx.array, mx.array]
+    confidence: mx.array | None = None
     probs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        """All of them."""
-        arrays = (self.choice, *self.logit_check.arrays(), *self.others, self.expected, self.probs)
+        """All arrays, to be evaluated together."""
+        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, self.probs)
         return [array for array in arrays if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
         """The guesses, the choice first."""
         mx.eval(*self.arrays())
-        if self.expected is None:
-            return _ranked(self.others)
-        token, confidence = cast(int, self.choice.item()), _share(cast(float, self.expected.item()))
-        others = [guess for guess in _ranked(self.others, first=1) if guess.token != token]
-        return Guess(token, confidence, self.probs, raw=confidence), *others[: self.others[0].shape[1] - 1]
+        if self.confidence is None:
+            return _ranked(self.likeliest_tokens)
+        token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
+        others = [guess for guess in _ranked(self.likeliest_tokens, first_rank=1) if guess.token != token]
+        num_others = self.likeliest_tokens[0].shape[1] - 1
+        return Guess(token, confidence, self.probs, raw=confidence), *others[:num_others]
 
 
 def guesses(
@@ -205,27 +208,27 @@ def guesses(
     num_guesses: int,
     chosen: mx.array | None = None,
 ) -> LazyGuesses:
-    """What may come at a position.
+    """Guesses at the token at a position.
 
     Args:
-        logits: (1, V) of the draft model, shaped; lazy or not.
-        peaks: of its own row.
-        opened: of the session.
-        position: absolute.
-        trail: of the text before; of no account under the match rule.
+        logits: (1, V) of the draft model, processed and filtered; lazy or not.
+        logit_check: of the model's own row.
+        opened: the message that began the session.
+        position: absolute, of the token.
+        trail: hash of the text before; not used under the match rule.
         vocab_size: the width of the target's logits.
         num_guesses: how many tokens are wanted, >= 1.
-        chosen: (1,) what a user's sampler has chosen; None where there is none.
+        chosen: (1,) the choice of the user's sampler; None if there is no sampler.
     """
     settings, seed = opened.settings, opened.seed
     if chosen is not None:
-        share = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
-        return LazyGuesses(chosen, logit_check, likeliest(logits, num_guesses), share)
+        confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
+        return LazyGuesses(chosen, logit_check, likeliest(logits, num_guesses), confidence)
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
         return LazyGuesses(found[0][:, 0], logit_check, found)
-    # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So what counts is
-    # what a draw from this q may expect, not what this draw may.
+    # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So the confidence is
+    # the expectation over all draws from this distribution, not the probability of this draw.
     probs = distribution(logits[0], settings.drafting_temperature)
     drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
     return LazyGuesses(
@@ -233,30 +236,37 @@ def guesses(
     )
 
 
-def _ranked(found: tuple[mx.array, mx.array], first: int = 0) -> tuple[Guess, ...]:
-    """One row of `likeliest`, evaluated, as guesses with ranks from `first` on."""
-    (tokens,), (shares,) = cast(tuple[list[list[int]], list[list[float]]], (found[0].tolist(), found[1].tolist()))
+def _ranked(likeliest_tokens: tuple[mx.array, mx.array], first_rank: int = 0) -> tuple[Guess, ...]:
+    """One row of `likeliest`, evaluated, as guesses with ranks from `first_rank` on."""
+    tokens, confidences = likeliest_tokens
+    (token_row,), (confidence_row,) = cast(
+        tuple[list[list[int]], list[list[float]]], (tokens.tolist(), confidences.tolist())
+    )
     return tuple(
-        Guess(token, share, rank=rank, raw=share)
-        for rank, (token, share) in enumerate(zip(tokens, map(_share, shares), strict=True), start=first)
-        # What a filter left out is no guess, unless it is all there is.
-        if share > 0.0 or rank == 0
+        Guess(token, confidence, rank=rank, raw=confidence)
+        for rank, (token, confidence) in enumerate(
+            zip(token_row, map(_zero_if_nan, confidence_row), strict=True), start=first_rank
+        )
+        # A token that a filter removed is no guess, unless there is no other.
+        if confidence > 0.0 or rank == 0
     )
 
 
-def _share(share: float) -> float:
-    """Of a row in which processors left nothing it is NaN, and what comes there is as unlikely as can be."""
-    return 0.0 if math.isnan(share) else share
+def _zero_if_nan(confidence: float) -> float:
+    """The confidence, or 0 for a row in which processors left no token, whose probabilities are NaN."""
+    return 0.0 if math.isnan(confidence) else confidence
 
 
 def catch_up(
     sequence: CachedSequence, plan: FeedPlan, shared: Session, vocab_size: int, num_rows: int, history: TokenHistory
 ) -> list[tuple[int, float]] | RewoundToCheckpoint:
-    """Read committed tokens, and guess what comes after each of the last `num_rows`.
+    """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
-    Args: as `DraftSteps`.
+    Args: as for `DraftSteps` and `DraftSteps.begin`.
 
-    Returns: (choice, how sure the drafter was of it) after each of the last tokens that were fed, in order.
+    Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the reason
+        why nothing was fed.
+    Raises: NotANumberError: no token can be chosen from some row of the draft model's logits.
     """
     if (length := sequence.rewind(plan.keep)) < plan.keep:
         return RewoundToCheckpoint(length, plan.keep)
@@ -267,17 +277,17 @@ def catch_up(
     logits = shared.logits_pipeline.shape(pad(rows, vocab_size), history, start)
     if (chosen := shared.logits_pipeline.sample(logits)) is not None:
         probs = mx.softmax(logits.astype(mx.float32), axis=-1)
-        tokens, shares = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
+        tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
     elif settings.rule == "match":
-        tokens, shares = likeliest(scores(logits, settings.drafting_temperature, seed, start, vocab_size), 1)
-        tokens, shares = tokens[:, 0], shares[:, 0]
+        tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, seed, start, vocab_size), 1)
+        tokens, confidences = tokens[:, 0], confidences[:, 0]
     else:
         probs = distribution(logits, settings.drafting_temperature)
-        tokens, shares = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+        tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
     logit_check = LogitCheck.of(rows, rows)
-    mx.eval(tokens, shares, *logit_check.arrays())
+    mx.eval(tokens, confidences, *logit_check.arrays())
     sequence.check(end)
     if (num_sound := logit_check.num_sound()) < num_rows:
         logit_check.check(num_sound, start + num_sound, "draft")
-    found = map(_share, cast(list[float], shares.tolist()))
-    return list(zip(cast(list[int], tokens.tolist()), found, strict=True))
+    sound_confidences = map(_zero_if_nan, cast(list[float], confidences.tolist()))
+    return list(zip(cast(list[int], tokens.tolist()), sound_confidences, strict=True))

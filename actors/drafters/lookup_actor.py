@@ -1,4 +1,4 @@
-"""The drafter without a model: proposes what followed the same tokens earlier in the session's own text."""
+"""The drafter without a model: proposes the tokens that followed the same tokens earlier in the session's text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Event
 
-# Rounds in a row without a proposal after which the drafter rests. In a rest, the target need not wait for an answer
-# before it goes on, which saves a little; in return, the next proposal may come a little late.
+# The drafter rests after this many rounds in a row without a proposal. In a rest, the target does not wait for an
+# answer before it goes on, which saves a little time. In return, the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
 
 
@@ -26,29 +26,29 @@ class LookupSession(DrafterSession):
     """The state of one session at the lookup.
 
     Attributes:
-        num_idle: rounds in a row without anything to propose.
+        num_idle_rounds: rounds in a row without anything to propose.
     """
 
     def __init__(
         self, shared: Session, policy: Policy, on_message: Callable[[LookupSession, Verdict | Due | Overdue], None]
     ) -> None:
-        # A match of one token is right too seldom to be proposed unpriced, and often enough to be priced.
+        # A match of one token is seldom right. Only a policy that weighs its price should propose it.
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
         prompt = shared.opened.prompt
         tree = LookaheadTree(prompt[-1], len(prompt) - 1)
         super().__init__(shared, policy, index, tree, lambda message: on_message(self, message))
-        self.num_idle = 0
+        self.num_idle_rounds = 0
 
     @property
     def may_rest(self) -> bool:
-        """Whether there has been nothing to propose for long enough to rest."""
-        return isinstance(self.policy, AutoPolicy) and self.num_idle > MAX_IDLE_ROUNDS
+        """Whether nothing was found for so many rounds that the drafter may rest."""
+        return isinstance(self.policy, AutoPolicy) and self.num_idle_rounds > MAX_IDLE_ROUNDS
 
     def follow(self, commit: Commit) -> bool:
-        """Advance over a commit. True for a hit: the commit's last token had been found, too."""
+        """Advance over a commit. True for a hit: the tree also contained the commit's last token."""
         if isinstance(self.policy, AutoPolicy):
-            # Under either rule, also guesses that were not judged: they are no draws, so a guess equals the committed
-            # token as often as it would have been accepted.
+            # Guesses that were not judged count too, under either rule. A looked-up token is not a random draw, so it
+            # equals the committed token as often as it would have been accepted.
             for _, guess, was_right in self.tree.outcomes(commit.tokens):
                 self.policy.calibration.observe(guess, was_right)
         was_hit = self.tree.advance(commit.tokens)
@@ -58,7 +58,7 @@ class LookupSession(DrafterSession):
         return was_hit
 
     async def index_committed(self) -> None:
-        """See `DrafterSession.index_committed`. Looks up the first proposal in the end."""
+        """See `DrafterSession.index_committed`. Ends with the lookup of the first proposal."""
         await super().index_committed()
         self.is_ready = True
         self.look_up()
@@ -67,7 +67,7 @@ class LookupSession(DrafterSession):
         """Replace the tree by the chain that the index finds after the committed text."""
         state, policy = self.state, self.policy
         self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
-        # One token more than may be proposed: a guess at the token that the target adds to the proposal.
+        # One more token than may be proposed, as a guess at the token that the verdict adds.
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if state.remaining is not None:
             max_tokens = min(max_tokens, state.remaining)
@@ -77,30 +77,30 @@ class LookupSession(DrafterSession):
         for token, raw in zip(found.tokens, found.confidences, strict=True):
             confidence = policy.calibration(0, raw) if isinstance(policy, AutoPolicy) else raw
             node = self.tree.expand(node, Guess(token, confidence, raw=raw))
-            # Nothing comes after the end of the text, and nothing is proposed after a node that is not proposed.
+            # Nothing comes after the end of the text, and no node is proposed whose parent is not.
             if token in self.shared.opened.stop_tokens or node.reach < min_reach:
                 return
 
     def _min_reach(self) -> float:
-        """The reach below which no node will be proposed."""
+        """The reach, in [0, 1], below which no node will be proposed."""
         if not isinstance(self.policy, AutoPolicy):
             return 0.0
         prices = self.policy.prices
         return max(MIN_REACH, prices.rate * prices.verify.per_token)
 
-    def worth_proposing(self, now: float) -> list[Node]:
-        """The nodes that the policy wants proposed, of those that were found."""
-        limit = self.max_proposed_tokens
+    def worth_proposing(self, now_s: float) -> list[Node]:
+        """The found nodes that the policy wants to propose."""
+        max_tokens = self.max_proposed_tokens
         if isinstance(self.policy, AutoPolicy) and not self.policy.prices.is_known:
-            limit = min(limit, UNPRICED_LOOKAHEAD)
-        # The tree is complete, so waiting gains nothing.
+            max_tokens = min(max_tokens, UNPRICED_LOOKAHEAD)
+        # The tree is complete, so the policy gains nothing by waiting.
         view = PolicyView(
             tree=self.tree,
-            max_proposal=limit,
-            max_depth=limit,
+            max_proposal=max_tokens,
+            max_depth=max_tokens,
             can_expand=lambda _: False,
             num_to_feed=lambda _: 0,
-            now_s=now,
+            now_s=now_s,
         )
         return self.policy.proposal(view) or []
 
@@ -109,8 +109,8 @@ class LookupActor(Drafter[LookupSession]):
     """Drafts for all sessions by lookup. It has no model and no thread, and answers a verdict as it receives it."""
 
     name = "draft"
-    # A rest is prolonged in each round without a proposal, and the target must hear of that before its next round but
-    # one begins.
+    # A rest is prolonged in each round without a proposal. The target must hear of that before the round after its next
+    # one begins, so that it can decode a pass ahead.
     rest_rounds = 3
     busy_seconds = 0.0  # there are no jobs
 
@@ -175,9 +175,9 @@ class LookupActor(Drafter[LookupSession]):
         self._answer(session)
 
     def _answer(self, session: LookupSession) -> None:
-        """Propose what was found; or rest, if nothing has been found for a while."""
+        """Propose the found tokens; or rest, if nothing has been found for a while."""
         nodes = session.worth_proposing(self._clock())
-        session.num_idle = 0 if nodes else session.num_idle + 1
+        session.num_idle_rounds = 0 if nodes else session.num_idle_rounds + 1
         if session.may_rest:
             self._rest(session)
         elif session.state.phase is SessionPhase.PROPOSING:

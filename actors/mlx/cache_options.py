@@ -1,4 +1,4 @@
-"""How the caches of an mlx-lm model are made, which ways they have to be put right, and how a feed is divided."""
+"""Options of an mlx-lm model's caches: how they are made, rewound and quantised, and how a feed is divided."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Rewind = Literal["auto", "trim", "checkpoint", "none"]
 
 @attrs.frozen
 class CacheOptions:
-    """How a model's caches are made, and how they may be put right.
+    """How a model's caches are made, rewound and quantised.
 
     Attributes:
-        rewind: "auto" takes the first of trim, checkpoint and N=1 that all layers have at the moment;
-            "trim" and "checkpoint" insist on one of them where there is one; "none" never rewinds.
-        max_kv_size: most tokens that a cache keeps, for models that do not make caches of their own;
-            None for no bound. As in mlx-lm, the first four are kept for good.
-        kv_bits: quantise key-value caches to so many bits, or None.
-        kv_group_size: quantisation group.
-        quantized_kv_start: quantise once a cache holds so many tokens.
-        one_by_one: whether a model's passes over several tokens are not to be trusted; see `_ONE_BY_ONE`.
+        rewind: "auto" takes the best rewind mode that all layers have at the moment: trim, then checkpoint, then none
+            (N=1). "trim" and "checkpoint" allow only that mode or none. "none" never rewinds.
+        max_kv_size: most tokens that a cache keeps, for models that do not make their own caches; None for no bound.
+            As in mlx-lm, the first four tokens are kept for good.
+        kv_bits: bits to which key-value caches are quantised; None for no quantisation.
+        kv_group_size: elements of one quantisation group.
+        quantized_kv_start: number of cached tokens from which a cache is quantised.
+        one_by_one: whether the model must be fed one token at a time; see `actors.mlx.model`.
     """
 
     rewind: Rewind = "auto"
@@ -43,20 +43,27 @@ class CacheOptions:
         return caches
 
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether every layer could take so many tokens more and drop its tail; see `can_trim_after`."""
+        """Whether every layer could take `num_tokens` more and then drop its tail; see `can_trim_after`."""
         return self.rewind in ("auto", "trim") and all(can_trim_after(layer, num_tokens, back_to) for layer in cache)
 
     def can_checkpoint(self, cache: list[Any]) -> bool:
-        """Whether every layer's state can be kept and restored."""
+        """Whether the state of every layer can be kept and restored."""
         return self.rewind in ("auto", "checkpoint") and all(can_checkpoint(layer) for layer in cache)
 
     def reads_alike(self, cache: list[Any], num_tokens: int) -> bool:
-        """Whether a text of so many tokens is read the same way, however it is divided into passes."""
+        """Whether `num_tokens` tokens are read the same way, however the text is divided into passes."""
         return not self.one_by_one and all(reads_alike(layer, num_tokens) for layer in cache)
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
-        """How a feed of so many tokens, from a length, could be undone; see `can_trim_after`."""
-        # Quantising cannot be undone. Only committed tokens may bring it about, and then at the same place as
+        """How a feed could be undone.
+
+        Args:
+            cache: the caches.
+            length: tokens that they hold.
+            num_tokens: tokens that would be fed, >= 1.
+            back_to: see `can_trim_after`.
+        """
+        # Quantisation cannot be undone. Only committed tokens may cause it, so that it happens at the same length as
         # in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
             return RewindMode.SINGLE
@@ -67,26 +74,39 @@ class CacheOptions:
         return RewindMode.CHECKPOINT if self.can_checkpoint(cache) else RewindMode.SINGLE
 
     def passes(self, cache: list[Any], length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """How to divide a feed, from a length, into passes, so that each gives what plain decoding would give."""
+        """Divide a feed into passes whose logits equal those of plain decoding.
+
+        Args:
+            cache: the caches.
+            length: tokens that they hold.
+            tokens: the tokens to feed.
+        """
         if self._goes_one_by_one(cache, len(tokens)):
             return [(token,) for token in tokens]
         if self.kv_bits is not None and length < self._quantized_from < length + len(tokens):
-            # The rest reads quantised keys.
+            # Caches are quantised at the end of a pass, and the tokens after that must read quantised keys.
             cut = self._quantized_from - length
             return [tokens[:cut], tokens[cut:]]
         return [tokens]
 
     @property
     def _quantized_from(self) -> int:
-        """The least length at which caches are quantised: an empty one is not, and its first pass reads as it is."""
+        """The length from which caches are quantised, >= 1: empty caches are not, so the first pass is not either."""
         return max(1, self.quantized_kv_start)
 
     def _goes_one_by_one(self, cache: list[Any], num_tokens: int) -> bool:
-        """Whether so many tokens more need a pass each to be read as plain decoding reads them."""
+        """Whether `num_tokens` more tokens need a pass each to be read as in plain decoding."""
         return self.one_by_one or not all(can_read_at_once(layer, num_tokens) for layer in cache)
 
     def quantize(self, cache: list[Any], length: int) -> bool:
-        """Quantise what is due after a feed; returns whether something was."""
+        """Quantise the caches that must be quantised after a feed.
+
+        Args:
+            cache: the caches; replaced in this list.
+            length: tokens that they hold.
+
+        Returns: whether any cache was quantised.
+        """
         if self.kv_bits is None or length < self.quantized_kv_start:
             return False
         before = list(cache)

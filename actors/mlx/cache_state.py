@@ -1,8 +1,9 @@
-"""What a layer's cache holds, taken out of it and put into another: for files.
+"""The state of a layer's cache, for files: how it is taken out, checked, and put into another cache.
 
-mlx-lm's cache classes each have `state` and `from_state`, and those are what is used here. But a class is never named
-by a file: a state goes into a cache of the kind that the model makes for itself, and only where it fits there. So
-what a file says is compared with that, number by number and shape by shape, before a model works on it.
+Each of mlx-lm's cache classes has `state` and `from_state`, and those are used here. But a file never chooses the
+class: a state goes into a cache of the class that the model makes for itself, and only if it fits. So every number and
+shape in a file is compared with such a cache before a model works on it. Only this module and
+`actors.mlx.cache_rewind` know cache classes.
 """
 
 from __future__ import annotations
@@ -25,61 +26,61 @@ from mlx_lm.models.cache import (
 from actors.mlx.cache_rewind import Restore, lengths
 
 State = Any
-"""Arrays, whole numbers and None, in tuples: the `state` of a cache."""
+"""The `state` of a cache: arrays, whole numbers and None, in nested tuples."""
 
 
 @attrs.frozen
 class LayerState:
-    """What one layer's cache holds, or held at some length.
+    """The state of one layer's cache.
 
     Attributes:
-        kind: the name of its class.
+        kind: the name of the cache's class.
         state: see `State`; None for a `CacheList`.
-        parts: of a `CacheList`, its caches.
+        inner: the states of the caches in a `CacheList`; empty for every other class.
     """
 
     kind: str
     state: State = None
-    parts: tuple[LayerState, ...] = ()
+    inner: tuple[LayerState, ...] = ()
 
 
 class MisfitError(Exception):
-    """A state that does not fit the cache that it is meant for; says why."""
+    """A state does not fit the cache that it is meant for."""
 
 
 def can_take_state(layer: Any) -> bool:
     """Whether a layer's state can be taken, and put into another cache."""
     if type(layer) is CacheList:
-        return all(can_take_state(part) for part in layer.caches)
+        return all(can_take_state(inner) for inner in layer.caches)
     return type(layer) in _KINDS
 
 
 def take_state(layer: Any) -> LayerState:
-    """What a layer holds, without the room for more that its buffers have; arrays may be lazy.
+    """The state of a layer's cache, without the unused rows of its buffers. Arrays may be lazy.
 
-    What is written into the cache later does not show in it.
+    Later writes into the cache do not change the state.
     """
     if type(layer) is CacheList:
-        return LayerState("CacheList", parts=tuple(take_state(part) for part in layer.caches))
+        return LayerState("CacheList", inner=tuple(take_state(inner) for inner in layer.caches))
     return LayerState(type(layer).__name__, _as_view(_KINDS[type(layer)].take(layer)))
 
 
 def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
-    """A cache that holds a state.
+    """A new cache with a given state.
 
     Args:
-        taken: of a layer of the same model.
-        like: the same layer's cache as it is when it holds one token, for kind, bounds, shapes and number formats.
-        longer: the same when it holds some more, to tell what depends on that.
+        taken: the state; may be anything that a file has.
+        like: a cache of the model's layer that holds one token. It gives the class, bounds, shapes and number formats.
+        longer: the same with some more tokens. Where its shapes differ from those of `like`, they depend on the length.
 
-    Raises: MisfitError: the state is none of such a cache.
+    Raises: MisfitError: this is not the state of such a cache.
     """
     if type(like) is CacheList:
-        _check_parts(taken, like)
+        _check_inner(taken, like)
         pairs = zip(like.caches, longer.caches, strict=True)
-        return CacheList(*(put_state(part, *pair) for part, pair in zip(taken.parts, pairs, strict=True)))
+        return CacheList(*(put_state(inner, *pair) for inner, pair in zip(taken.inner, pairs, strict=True)))
     if type(like) not in _KINDS:
-        raise MisfitError(f"nothing is known of the model's {type(like).__name__}")
+        raise MisfitError(f"the model has a {type(like).__name__}, a cache class that is not known")
     if taken.kind != type(like).__name__:
         raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {type(like).__name__}")
     kind = _KINDS[type(like)]
@@ -89,53 +90,55 @@ def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
 
 
 def take_prefix_checkpoint(layer: Any) -> LayerState:
-    """What it takes to bring a layer back to where it is now, once it has gone on.
+    """The state with which a layer can later be rewound to its present length.
 
-    Where rows stay as they were written, that is their number.
+    For a class whose rows stay as they were written, that is only their number.
     """
     if type(layer) is CacheList:
-        return LayerState("CacheList", parts=tuple(take_prefix_checkpoint(part) for part in layer.caches))
+        return LayerState("CacheList", inner=tuple(take_prefix_checkpoint(inner) for inner in layer.caches))
     if type(layer) is KVCache:
         return LayerState("KVCache", (None, None, layer.offset))
     return take_state(layer)
 
 
 def put_prefix_checkpoint(taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-    """What brings a layer back, as often as it is called.
+    """A function that rewinds a layer to a prefix checkpoint, as often as it is called.
 
     Args:
-        taken: by `take_prefix_checkpoint`.
+        taken: the result of `take_prefix_checkpoint`; may be anything that a file has.
         length: tokens that the layer held then.
-        layer: has gone on from there.
+        layer: the layer's cache, which holds those tokens and perhaps more.
         like, longer: as for `put_state`.
 
-    Raises: MisfitError: this is no state that such a layer had at that length.
+    Raises: MisfitError: such a layer cannot have had this state at that length.
     """
     if type(layer) is CacheList:
-        _check_parts(taken, like)
-        others = zip(layer.caches, like.caches, longer.caches, strict=True)
-        parts = [put_prefix_checkpoint(part, length, *three) for part, three in zip(taken.parts, others, strict=True)]
+        _check_inner(taken, like)
+        caches = zip(layer.caches, like.caches, longer.caches, strict=True)
+        restores = [
+            put_prefix_checkpoint(inner, length, *three) for inner, three in zip(taken.inner, caches, strict=True)
+        ]
 
-        def restore_parts() -> None:
-            for restore in parts:
+        def restore_all() -> None:
+            for restore in restores:
                 restore()
 
-        return restore_parts
+        return restore_all
     if type(layer) is KVCache:
         fits = taken.kind == "KVCache" and isinstance(taken.state, tuple) and len(taken.state) == 3
         fits = fits and _is_number(taken.state[2], length, min(length, layer.offset))
-        _require(fits, "another length in a pin", like)
+        _require(fits, "another length in a prefix checkpoint", like)
 
         def cut() -> None:
             layer.offset = length
 
         return cut
-    cached_tokens = list(lengths(put_state(taken, like, longer)))
-    _require(all(one == length for one in cached_tokens), "another length in a pin", like)
+    put_lengths = lengths(put_state(taken, like, longer))
+    _require(all(put_length == length for put_length in put_lengths), "another length in a prefix checkpoint", like)
     kind = _KINDS[type(layer)]
 
     def restore() -> None:
-        # By views, anew each time: what is written after a first restore must not show in a second.
+        # New views each time, so that writes after a first restore do not show in a second.
         vars(layer).update(vars(kind.make(_as_view(taken.state), type(layer))))
 
     return restore
@@ -144,13 +147,14 @@ def put_prefix_checkpoint(taken: LayerState, length: int, layer: Any, like: Any,
 # --- by class -------------------------------------------------------------------------------------
 
 
-def _check_parts(taken: LayerState, like: CacheList) -> None:
-    _require(taken.kind == "CacheList" and len(taken.parts) == len(like.caches), "other parts", like)
+def _check_inner(taken: LayerState, like: CacheList) -> None:
+    _require(taken.kind == "CacheList" and len(taken.inner) == len(like.caches), "other caches in it", like)
 
 
-def _require(fits: bool, what: str, like: Any) -> None:
+def _require(fits: bool, misfit: str, like: Any) -> None:
+    """Raise an error with a description of the misfit, unless the state fits."""
     if not fits:
-        raise MisfitError(f"its {type(like).__name__} has {what}")
+        raise MisfitError(f"its {type(like).__name__} has {misfit}")
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:
@@ -158,7 +162,7 @@ def _is_number(value: Any, low: int, high: int) -> bool:
 
 
 def _have_same_form(array: Any, other: mx.array, growing: Sequence[int]) -> bool:
-    """Whether two arrays differ in no more than their contents, and in their lengths along some axes."""
+    """Whether two arrays differ only in their elements and in their lengths along the axes `growing`."""
     if not isinstance(array, mx.array) or array.ndim != other.ndim:
         return False
     if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(other.dtype, mx.floating):
@@ -166,26 +170,29 @@ def _have_same_form(array: Any, other: mx.array, growing: Sequence[int]) -> bool
     return all(a == b or i in growing for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=True)))
 
 
-def _num_rows(buffers: Sequence[Any], like: Sequence[mx.array], of: Any) -> int:
-    """The rows that keys and values have room for, which must be the same number, and otherwise like others."""
-    for buffer, other in zip(buffers, like, strict=True):
-        _require(_have_same_form(buffer, other, [2]), "arrays of another shape", of)
+def _num_rows(buffers: Sequence[Any], like_buffers: Sequence[mx.array], like: Any) -> int:
+    """The number of rows of keys and values.
+
+    Raises: MisfitError: the numbers differ, or the buffers have another form than those of the cache `like`.
+    """
+    for buffer, like_buffer in zip(buffers, like_buffers, strict=True):
+        _require(_have_same_form(buffer, like_buffer, [2]), "arrays of another shape", like)
     num_rows = {int(buffer.shape[2]) for buffer in buffers}
-    _require(len(num_rows) == 1, "keys and values of different lengths", of)
+    _require(len(num_rows) == 1, "keys and values of different lengths", like)
     return num_rows.pop()
 
 
 def _cut(state: State, num_rows: int) -> State:
-    """Keys and values without the rows that nothing was written to yet."""
+    """The state with the first `num_rows` rows of keys and values: those that were written."""
     if isinstance(state, (tuple, list)):
-        return tuple(_cut(part, num_rows) for part in state)
+        return tuple(_cut(inner, num_rows) for inner in state)
     return state[..., :num_rows, :] if isinstance(state, mx.array) else state
 
 
 def _as_view(state: State) -> State:
-    """The same by other names: what is assigned to an array shows through every name of it, but not in a view."""
+    """The state with views of its arrays. An assignment into an array shows in its references, but not in its views."""
     if isinstance(state, (tuple, list)):
-        return tuple(_as_view(part) for part in state)
+        return tuple(_as_view(inner) for inner in state)
     return state[...] if isinstance(state, mx.array) else state
 
 
@@ -198,7 +205,7 @@ def _take_chunk(layer: ChunkedKVCache) -> State:
 
 
 def _take_rotating(layer: RotatingKVCache) -> State:
-    # Once it has gone round, every row is one of the window's.
+    # Once the cache has wrapped round, every row belongs to the window.
     return _cut(layer.state, layer.offset) if layer._idx == layer.offset else layer.state
 
 
@@ -233,10 +240,10 @@ def _check_rotating(state: State, like: Any, _: Any) -> None:
     if num_rows == offset:
         fits = _is_number(index, num_rows, num_rows) or (num_rows == max_size and _is_number(index, keep, max_size))
     else:
-        # Gone round: the next row to write is any behind those that are kept. After several tokens at once there
-        # are more rows than the window has, in order.
-        has_gone_round = max_size <= num_rows and _is_number(offset, num_rows, 2**31 - 1)
-        fits = has_gone_round and _is_number(index, keep if num_rows == max_size else num_rows, num_rows)
+        # The cache has wrapped round: the next row to write is any after the first `keep`. After a feed of several
+        # tokens there are more rows than the window has, in order.
+        has_wrapped = max_size <= num_rows and _is_number(offset, num_rows, 2**31 - 1)
+        fits = has_wrapped and _is_number(index, keep if num_rows == max_size else num_rows, num_rows)
     _require(fits, "a length that its arrays do not have", like)
 
 
@@ -251,14 +258,14 @@ def _check_chunk(state: State, like: Any, _: Any) -> None:
 def _check_arrays(state: State, like: Any, longer: Any) -> None:
     arrays, *padding = state
     _require(isinstance(arrays, tuple) and len(arrays) == len(like.cache), "another number of arrays", like)
-    for array, one, other in zip(arrays, like.cache, longer.cache, strict=True):
-        if one is None:
+    for array, like_array, longer_array in zip(arrays, like.cache, longer.cache, strict=True):
+        if like_array is None:
             _require(array is None, "arrays where it should have none", like)
             continue
-        # Mostly of one shape, whatever they have seen; but some are the last tokens, of which there may be few.
-        growing = [i for i, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-        _require(_have_same_form(array, one, growing), "arrays of another shape", like)
-    _require(all(part is None for part in padding), "padding, as one of several texts has", like)
+        # Most arrays have one shape at any length. But some contain the last tokens, of which there may be few.
+        growing = [i for i, (a, b) in enumerate(zip(like_array.shape, longer_array.shape, strict=True)) if a != b]
+        _require(_have_same_form(array, like_array, growing), "arrays of another shape", like)
+    _require(all(number is None for number in padding), "padding, which only a batch of texts has", like)
 
 
 def _make(state: State, kind: type) -> Any:
@@ -277,7 +284,13 @@ def _make_arrays(state: State, kind: type) -> Any:
 
 @attrs.frozen
 class _Kind:
-    """How a class's state is taken out, looked at and put back."""
+    """How the state of one cache class is taken out, checked, and made into a cache.
+
+    Attributes:
+        take: from a cache to its state.
+        check: (state, like, longer) as for `put_state`; raises `MisfitError`.
+        make: from a checked state, and the class, to a cache.
+    """
 
     take: Callable[[Any], State]
     check: Callable[[State, Any, Any], None]

@@ -1,8 +1,8 @@
-"""MLX's memory: kept resident while it is needed, and given back without holding up the rest of the process.
+"""MLX's memory: keeps models resident, and frees unused buffers without stalling other threads.
 
-`mx.clear_cache` waits, on CPU, for what other threads are evaluating, which may be a chunk of a long prompt, and holds
-Python's lock meanwhile: every other thread stands still, an event loop among them. Called through ctypes, the same
-function of MLX's waits without the lock.
+On CPU, `mx.clear_cache` waits for the evaluations of other threads, such as a chunk of a long prompt, and holds the GIL
+meanwhile. So every other Python thread stands still, also the event loop. Called through ctypes, the same function of
+MLX waits without the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SYMBOL = "_ZN3mlx4core11clear_cacheEv"
 
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """Let Metal keep the models resident while in force, as mlx-lm does while it generates."""
+    """While in force, let Metal keep the models resident, as mlx-lm does while it generates."""
     before = maybe_set_recommended_wired_limit()
     try:
         yield
@@ -33,19 +33,19 @@ def wired_memory() -> Iterator[None]:
 
 
 def peak_memory() -> int:
-    """Most bytes that MLX has held at once in this process."""
+    """The most bytes that MLX has used at once in this process."""
     return mx.get_peak_memory()
 
 
 def release_buffers() -> None:
-    """Have MLX keep no buffers that nobody uses."""
+    """Free the buffers that MLX keeps for later use. Releases the GIL meanwhile, if MLX's function is found."""
     if mx.get_cache_memory() > 0:
-        (_without_the_lock() or mx.clear_cache)()
+        (_clear_cache_without_gil() or mx.clear_cache)()
 
 
 @cache
-def _without_the_lock() -> Callable[[], None] | None:
-    """`mx.clear_cache` as a foreign function; None where it is not found."""
+def _clear_cache_without_gil() -> Callable[[], None] | None:
+    """MLX's `clear_cache` as a foreign function, which releases the GIL; None if it is not found."""
     libraries = sorted((Path(mx.__file__).parent / "lib").glob("libmlx.*"))
     for library in libraries:
         try:

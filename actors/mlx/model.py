@@ -1,4 +1,4 @@
-"""mlx-lm's models, as the actors see them."""
+"""An mlx-lm model behind the interface of `actors.model`, and what there is to know about it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ from protocol.errors import ModelError
 
 logger = logging.getLogger("outrider")
 
-_warned_of: set[str] = set()  # cache classes and families, once a process
+_warned_of: set[str] = set()  # cache classes and model families: one warning each a process
 
-# Families in which a pass over several tokens gives other logits than a pass for each: what one verify pass
-# says of a proposal is then not what plain decoding would say. phi3small adds its mask of yes and no to the scores
-# instead of masking them, so tokens see those after them; in plamo3 a window is one token wider in such a pass.
+# Families that are fed one token at a time, because a pass over several tokens gives other logits than a pass for each.
+# A verify pass would judge a proposal otherwise than plain decoding. phi3small adds its boolean mask to the scores
+# instead of masking them, so tokens see later tokens. In plamo3, such a pass has a window that is one token wider.
 _ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 
-# phi3small forbids ids that have no meaning by writing to their logits, the last of them 100351, whatever the size of
-# its vocabulary (mlx-lm 0.32.2). MLX checks no bounds: with a smaller one, it writes over somebody else's memory, and
-# the process dies sooner or later. The published models have so many ids.
-_LEAST_OF_PHI3SMALL = 100_352
+# phi3small forbids meaningless ids by writing to their logits, up to id 100351, whatever the size of its vocabulary
+# (mlx-lm 0.32.2). MLX checks no bounds, so with a smaller vocabulary it overwrites other memory, and sooner or later
+# the process crashes. The published models have a vocabulary of this size.
+_MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 
 def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
-    """A model and its tokenizer, weights evaluated on the calling thread.
+    """Load a model and its tokenizer. The weights are evaluated on the calling thread.
 
-    Raises: ModelError: the model would crash the process, by what its configuration says. And what mlx-lm raises, which
-        is of many kinds; a worker's `JobError` gathers them.
+    Raises:
+        ModelError: the configuration is that of a model that would crash the process.
+        Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
     model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id))
@@ -65,53 +66,50 @@ def tokenizer_wrapper(tokenizer: Any) -> TokenizerWrapper:
 
 
 class MLXModel:
-    """An mlx-lm model on its own thread.
-
-    Made on that thread.
-    """
+    """An mlx-lm model on its own thread, on which it must also be made."""
 
     def __init__(self, model: Module, options: CacheOptions, named: str = "the model") -> None:
-        """Wrap a model whose weights are evaluated. Two tokens are fed to see what it is.
+        """Wrap a model whose weights are evaluated. Feeds it two tokens to check it.
 
         Args:
             model: an mlx-lm language model.
             options: of its caches.
-            named: what messages call it.
+            named: the name of the model in messages.
 
         Raises:
-            ModelError: it would crash the process, gives something else than logits, or leaves a cache that it is given
-                as it is; or the options insist on a way to rewind that some layer's cache does not have.
-            What the model raises.
+            ModelError: the model would crash the process, returns something else than logits, or does not fill the
+                cache that it is given; or the options demand something that its caches cannot do.
+            Whatever the model raises.
         """
         self._model = model
-        for part in model.modules():
-            if type(part).__module__ == "mlx_lm.models.phi3small" and hasattr(part, "args"):
-                _check_phi3small(named, part.args.vocab_size)
-        one_by_one = any(type(part).__module__ in _ONE_BY_ONE for part in model.modules())
+        for module in model.modules():
+            if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
+                _check_phi3small(named, module.args.vocab_size)
+        one_by_one = any(type(module).__module__ in _ONE_BY_ONE for module in model.modules())
         self._options = attrs.evolve(options, one_by_one=one_by_one)
-        # A forward pass, since no attribute names the width of the logits in all architectures.
+        # A forward pass, since no attribute has the width of the logits in all architectures.
         cache = options.make_cache(model)
         logits = model(mx.array([PROBED]), cache=cache)
         self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
         mx.eval(logits)
-        if others := {have for layer in cache for have in lengths(layer)} - {len(PROBED)}:
+        if wrong_lengths := {length for layer in cache for length in lengths(layer)} - {len(PROBED)}:
             raise ModelError(
-                f"{named} leaves {max(others)} tokens in its cache after {len(PROBED)}; a language model must hand the "
-                "`cache` that it is called with on to its layers"
+                f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
+                "pass the `cache` that it is called with to its layers"
             )
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """While in force, the model's layers evaluate what they compute where a line asks for that.
+        """While in force, the model's layers evaluate their results for sequences that ask for it.
 
-        Not for two threads at a time: a model may be target and drafter in one.
+        To be entered and left by one thread at a time, since a model may be both target and drafter.
         """
         return evaluating_layers(self._model)
 
     @property
     def module(self) -> Module:
-        """mlx-lm's own model."""
+        """mlx-lm's model."""
         return self._model
 
     @property
@@ -126,27 +124,27 @@ class MLXModel:
 
     @property
     def cache_options(self) -> dict[str, int | None]:
-        """By name, the options that decide what is in its caches."""
+        """The options that affect the cached values, by name."""
         options = self._options
-        named: dict[str, int | None] = {"max_kv_size": options.max_kv_size, "kv_bits": options.kv_bits}
+        by_name: dict[str, int | None] = {"max_kv_size": options.max_kv_size, "kv_bits": options.kv_bits}
         if options.kv_bits is not None:
-            named |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
-        return named
+            by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
+        return by_name
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""
-        # Slices would break the pipelining that a GPU lives from, and the throttle that they avoid
-        # is one of MLX's CPU scheduler.
+        # Only on CPU: the throttle that slices avoid is one of MLX's CPU scheduler, and on a GPU they would break the
+        # pipelining.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
 
     def anatomy(self) -> Anatomy:
-        """What the model is made of, and how its caches can be rewound; feeds a few tokens to see."""
+        """What the model consists of, and how its caches can be rewound. Feeds it eight tokens to find out."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
         sequence.feed((0,) * 8, 0)
         windows = [size for layer in sequence.cache if (size := window(layer)) is not None]
-        limit = min(windows, default=None)
+        shortest_window = min(windows, default=None)
         return Anatomy(
             family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
@@ -154,13 +152,15 @@ class MLXModel:
             dtypes=tuple(sorted({str(leaf.dtype).removeprefix("mlx.core.") for leaf in weights})),
             cache_kinds=dict(Counter(kind(layer) for layer in sequence.cache)),
             rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
-            window=limit,
-            rewind_mode_beyond_window=None if limit is None else self._options.rewind_mode(sequence.cache, 8, limit),
+            window=shortest_window,
+            rewind_mode_beyond_window=(
+                None if shortest_window is None else self._options.rewind_mode(sequence.cache, 8, shortest_window)
+            ),
             checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
         )
 
     def _check_quantisation(self, cache: list[Any]) -> None:
-        """Refuse groups that the model's heads cannot be divided into; a cache that holds something is quantised."""
+        """Raise an error if the caches cannot be quantised as the options demand. Quantises a filled `cache` to see."""
         try:
             maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
         except ValueError as error:
@@ -170,13 +170,13 @@ class MLXModel:
             ) from error
 
     def _check_rewind_modes(self, cache: list[Any]) -> None:
-        """Refuse a rung that was insisted on and is not there; warn of caches that nothing is known of."""
+        """Raise an error if the caches lack the demanded rewind mode; warn of cache classes that are not known."""
         wanted = self._options.rewind
         if self._options.one_by_one:
             family = type(self._model).__module__.rpartition(".")[2]
-            why = f"mlx-lm's {family} reads several tokens at once otherwise than one by one"
+            why = f"mlx-lm's {family} gives other logits for several tokens at once than one by one"
             if wanted in ("trim", "checkpoint"):
-                raise ModelError(f'rewind="{wanted}" is of no use here: {why}; use "auto" or "none"')
+                raise ModelError(f'rewind="{wanted}" is not possible: {why}; use "auto" or "none"')
             if wanted == "auto" and family not in _warned_of:
                 _warned_of.add(family)
                 logger.warning("%s: the model is fed one token at a time", why)
@@ -184,29 +184,30 @@ class MLXModel:
             raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
         rotating = _names(layer for layer in cache if window(layer) is not None and hasattr(layer, "to_quantized"))
         if self._options.kv_bits is not None and rotating:
-            raise ModelError(f"kv_bits cannot quantise {rotating}, which mlx-lm has no way to do; leave it None")
+            raise ModelError(f"kv_bits cannot quantise {rotating}: mlx-lm does not support that; leave it None")
         unknown = _names(layer for layer in cache if not can_checkpoint(layer))
         if wanted == "checkpoint" and unknown:
             raise ModelError(f'rewind="checkpoint" cannot keep the state of {unknown}; use "auto" or "none"')
         for name in unknown:
             if wanted == "auto" and name not in _warned_of:
                 _warned_of.add(name)
-                logger.warning("nothing is known of cache class %s: its model is fed one token at a time", name)
+                logger.warning("the cache class %s is not known: its model is fed one token at a time", name)
 
 
 @attrs.frozen
 class Anatomy:
-    """What is to be known of a model before it speculates.
+    """What a model consists of, and how its caches can be rewound.
 
     Attributes:
-        family: its architecture, as its configuration names it.
-        num_parameters, num_bytes: of its weights; quantised ones count as they are packed.
-        dtypes: in which they are held.
-        cache_kinds: how many layers have which kind of cache.
-        rung: how a round can be undone at first.
-        window: tokens after which some cache begins to forget, or None.
-        rung_beyond_window: how a round can be undone from there on, or None where there is no window.
-        checkpoint_bytes: what one checkpoint keeps in memory, at a short text.
+        family: the architecture, as the configuration names it.
+        num_parameters: elements of the weights; quantised weights count as they are packed.
+        num_bytes: memory of the weights.
+        dtypes: number formats of the weights.
+        cache_kinds: how many layers have which kind of cache; see `actors.mlx.cache_rewind.kind`.
+        rewind_mode: how a round can be undone in a short text.
+        window: tokens after which some cache begins to forget; None if there is no such cache.
+        rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
+        checkpoint_bytes: memory of one checkpoint, in a short text.
     """
 
     family: str
@@ -224,11 +225,14 @@ class Anatomy:
 
 
 def _check_config(path_or_hub_id: str | Path) -> None:
-    """Refuse a directory with a model that would crash the process; one on the hub is known once it is loaded."""
+    """Raise an error if a directory has a model that would crash the process.
+
+    A model on the hub has no configuration here yet; `MLXModel` checks it once it is loaded.
+    """
     try:
         config = json.loads((Path(path_or_hub_id) / "config.json").read_text())
         family, vocab_size = config["model_type"], config["vocab_size"]
-    # There is none, or what is wrong with it mlx-lm will say, too.
+    # There is no configuration, or mlx-lm will report what is wrong with it.
     except (OSError, ValueError, TypeError, KeyError):
         return
     if family == "phi3small" and isinstance(vocab_size, int):
@@ -236,11 +240,11 @@ def _check_config(path_or_hub_id: str | Path) -> None:
 
 
 def _check_phi3small(named: str, vocab_size: int) -> None:
-    if vocab_size < _LEAST_OF_PHI3SMALL:
+    if vocab_size < _MIN_PHI3SMALL_VOCAB_SIZE:
         raise ModelError(
             f"{named} is a phi3small with a vocab_size of {vocab_size}, and mlx-lm's phi3small writes to the logits of "
-            f"ids up to {_LEAST_OF_PHI3SMALL - 1} in any case, which crashes the process; its vocab_size must be at "
-            f"least {_LEAST_OF_PHI3SMALL}, as that of the published models is"
+            f"ids up to {_MIN_PHI3SMALL_VOCAB_SIZE - 1}, which crashes the process; use a model whose vocab_size is at "
+            f"least {_MIN_PHI3SMALL_VOCAB_SIZE}, as the published ones"
         )
 
 
@@ -248,6 +252,7 @@ def _check_phi3small(named: str, vocab_size: int) -> None:
 
 
 def _context_length(args: Any) -> int | None:
+    """The largest number of positions by a model's configuration; None if it names no bound."""
     text = getattr(args, "text_config", None)
     if isinstance(text, dict):
         args = text

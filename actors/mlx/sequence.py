@@ -1,4 +1,4 @@
-"""One text in the caches of an mlx-lm model: fed, rewound, kept for other texts, and put into files."""
+"""One text in the caches of an mlx-lm model: fed, rewound, reused by other texts, and saved in files."""
 
 from __future__ import annotations
 
@@ -29,16 +29,20 @@ from protocol.errors import RewindError
 
 
 class MLXSequence:
-    """One text in the caches of an mlx-lm model."""
+    """One text in the caches of an mlx-lm model; see `CachedSequence`.
+
+    Attributes:
+        cache: mlx-lm's caches. Most models have one for each layer.
+    """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int, in_slices: bool) -> None:
-        """An empty line; its caches are in `cache`, a layer each, or less or more as the model has it.
+        """Make an empty sequence.
 
         Args:
-            model: whose caches to make.
-            options: of the caches, and how they may be rewound.
-            vocab_size: ids below it are known to the model.
-            in_slices: whether to evaluate layer by layer.
+            model: an mlx-lm language model.
+            options: how its caches are made and rewound.
+            vocab_size: width of the model's logits. The model has no embedding for ids from there on.
+            in_slices: whether passes are evaluated layer by layer; see `actors.mlx.layer_evaluation`.
         """
         self._model = model
         self._options = options
@@ -46,8 +50,8 @@ class MLXSequence:
         self.cache = options.make_cache(model)
         self._in_slices = in_slices
         self._length = 0
-        self._checkpoints: list[Checkpoint] = []  # by length, ascending
-        self._pins: list[Checkpoint] = []  # likewise; not for rounds, but for other texts
+        self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
+        self._prefix_checkpoints: list[Checkpoint] = []  # likewise; for other texts
         self._is_quantized = False
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -57,8 +61,9 @@ class MLXSequence:
             mx.eval([layer.state for layer in self.cache])
             release_buffers()
             return None
-        parts = [self._forward(part) for part in self._options.passes(self.cache, self._length, tokens)]
-        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        passes = self._options.passes(self.cache, self._length, tokens)
+        logits_of_passes = [self._forward(pass_tokens) for pass_tokens in passes]
+        logits = logits_of_passes[0] if len(passes) == 1 else mx.concatenate(logits_of_passes)
         return logits[-num_logits:]
 
     def feed_lazy(self, token: mx.array) -> mx.array:
@@ -69,8 +74,8 @@ class MLXSequence:
 
     def _forward(self, tokens: tuple[int, ...]) -> mx.array:
         """(len(tokens), V) logits, lazy."""
-        # A drafter may be narrower than its target. What it has no embedding for it reads as its last id: its
-        # guess will be poor there, where an index out of bounds would read somebody else's memory.
+        # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
+        # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
         with evaluate_in_slices(self._in_slices):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
@@ -83,7 +88,7 @@ class MLXSequence:
         if rewind_mode is RewindMode.CHECKPOINT and (
             not self._checkpoints or self._checkpoints[-1].length < self._length
         ):
-            self._checkpoints.append(self._checkpoint())
+            self._checkpoints.append(self._make_checkpoint())
         self._forget_below(settled)
         return rewind_mode
 
@@ -95,32 +100,33 @@ class MLXSequence:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
             else:
-                self._restore(length)
-        self._drop_what_is_ahead()
+                self._rewind_to_checkpoint(length)
+        self._drop_checkpoints_ahead()
         self.check(self._length)
         return self._length
 
     def check(self, length: int) -> None:
         """See `CachedSequence.check`."""
         for i, layer in enumerate(self.cache):
-            for have in lengths(layer):
-                if have != length:
+            for layer_length in lengths(layer):
+                if layer_length != length:
                     raise RewindError(
-                        f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {have}"
+                        f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {layer_length}"
                     )
 
     @property
     def length(self) -> int:
-        """Tokens that it has processed."""
+        """Number of cached tokens."""
         return self._length
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """What it holds, for a file; None where some cache is of a class of which nothing is known.
+        """The state of the sequence, for a file.
 
         Args:
-            tokens: that it has processed.
+            tokens: the cached tokens.
 
-        Raises: RewindError: it holds another number of tokens.
+        Returns: None if there are no cached tokens, or some cache is of a class that is not known.
+        Raises: RewindError: some cache holds another number of tokens.
         """
         self.check(len(tokens))
         if not tokens or not all(can_take_state(layer) for layer in self.cache):
@@ -130,50 +136,45 @@ class MLXSequence:
         )
 
     def _take_prefix_checkpoints(self) -> Iterator[PrefixCheckpointState]:
-        now = self._checkpoint()
-        for length, checkpoint in sorted({c.length: c for c in (*self._checkpoints, *self._pins)}.items()):
-            self._put_back(checkpoint)
+        present = self._make_checkpoint()
+        for length, checkpoint in sorted({c.length: c for c in self._all_checkpoints()}.items()):
+            self._restore(checkpoint)
             yield PrefixCheckpointState(length, tuple(take_prefix_checkpoint(layer) for layer in self.cache))
-        self._put_back(now)
+        self._restore(present)
 
     def put_state(self, state: SequenceState) -> None:
-        """Have an empty line hold what another one of the same model held.
+        """Give an empty sequence the state of another one.
 
-        Raises: MisfitError, RewindError: the state is none of this model's; the line is empty still.
+        Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
         """
         if any(
             len(layers) != len(self.cache)
-            for layers in (
-                state.layers,
-                *(pin.layers for pin in state.prefix_checkpoints),
-            )
+            for layers in (state.layers, *(checkpoint.layers for checkpoint in state.prefix_checkpoints))
         ):
             raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
-        bounds = [
-            0,
-            *(pin.length for pin in state.prefix_checkpoints),
-            len(state.tokens) + 1,
-        ]
-        if any(length >= after for length, after in pairwise(bounds)):
-            raise MisfitError(f"its pins are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
+        bounds = [0, *(checkpoint.length for checkpoint in state.prefix_checkpoints), len(state.tokens) + 1]
+        if any(length >= next_length for length, next_length in pairwise(bounds)):
+            raise MisfitError(f"its prefix checkpoints are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
         is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
         like = [*zip(*(self._grown_cache(n, quantized=is_quantized) for n in (1, 8)), strict=True)]
         empty = self.cache
         try:
             self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
             self.check(len(state.tokens))
-            for pin in state.prefix_checkpoints:
-                layers = zip(pin.layers, self.cache, like, strict=True)
-                restores = [put_prefix_checkpoint(taken, pin.length, layer, *pair) for taken, layer, pair in layers]
-                self._pins.append(Checkpoint(pin.length, restores))
+            for checkpoint in state.prefix_checkpoints:
+                layers = zip(checkpoint.layers, self.cache, like, strict=True)
+                restores = [
+                    put_prefix_checkpoint(taken, checkpoint.length, layer, *pair) for taken, layer, pair in layers
+                ]
+                self._prefix_checkpoints.append(Checkpoint(checkpoint.length, restores))
         except (MisfitError, RewindError):
-            self.cache, self._pins = empty, []
+            self.cache, self._prefix_checkpoints = empty, []
             raise
         self._length = len(state.tokens)
         self._is_quantized = is_quantized
 
     def _grown_cache(self, num_tokens: int, *, quantized: bool) -> list[Any]:
-        """What the caches are like with some tokens in them; of shapes alone, since nothing of it is computed."""
+        """Caches that hold `num_tokens` tokens, to compare shapes with. They are lazy, and never computed."""
         cache = self._options.make_cache(self._model)
         self._model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
         if quantized:
@@ -184,19 +185,18 @@ class MLXSequence:
         """See `CachedSequence.close`."""
         self.cache = []
         self._checkpoints = []
-        self._pins = []
+        self._prefix_checkpoints = []
 
     @property
     def num_bytes(self) -> int:
         """See `CachedSequence.num_bytes`."""
-        in_checkpoints = sum(checkpoint_bytes(layer) for layer in self.cache)
-        num_checkpoints = len(self._checkpoints) + len(self._pins)
-        return sum(int(layer.nbytes) for layer in self.cache) + num_checkpoints * in_checkpoints
+        bytes_per_checkpoint = sum(checkpoint_bytes(layer) for layer in self.cache)
+        return sum(int(layer.nbytes) for layer in self.cache) + len(self._all_checkpoints()) * bytes_per_checkpoint
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
         """See `CachedSequence.needs_prefix_checkpoints`."""
-        # A prefill is cut where a pin is set.
+        # Prefill ends a pass at each prefix checkpoint, so these caches cannot have any.
         if self.depends_on_passes:
             return False
         return not all(can_always_trim(layer) for layer in self.cache) and self._options.can_checkpoint(self.cache)
@@ -204,25 +204,25 @@ class MLXSequence:
     @property
     def depends_on_passes(self) -> bool:
         """See `CachedSequence.depends_on_passes`."""
-        # Caches are quantised at the end of a pass, and some read several tokens otherwise than one by one.
+        # Caches are quantised at the end of a pass, and some caches read several tokens otherwise than one by one.
         return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
     def add_prefix_checkpoint(self) -> None:
         """See `CachedSequence.add_prefix_checkpoint`."""
-        if not self._pins or self._pins[-1].length < self._length:
-            self._pins.append(self._checkpoint())
+        if not self._prefix_checkpoints or self._prefix_checkpoints[-1].length < self._length:
+            self._prefix_checkpoints.append(self._make_checkpoint())
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`."""
-        # What is quantised was read otherwise from the moment on at which it was, and that is another one in
-        # another text.
+        # From the length at which caches were quantised, tokens were read otherwise, and another text may quantise its
+        # caches at another length.
         if self._is_quantized or not self._options.reads_alike(self.cache, num_read):
             return 0
         if self._length <= num_common:
             return self._length
         if self._options.can_trim(self.cache, 0, num_common):
             return num_common
-        return max((c.length for c in (*self._checkpoints, *self._pins) if c.length <= num_common), default=0)
+        return max((c.length for c in self._all_checkpoints() if c.length <= num_common), default=0)
 
     def reuse(self, length: int) -> None:
         """See `CachedSequence.reuse`."""
@@ -230,31 +230,35 @@ class MLXSequence:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
             else:
-                self._put_back(next(c for c in (*self._checkpoints, *self._pins) if c.length == length))
+                self._restore(next(c for c in self._all_checkpoints() if c.length == length))
         self._checkpoints.clear()
-        self._drop_what_is_ahead()
+        self._drop_checkpoints_ahead()
         self.check(length)
 
-    def _checkpoint(self) -> Checkpoint:
+    def _all_checkpoints(self) -> tuple[Checkpoint, ...]:
+        return (*self._checkpoints, *self._prefix_checkpoints)
+
+    def _make_checkpoint(self) -> Checkpoint:
         return Checkpoint(self._length, [snapshot(layer) for layer in self.cache])
 
-    def _put_back(self, checkpoint: Checkpoint) -> None:
-        for restore in checkpoint.layers:
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        for restore in checkpoint.restores:
             restore()
         self._length = checkpoint.length
 
-    def _drop_what_is_ahead(self) -> None:
-        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= self._length]
-        self._pins = [pin for pin in self._pins if pin.length <= self._length]
+    def _drop_checkpoints_ahead(self) -> None:
+        """Drop checkpoints beyond the present length."""
+        self._checkpoints = [c for c in self._checkpoints if c.length <= self._length]
+        self._prefix_checkpoints = [c for c in self._prefix_checkpoints if c.length <= self._length]
 
-    def _restore(self, length: int) -> None:
-        """Go back to the last checkpoint at or below a length."""
-        below = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= length]
-        # Where there is none below, tokens were fed that could still be trimmed then: a cache that has lost
-        # the ability since (a rotating one that filled) has it again in the state before.
-        found = below[-1:] or self._checkpoints[:1]
-        if found:
-            self._put_back(found[0])
+    def _rewind_to_checkpoint(self, length: int) -> None:
+        """Restore the last checkpoint at or below a length."""
+        below = [c for c in self._checkpoints if c.length <= length]
+        # If there is none, the tokens up to the first checkpoint were fed while the cache could be trimmed. A cache
+        # that cannot be trimmed any more (a rotating one that filled) can be trimmed again once it is back there.
+        nearest = below[-1:] or self._checkpoints[:1]
+        if nearest:
+            self._restore(nearest[0])
         if self._length > length:
             if not self._options.can_trim(self.cache, 0, length):
                 raise RewindError(
@@ -269,25 +273,31 @@ class MLXSequence:
         self._length = length
 
     def _forget_below(self, settled: int) -> None:
-        """Drop checkpoints that no rewind can need: all below the last that is at or below `settled`."""
+        """Drop checkpoints that no rewind can need: all below the last one at or below `settled`."""
         while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
             del self._checkpoints[0]
 
     def _grow(self, num_tokens: int) -> None:
-        before, self._length = self._length, self._length + num_tokens
+        """Count tokens that were fed, and quantise the caches if it is time."""
+        old_length, self._length = self._length, self._length + num_tokens
         if self._options.quantize(self.cache, self._length):
             self._is_quantized = True
-            # They speak of the caches that were there before.
+            # The checkpoints belong to the caches that were replaced.
             self._checkpoints.clear()
-            self._pins.clear()
-        # Caches grow in steps of 256, and MLX would keep each outgrown buffer for later.
-        if before // 256 != self._length // 256:
+            self._prefix_checkpoints.clear()
+        # Caches grow in steps of 256 tokens, and MLX would keep each outgrown buffer for later use.
+        if old_length // 256 != self._length // 256:
             release_buffers()
 
 
 @attrs.frozen
 class Checkpoint:
-    """The state of a line's caches when they held `length` tokens."""
+    """The state of a sequence's caches when they held `length` tokens.
+
+    Attributes:
+        length: number of tokens.
+        restores: one function for each cache, which restores its state.
+    """
 
     length: int
-    layers: list[Restore]
+    restores: list[Restore]

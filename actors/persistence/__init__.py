@@ -1,1 +1,7 @@
-"""A model's part of a saved session: its fingerprint, and the cached tokens."""
+"""A model's part of a saved session.
+
+* `fingerprint`: identifies a model, so that caches are only loaded into the model that filled them.
+* `saved_sequence`: takes a session's cached sequence from an actor, and gives a saved one to it.
+
+The state of the caches themselves is in `actors.mlx`; the file and its format are in `runtime.persistence`.
+"""

@@ -1,4 +1,4 @@
-"""A model's fingerprint: what tells it from others, at the price of looking at a little of each of its tensors."""
+"""The fingerprint of a model: identifies it by its configuration and a small sample of each of its tensors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from mlx.utils import tree_flatten
 
 from actors.tensor import Tensor
 
-# Elements of a tensor that are looked at, about.
+# Approximate number of elements in the sample of a tensor.
 _SAMPLE_SIZE = 256
 
 
 @attrs.frozen
 class Fingerprint:
-    """What a model is told by. Two are equal where caches of the one may be used by the other.
+    """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
-    It tells apart: architectures; configurations; names, shapes and number formats of weights; ways to quantise them;
-    and weights that were trained further, merged with others or converted anew, since these differ nearly everywhere,
-    and some 256 elements of each tensor are looked at, evenly spread. It does not tell: a change to single elements
-    that are not among these; code of the architecture that was changed; and whoever means to deceive.
+    Fingerprints differ if these differ: architectures; configurations; names, shapes, number formats or quantisation of
+    weights; and weights that were trained further, merged with others or converted again. Such weights differ nearly
+    everywhere, so a sample of about 256 elements of each tensor, evenly spread, is enough.
+
+    Fingerprints do not reveal a change to single elements outside the sample, changed code of an architecture, or a
+    deliberate forgery.
 
     Attributes:
-        family: its architecture, as its configuration names it.
-        num_parameters: elements of its weights; quantised ones count as they are packed.
-        configuration: SHA-256 of its configuration, in hexadecimal.
-        layout: likewise of the names, shapes and number formats of its weights, and how they are quantised.
-        weights: likewise of the elements that are looked at.
+        family: the architecture, as the configuration names it.
+        num_parameters: elements of the weights; quantised weights count as they are packed.
+        configuration: SHA-256 of the configuration, in hexadecimal.
+        layout: likewise of the names, shapes, number formats and quantisation of the weights.
+        weights: likewise of the sampled elements.
     """
 
     family: str
@@ -42,7 +44,7 @@ class Fingerprint:
     weights: str
 
     def difference(self, other: Fingerprint) -> str | None:
-        """What another model has otherwise, in words, or None where it is the same."""
+        """How another model differs, as a clause for a message; None if it is the same model."""
         if self.family != other.family:
             return f"its architecture is {other.family}, not {self.family}"
         if self.num_parameters != other.num_parameters:
@@ -50,35 +52,35 @@ class Fingerprint:
         if self.layout != other.layout:
             return "its weights have other names, shapes, number formats or quantisation"
         if self.configuration != other.configuration:
-            return "its configuration is another"
-        return "its weights are others" if self.weights != other.weights else None
+            return "its configuration differs"
+        return "its weights differ" if self.weights != other.weights else None
 
 
 def fingerprint(model: Module) -> Fingerprint:
-    """The fingerprint of a model; to be called on its own thread.
+    """The fingerprint of a model. To be called on the model's thread.
 
-    Reads a few hundred elements of each tensor, so it takes some milliseconds whatever the model's size.
+    It takes some milliseconds for a model of any size, since it reads only a few hundred elements of each tensor.
     """
-    # Not `parameters`, which leaves out what begins with an underscore: the frequencies of a rotary embedding do.
+    # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
     arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
     layout = [[name, list(array.shape), str(array.dtype)] for name, array in arrays]
     quantised = [
-        [name, *(getattr(part, what, None) for what in ("group_size", "bits", "mode"))]
-        for name, part in model.named_modules()
-        if hasattr(part, "group_size") and hasattr(part, "bits")
+        [name, *(getattr(module, attribute, None) for attribute in ("group_size", "bits", "mode"))]
+        for name, module in model.named_modules()
+        if hasattr(module, "group_size") and hasattr(module, "bits")
     ]
     return Fingerprint(
         family=str(getattr(getattr(model, "args", None), "model_type", type(model).__qualname__)),
         num_parameters=sum(array.size for _, array in arrays),
         configuration=_digest(_configuration(model)),
         layout=_digest([sorted(layout), sorted(quantised)]),
-        weights=_weights(sorted(arrays, key=lambda pair: pair[0])),
+        weights=_weights_digest(sorted(arrays, key=lambda pair: pair[0])),
     )
 
 
 def vocabulary_digest(vocabulary: dict[str, int]) -> str:
-    """SHA-256, in hexadecimal, of what a tokenizer means by its ids."""
+    """SHA-256, in hexadecimal, of a tokenizer's vocabulary: from tokens to their ids."""
     return _digest(sorted(vocabulary.items()))
 
 
@@ -92,9 +94,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights(arrays: list[tuple[str, mx.array]]) -> str:
+def _weights_digest(arrays: list[tuple[str, mx.array]]) -> str:
     samples = [_sample(array) for _, array in arrays]
-    mx.eval(samples)  # at once, which is cheaper
+    mx.eval(samples)  # all together, which is cheaper than one by one
     digest = hashlib.sha256()
     for (name, _), sample in zip(arrays, samples, strict=True):
         digest.update(name.encode() + b"\0")
@@ -103,7 +105,7 @@ def _weights(arrays: list[tuple[str, mx.array]]) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """A few elements, evenly spread along each axis. A slice, so that no more than they is read."""
+    """About `_SAMPLE_SIZE` elements, evenly spread along each axis. A slice, so that only these elements are read."""
     if array.ndim == 0:
         return array
     per_axis = max(2, round(_SAMPLE_SIZE ** (1 / array.ndim)))

@@ -1,4 +1,4 @@
-"""A model's session in a saved session: its fingerprint, and what it has cached of the text."""
+"""Saved sequences: takes a session's cached sequence from an actor for a file, and gives a saved one to an actor."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 
-# Looks at a line that is at work, before it is given up to know which tokens it holds.
-_MOST_TRIES = 3
+# Most attempts to take the state of a sequence in use and to find out which tokens it holds.
+_MAX_TRIES = 3
 
 
 @attrs.frozen
 class SavedModelState:
-    """What a file has of a model.
+    """A model's part of a saved session.
 
     Attributes:
-        fingerprint: which model it was.
-        line: what it had cached; None for nothing.
+        fingerprint: identifies the model.
+        sequence: what the model had cached of the text; None for nothing.
     """
 
     fingerprint: Fingerprint
@@ -45,7 +45,13 @@ class SavedModelState:
 
 @attrs.frozen
 class FilledSequence:
-    """A line that holds what a file had, and that no session knows of yet."""
+    """A sequence with a state from a file, which no session knows of yet.
+
+    Attributes:
+        sequence: the sequence.
+        tokens: its cached tokens.
+        beside_another: see `Model.open_sequence`.
+    """
 
     sequence: MLXSequence
     tokens: tuple[int, ...]
@@ -54,12 +60,12 @@ class FilledSequence:
 
 @attrs.frozen
 class _Snapshot:
-    """What a line held between two jobs.
+    """A sequence between two jobs of its session.
 
     Attributes:
-        state: of its tokens, only the number; None for nothing.
-        tokens: that it held, or None where its session may not know yet.
-        busy_seconds: of the worker, then.
+        state: its state, in which only the number of tokens is right, not their ids; None if it is of no use.
+        tokens: the cached tokens; None if the session may not know them yet.
+        busy_seconds: of the worker at that moment.
     """
 
     state: SequenceState | None
@@ -67,130 +73,140 @@ class _Snapshot:
     busy_seconds: float
 
 
-def _look(
+def _make_snapshot(
     actor: ModelActor[Any],
     session: ActorSession,
-    hear: Callable[[_Snapshot], None],
+    on_snapshot: Callable[[_Snapshot], None],
     _job: Job[Any],
     state: SequenceState | None,
     _goes_on: bool,
 ) -> None:
-    # Of draft steps the session has heard by now, as each was done.
+    """Make the snapshot in trio's thread; for `Steps.on_step`."""
+    # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when its
+    # task runs.
     tokens = (
         session.cached_tokens.tokens
         if isinstance(session, DraftSession) and session.running_steps is not None
         else None
     )
-    hear(_Snapshot(state, tokens, actor.worker.busy_seconds))
+    on_snapshot(_Snapshot(state, tokens, actor.worker.busy_seconds))
 
 
 async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
-    """What a session that is under way has in an actor's model, between two of its jobs; the session goes on.
+    """The state of a running session's sequence at an actor, between two of its jobs. The session goes on.
 
-    Returns: None where it takes no session, or has nothing that another text could begin with.
+    Returns: None if the actor has no such session, or its sequence is of no use to another text.
 
-    Cancellation: waits for the job that is running.
+    Cancellation: waits for the running job.
 
-    Raises: RewindError: a cache does not hold what it should.
+    Raises: RewindError: a cache holds another number of tokens than it should.
     """
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         session = actor.session_of(session_id)
         if session is None or session.is_broken or not isinstance(session.sequence, MLXSequence):
             return None
-        heard: list[_Snapshot] = []
-        look = partial(_look, actor, session, heard.append)
-        await _as_own_errors(actor.worker.run_steps(Steps("save", partial(_take, session.sequence), look)))
-        (seen,) = heard
-        if seen.state is None:
+        snapshots: list[_Snapshot] = []
+        on_step = partial(_make_snapshot, actor, session, snapshots.append)
+        await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, session.sequence), on_step)))
+        (snapshot,) = snapshots
+        if snapshot.state is None:
             return None
-        tokens = seen.tokens
+        tokens = snapshot.tokens
         if tokens is None:
-            # The session's task may not have heard yet of its own job before this one. No other may have ended since.
+            # Let the session's task count the tokens of its job before this one. If another job ended meanwhile, its
+            # count is of no use.
             await trio.lowlevel.checkpoint()
-            tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == seen.busy_seconds else ()
-        if len(tokens) == len(seen.state.tokens):
-            return attrs.evolve(seen.state, tokens=tokens)
+            tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()
+        if len(tokens) == len(snapshot.state.tokens):
+            return attrs.evolve(snapshot.state, tokens=tokens)
     return None
 
 
 async def let_pass(actor: ModelActor[Any]) -> None:
-    """Wait until the jobs that wait for an actor's worker are done, and heard of.
+    """Wait until the jobs in the queue of an actor's worker are done, and their sessions have seen the results.
 
-    Cancellation: waits for the job that is running.
+    Cancellation: waits for the running job.
     """
     await _run(actor, Job("save", lambda: None))
     await trio.lowlevel.checkpoint()
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """A model and what it has cached of a text, as they are now.
+    """An actor's model, and what it has cached of a text.
 
     Args:
-        actor: whose model.
-        text: what else was cached, if anything is, is not saved.
-        taken: of the session that is at work on the text; None for what is kept of texts that are over.
+        actor: the owner of the model.
+        text: the text. Cached tokens that are not of this text are not saved.
+        taken: the state of the session that works on the text; None to search the prefix cache.
 
-    Cancellation: waits for the job that is running.
+    Cancellation: waits for the running job.
 
-    Raises: RewindError: a cache does not hold what it should.
+    Raises: RewindError: a cache holds another number of tokens than it should.
     """
     if taken is not None:
-        return await _run(actor, Job("save", partial(_save_taken, _real(actor), actor.name, taken, text)))
-    kept = await actor.settled_prefix_cache()
-    return await _run(actor, Job("save", partial(_save, _real(actor), actor.name, kept, text)))
+        return await _run(actor, Job("save", partial(_save_taken, _mlx_model(actor), actor.name, taken, text)))
+    prefix_cache = await actor.settled_prefix_cache()
+    return await _run(actor, Job("save", partial(_save, _mlx_model(actor), actor.name, prefix_cache, text)))
 
 
 async def identify(actor: ModelActor[Any]) -> Fingerprint:
-    """Which model an actor has. Cancellation: waits for the job that is running."""
-    return await _run(actor, Job("load", partial(fingerprint, _real(actor).module)))
+    """The fingerprint of an actor's model.
+
+    Cancellation: waits for the running job.
+    """
+    return await _run(actor, Job("load", partial(fingerprint, _mlx_model(actor).module)))
 
 
 async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
-    """A line of an actor's model with what a file has. No session knows of it before it is kept.
+    """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
 
-    Cancellation: waits for the job that is running.
+    Cancellation: waits for the running job.
 
-    Raises: SessionFileError: the file has something else than such a line.
+    Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
-        return await _run(actor, Job("load", partial(_fill, _real(actor), recorded, beside_another)))
+        return await _run(actor, Job("load", partial(_fill, _mlx_model(actor), recorded, beside_another)))
     except (MisfitError, RewindError, JobError) as error:
         why = error.__cause__ if isinstance(error, JobError) else error
-        raise SessionFileError(f"what the file has cached of the {actor.name} is none of this model's: {why}") from why
+        raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
 
 
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
-    """Keep a line for the session that will ask for its text."""
-    kept = await actor.settled_prefix_cache()
-    call = partial(kept.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another)
+    """Put a sequence into the prefix cache, for the session that will continue its text."""
+    prefix_cache = await actor.settled_prefix_cache()
+    call = partial(
+        prefix_cache.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another
+    )
     await _run(actor, Job("load", call))
 
 
-def _real(actor: ModelActor[Any]) -> MLXModel:
+def _mlx_model(actor: ModelActor[Any]) -> MLXModel:
     if not isinstance(actor.model, MLXModel):
-        raise SessionFileError(f"the {actor.name} is no model of MLX, and nothing of another can be saved or loaded")
+        raise SessionFileError(
+            f"the {actor.name} is a {type(actor.model).__name__}; only the caches of MLX models can be saved or loaded"
+        )
     return actor.model
 
 
 # --- on the model's thread ------------------------------------------------------------------------
 
 
-def _save(model: MLXModel, name: ActorName, kept: PrefixCache, text: tuple[int, ...]) -> SavedModelState:
+def _save(model: MLXModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
-    if (found := kept.find_longest_match(text)) is None:
+    if (match := prefix_cache.find_longest_match(text)) is None:
         return SavedModelState(identity, None)
-    assert isinstance(found.sequence, MLXSequence)
-    state = found.sequence.take_state(found.tokens)
-    if state is not None and found.num_reusable < len(found.tokens):
-        state = _cut(model, state, found.num_reusable)
+    assert isinstance(match.sequence, MLXSequence)
+    state = match.sequence.take_state(match.tokens)
+    if state is not None and match.num_reusable < len(match.tokens):
+        state = _cut(model, state, match.num_reusable)
     if state is None:
-        logger.warning("the %s has caches of a class that nothing is known of: they are not saved", name)
+        logger.warning("the %s has caches of a class that is not known: they are not saved", name)
         return SavedModelState(identity, None)
     return SavedModelState(identity, record(state, name))
 
 
 def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
-    """What a line holds, if it is of use to another text; of its tokens, only the number."""
+    """The state of a sequence, in which only the number of tokens is right; None if no other text can reuse it."""
     if sequence.reusable_length(sequence.length, sequence.length) == 0:
         return Step(None)
     return Step(sequence.take_state((0,) * sequence.length))
@@ -198,23 +214,25 @@ def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
 
 def _save_taken(model: MLXModel, name: ActorName, taken: SequenceState, text: tuple[int, ...]) -> SavedModelState:
     identity = fingerprint(model.module)
-    # The last token is to be read in any case, since its logits are wanted.
-    common = common_length(pack(taken.tokens), pack(text[:-1]))
-    state = taken if common == len(taken.tokens) else _cut(model, taken, common)
+    # The last token is never reused, since its logits are needed.
+    num_common = common_length(pack(taken.tokens), pack(text[:-1]))
+    state = taken if num_common == len(taken.tokens) else _cut(model, taken, num_common)
     return SavedModelState(identity, None if state is None else record(state, name))
 
 
 def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | None:
-    """A state without what comes after some length, or after the nearest below it that can be gone back to, if any.
+    """A state without the tokens after a length, which are of another text and must not get into the file.
 
-    That is of another text, and no business of whoever gets the file.
+    If the caches cannot be rewound to that length, they are rewound to the nearest one below it.
+
+    Returns: None if there is no such length.
     """
     copy = model.open_sequence(beside_another=False)
     copy.put_state(state)
-    if (reach := copy.reusable_length(length, length)) == 0:
+    if (num_reusable := copy.reusable_length(length, length)) == 0:
         return None
-    copy.reuse(reach)
-    return copy.take_state(state.tokens[:reach])
+    copy.reuse(num_reusable)
+    return copy.take_state(state.tokens[:num_reusable])
 
 
 def _fill(model: MLXModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
@@ -225,10 +243,11 @@ def _fill(model: MLXModel, recorded: SequenceRecord, beside_another: bool) -> Fi
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:
-    return await _as_own_errors(actor.worker.run(job))
+    return await _unwrapped(actor.worker.run(job))
 
 
-async def _as_own_errors(work: Awaitable[T]) -> T:
+async def _unwrapped(work: Awaitable[T]) -> T:
+    """Await a worker's call. Outrider's own errors are raised as they are, and not as a `JobError`."""
     try:
         return await work
     except JobError as error:

@@ -1,7 +1,7 @@
-"""Whether logits are numbers, by the largest of each row.
+"""The logit check: whether a token can be chosen from a row of logits, by the row's maximum.
 
-MLX's maximum is NaN where anything is NaN. So it is finite just where nothing is NaN or +inf and something is finite:
-one reduction, which is evaluated together with what is read of the row anyway.
+MLX's maximum of a row is NaN if any element is. So the maximum is finite if and only if no logit is NaN or +inf and at
+least one is finite. That is one reduction, which is evaluated together with the token of the row.
 """
 
 from __future__ import annotations
@@ -20,56 +20,59 @@ class LogitCheck:
     """The largest logit of each row, lazy.
 
     Attributes:
-        own: (n,) as the model says.
-        shaped: (n,) after the processors; None where they left the rows as they were.
+        own: (n,) of the model's own logits.
+        processed: (n,) of the processed logits; None if no processor changed them.
     """
 
     own: mx.array
-    shaped: mx.array | None = None
+    processed: mx.array | None = None
 
     @classmethod
     def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
-        """Of rows (n, V), and of what processors made of them, which may be the same object."""
+        """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
         return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
 
     def arrays(self) -> list[mx.array]:
-        """All of them, to be evaluated along with something else."""
-        return [self.own] if self.shaped is None else [self.own, self.shaped]
+        """All arrays, to be evaluated together with something else."""
+        return [self.own] if self.processed is None else [self.own, self.processed]
 
     def num_sound(self) -> int:
-        """How many rows, from the first on, can be chosen from."""
-        logit_check = zip(*(cast(list[float], array.tolist()) for array in self.arrays()), strict=True)
-        return next((i for i, row in enumerate(logit_check) if not all(map(math.isfinite, row))), self.own.size)
+        """How many rows come before the first one from which no token can be chosen."""
+        maxima = zip(*(cast(list[float], array.tolist()) for array in self.arrays()), strict=True)
+        return next((i for i, row in enumerate(maxima) if not all(map(math.isfinite, row))), self.own.size)
 
     def check(self, row: int, position: int, role: str) -> None:
-        """Make sure that a row can be chosen from.
+        """Raise an error if no token can be chosen from a row.
 
         Args:
-            row: its index.
-            position: absolute, of the token that it is for.
+            row: index of the row.
+            position: absolute, of the token that the row is for.
             role: of the model, for the message.
 
-        Raises: NotANumberError, ProcessorError: it cannot, because of the model or of what came after it.
+        Raises:
+            NotANumberError: the model's own logits are not numbers.
+            ProcessorError: processors, penalties or `logit_bias` left no finite logit.
         """
-        if (error := self._trouble(row, position, role)) is not None:
+        if (error := self._error(row, position, role)) is not None:
             raise error
 
-    def _trouble(self, row: int, position: int, role: str) -> OutriderError | None:
+    def _error(self, row: int, position: int, role: str) -> OutriderError | None:
         own = cast(list[float], self.own.tolist())[row]
         if not math.isfinite(own):
             return NotANumberError(
                 f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
-                "overflowed in float16, or weights are damaged: load it in bfloat16 or float32, or get it anew"
+                "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
+                "again"
             )
-        if self.shaped is None or math.isfinite(shaped := cast(list[float], self.shaped.tolist())[row]):
+        if self.processed is None or math.isfinite(processed := cast(list[float], self.processed.tolist())[row]):
             return None
         return ProcessorError(
-            f"logits processors, penalties and logit_bias leave {_named(shaped)} for the token at position {position}; "
-            "forbid tokens by -inf, and leave one at least a finite number"
+            f"logits processors, penalties and logit_bias leave {_named(processed)} for the token at position "
+            f"{position}; forbid tokens with -inf, and leave at least one logit finite"
         )
 
 
-def _named(peak: float) -> str:
-    if math.isnan(peak):
+def _named(maximum: float) -> str:
+    if math.isnan(maximum):
         return "logits that are not numbers (NaN)"
-    return "logits that are infinite (+inf)" if peak > 0 else "no logit that is finite (all are -inf)"
+    return "logits that are infinite (+inf)" if maximum > 0 else "no logit that is finite (all are -inf)"

@@ -1,8 +1,10 @@
-"""From a model's logits to those by which tokens are chosen: logits processors first, then filters.
+"""The logits pipeline: from a model's logits to those that tokens are chosen from.
 
-The building blocks are mlx-lm's, put together in its order: `logit_bias`, the penalties, the user's processors; then,
-at a temperature, top-p, min-p, XTC and top-k over log-probabilities. The temperature itself belongs to the acceptance
-rules. Both models' logits are shaped alike, each on its own thread.
+It applies the settings in mlx-lm's order, with mlx-lm's building blocks. First the processors: `logit_bias`, the
+penalties, the user's logits processors. Then, at a temperature above 0, the filters over log-probabilities: top-p,
+min-p, XTC and top-k. The temperature itself belongs to the acceptance rules (`protocol.acceptance`).
+
+The logits of both models go through the same pipeline, each on its model's thread.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from protocol.settings import Settings
 
 @attrs.frozen
 class TokenHistory:
-    """The end of a text.
+    """The last tokens of a text, as many as the pipeline needs.
 
     Attributes:
         begin: absolute position of the first of the tokens.
-        tokens: from there to the end.
+        tokens: the tokens from there to the end of the text.
     """
 
     begin: int
     tokens: tuple[int, ...]
 
     def before(self, position: int, look_back: int | None) -> tuple[int, ...]:
-        """The tokens before an absolute position; the last `look_back` of them, unless that is None."""
+        """The last `look_back` tokens before an absolute position; all that there are if it is None."""
         history = self.tokens[: position - self.begin]
         return history if look_back is None else history[max(0, len(history) - look_back) :]
 
     def appended(self, token: int) -> TokenHistory:
-        """With one token more; nothing stays nothing."""
+        """The history with one more token; `NO_HISTORY` stays as it is."""
         return self if self is NO_HISTORY else TokenHistory(self.begin, (*self.tokens, token))
 
 
@@ -48,15 +50,15 @@ _NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
 class LogitsPipeline:
-    """What one session's settings make of logits."""
+    """The processors and filters of one session's settings."""
 
     def __init__(self, opened: Open) -> None:
-        """For one session.
+        """Make the pipeline of one session.
 
         Args:
-            opened: the message that begins it.
+            opened: the message that begins the session.
 
-        Raises: ProcessorError: a processor cannot say its state; see `UserProcessors`.
+        Raises: ProcessorError: a processor failed to save its state; see `UserProcessors`.
         """
         settings = opened.settings
         self._seed = opened.seed
@@ -66,27 +68,27 @@ class LogitsPipeline:
         self._own = UserProcessors(settings.logits_processors, opened.num_prompt)
         self._filters = _filters(settings) if settings.temperature > 0 else []
         self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
-        # How many tokens before a position are to be known: all (None), or so many.
+        # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
         self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether a user's code has a say, which is called with what is computed and evaluated at once."""
+        """Whether there is a user's processor or sampler. It is called with evaluated arrays and evaluated at once."""
         return len(self._own) > 0 or self._sampler is not None
 
     @property
     def needs_text(self) -> bool:
-        """Whether logits are shaped by the tokens before them at all."""
+        """Whether any processor depends on the tokens before the logits."""
         return self._look_back != 0
 
     def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
-        """So much of a text as is needed to shape logits after it.
+        """The tokens of a text that the processors need for the logits after it.
 
         Args:
             committed: the text, prompt included.
             beyond: drafted tokens after it.
-            num_rows: for how many of the text's last tokens the logits after them are to be shaped.
+            num_rows: rows of logits to process, >= 1: those after each of the last `num_rows` tokens.
         """
         if not self.needs_text:
             return NO_HISTORY
@@ -95,15 +97,15 @@ class LogitsPipeline:
         return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
     def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
-        """Put logits through the processors.
+        """Apply the processors.
 
         Args:
             logits: (n, V) for positions start … start + n - 1.
-            history: of the text up to position start + n - 1, excluded; see `history`.
+            history: of the text before position start + n - 1; see `history`.
             start: absolute position of the first row.
 
-        Returns: (n, V), lazy; evaluated, with `logits`, where `runs_user_code`.
-        Raises: ProcessorError: a user's processor failed, or what it returned cannot be evaluated.
+        Returns: (n, V), lazy. With a user's processor, `logits` and the result are evaluated.
+        Raises: ProcessorError: a user's processor failed, or its result cannot be evaluated.
         """
         logits = self._biased(logits)
         if not self.needs_text:
@@ -115,42 +117,47 @@ class LogitsPipeline:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """The same for one row, after a token that may not be computed yet. Not where `runs_user_code`.
+        """Apply the processors to one row, after a token that may not be computed yet. Not if `runs_user_code`.
 
         Args:
             logits: (1, V) for the position after `position`.
-            history: of the text up to `position`, excluded.
+            history: of the text before `position`.
             position: absolute, of the token.
-            token: (1,), lazy.
+            token: (1,) id, lazy.
+
+        Returns: (1, V), lazy.
         """
         logits = self._biased(logits)
         if not self.needs_text:
             return logits
         before = mx.array(history.before(position, self._look_back))
-        # A slice, since penalties write into what they are given, and the model's own row is looked at as well.
+        # A slice, since penalties write into the array that they are given, and the logit check reads the model's own.
         return self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
-        """Leave out what the filters leave out.
+        """Apply the filters.
 
         Args:
             logits: (n, V) processed, for positions start … start + n - 1.
             start: absolute position of the first row.
 
-        Returns: (n, V) log-probabilities, -inf where a token is left out; the logits as they are where no filter
-            is on. Lazy.
+        Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on. Lazy.
         """
         if not self._filters:
             return logits
         logits = logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         for apply in self._filters:
-            logprobs = apply(logprobs, partial(self._coins, start, logits.shape[0]))
+            logprobs = apply(logprobs, partial(self._xtc_uniforms, start, logits.shape[0]))
         return logprobs
 
     def sample(self, logits: mx.array) -> mx.array | None:
-        """What the user's sampler chooses by each row of logits (n, V): (n,) ids; None where there is no sampler.
+        """The tokens that the user's sampler chooses.
 
+        Args:
+            logits: (n, V) processed and filtered.
+
+        Returns: (n,) ids; None if there is no sampler.
         Raises: ProcessorError: the sampler failed.
         """
         return None if self._sampler is None else self._sampler(logits)
@@ -160,12 +167,12 @@ class LogitsPipeline:
         return self.filter(self.process(logits, history, start), start)
 
     def _biased(self, logits: mx.array) -> mx.array:
-        for processor in self._bias:  # knows no text, and takes all rows at once
+        for processor in self._bias:  # does not depend on the text, and takes all rows at once
             logits = processor(_NO_TOKENS, logits)
         return logits
 
-    def _coins(self, start: int, num_rows: int) -> mx.array:
-        """(n, 1) uniform numbers for XTC, one a position."""
+    def _xtc_uniforms(self, start: int, num_rows: int) -> mx.array:
+        """(num_rows, 1) draws in [0, 1) for XTC, one for each position."""
         keys = [key_for(self._seed, Purpose.XTC, start + i) for i in range(num_rows)]
         return mx.stack([mx.random.uniform(key=key) for key in keys])[:, None]
 
@@ -176,63 +183,64 @@ class LogitsPipeline:
 
 
 def pad(logits: mx.array, width: int) -> mx.array:
-    """Logits (n, W) as wide as the target's: a narrower model gives tokens that it does not know no chance. Lazy."""
+    """Logits (n, W) at the width of the target's: cut, or filled up with -inf for tokens that the model lacks. Lazy."""
     missing = width - logits.shape[1]
     return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing > 0 else logits[:, :width]
 
 
-# --- the settings' own ----------------------------------------------------------------------------
+# --- penalties and filters by settings ------------------------------------------------------------
 
 
-# MLX's slices know no larger numbers.
-_MOST_TOKENS = 2**31 - 1
+# The largest bound of a slice that MLX accepts.
+_MAX_CONTEXT_SIZE = 2**31 - 1
 
-# Less than this times the whole is 0 in float32, and mlx-lm's filter then drops every token.
-_LEAST_TOP_P = 1e-30
+# A smaller top_p may become 0 in float32, and then mlx-lm's filter drops every token.
+_MIN_TOP_P = 1e-30
 
 
 def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int | None]]:
-    """Each penalty that is on, and how many tokens it looks back; None for all."""
-    found = []
+    """The penalties that are on, each with the number of tokens that it looks back; None for all."""
+    penalties = []
     for name in ("repetition", "presence", "frequency"):
         size: int | None = getattr(settings, f"{name}_context_size")
-        # mlx-lm cuts the text as well, and takes no None.
-        most = _MOST_TOKENS if size is None else min(size, _MOST_TOKENS)
+        # mlx-lm's penalty cuts the text, too, and does not accept None.
+        max_size = _MAX_CONTEXT_SIZE if size is None else min(size, _MAX_CONTEXT_SIZE)
         made = make_logits_processors(
-            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": most}
+            **{f"{name}_penalty": getattr(settings, f"{name}_penalty"), f"{name}_context_size": max_size}
         )
-        found += [(processor, None if size is None else most) for processor in made]
-    return found
+        penalties += [(processor, None if size is None else max_size) for processor in made]
+    return penalties
 
 
 Filter = Callable[[mx.array, Callable[[], mx.array]], mx.array]
-"""From (n, V) log-probabilities, and what makes (n, 1) uniform numbers for them, to (n, V) log-probabilities."""
+"""`f(logprobs, draw_uniforms)`: (n, V) log-probabilities and a function that draws (n, 1) uniform numbers for them;
+returns (n, V) log-probabilities, lazy, with -inf for removed tokens."""
 
 
 def _filters(settings: Settings) -> list[Filter]:
     """The filters that are on, in mlx-lm's order (`mlx_lm.sample_utils.make_sampler`)."""
     filters: list[Filter] = []
     if 0 < settings.top_p < 1:
-        filters.append(lambda logprobs, _: apply_top_p(logprobs, max(settings.top_p, _LEAST_TOP_P)))
+        filters.append(lambda logprobs, _: apply_top_p(logprobs, max(settings.top_p, _MIN_TOP_P)))
     if settings.min_p > 0:
         filters.append(lambda logprobs, _: _min_p(logprobs, settings))
     if settings.xtc_probability > 0:
-        filters.append(lambda logprobs, coins: _xtc(logprobs, settings, coins()))
+        filters.append(lambda logprobs, draw_uniforms: _xtc(logprobs, settings, draw_uniforms()))
     if settings.top_k > 0:
         filters.append(lambda logprobs, _: _top_k(logprobs, settings.top_k))
     return filters
 
 
 def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:
-    keep = min(settings.min_tokens_to_keep, logprobs.shape[-1])
-    return apply_min_p(logprobs, settings.min_p, keep)
+    num_kept = min(settings.min_tokens_to_keep, logprobs.shape[-1])
+    return apply_min_p(logprobs, settings.min_p, num_kept)
 
 
-def _xtc(logprobs: mx.array, settings: Settings, coins: mx.array) -> mx.array:
-    """mlx-lm tosses one coin of its own for all rows; ours says for each row whether what it leaves out is left out."""
-    special = [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]
-    left_out = apply_xtc(logprobs, 1.0, settings.xtc_threshold, special)
-    return mx.where(coins > settings.xtc_probability, logprobs, left_out)
+def _xtc(logprobs: mx.array, settings: Settings, uniforms: mx.array) -> mx.array:
+    """XTC, decided anew for each row by `uniforms` (n, 1). mlx-lm draws one number of its own for all rows."""
+    special_tokens = [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]
+    excluded = apply_xtc(logprobs, 1.0, settings.xtc_threshold, special_tokens)
+    return mx.where(uniforms > settings.xtc_probability, logprobs, excluded)
 
 
 def _top_k(logprobs: mx.array, top_k: int) -> mx.array:

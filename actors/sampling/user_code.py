@@ -1,8 +1,9 @@
-"""A user's logits processors and sampler, on the models' threads: called, evaluated, and told apart from the models.
+"""User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-MLX computes later than it is asked to. So an error in what a processor returned would come up in the middle of a
-model's pass, and look like the model's. Here the logits are evaluated before a processor gets them, outside of any
-guard, and what it returns is evaluated inside of one: what fails there is the processor's, and ends its stream alone.
+An error in a processor must end its own stream and no other, so it must not look like an error of the model. But MLX
+is lazy: an error in a processor's result would come up later, in the middle of a model's pass. So the logits are
+evaluated before a processor gets them, and its result is evaluated right after the call. An error in that second
+evaluation is the processor's.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ import mlx.core as mx
 from protocol.errors import ProcessorError
 from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
-# States of one processor that are kept: those of what is drafted, and of the text behind it.
-MOST_STATES = 256
+# Most saved states of one processor. They are those after the drafted texts, and after the text before them.
+MAX_STATES = 256
 
 
 class UserProcessors:
     """The `logits_processors` of one session, for both models."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_length: int) -> None:
-        """In trio's thread; never waits.
+        """Prepare the processors of a session. To be called in trio's thread; never waits.
 
         Args:
-            processors: in the order in which they take effect.
-            prompt_length: tokens of the session's prompt.
+            processors: in the order in which they are applied.
+            prompt_length: number of tokens in the session's prompt.
 
-        Raises: ProcessorError: a processor cannot say its state. Where one is in use by another stream at the moment,
-            it is asked later, on a model's thread.
+        Raises: ProcessorError: a processor failed to save its state. If another stream is using it at the moment, its
+            state is saved later, on a model's thread.
         """
         self._processors = [
-            _Recalled(processor, prompt_length) if isinstance(processor, Checkpointed) else processor
+            _CheckpointedProcessor(processor, prompt_length) if isinstance(processor, Checkpointed) else processor
             for processor in processors
         ]
 
@@ -44,40 +45,50 @@ class UserProcessors:
         return len(self._processors)
 
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
-        """Put rows of logits through all processors. Costs a synchronisation, and one more for each processor.
+        """Apply all processors to rows of logits. Synchronises with the device once, and once more for each processor.
 
         Args:
             rows: n arrays (1, V), lazy or not.
             histories: (n,) the text before each row, prompt included.
 
         Returns: n arrays (1, V), evaluated.
-        Raises: ProcessorError: a processor raised, or returned something else than logits, or logits that cannot be
-            evaluated. What evaluating `rows` raises, which is the model's.
+
+        Raises:
+            ProcessorError: a processor raised, or returned something else than logits, or logits that cannot be
+                evaluated.
+            Whatever the evaluation of `rows` raises, which is the model's error.
         """
         mx.eval(rows)
         texts = [mx.array(history) for history in histories]
         for processor in self._processors:
             rows = [
-                _called(processor, ids, tokens, row) for ids, tokens, row in zip(histories, texts, rows, strict=True)
+                _call_processor(processor, ids, tokens, row)
+                for ids, tokens, row in zip(histories, texts, rows, strict=True)
             ]
             evaluate_guarded(f"the logits processor {name_of(processor)}", rows)
         return rows
 
 
-def _called(processor: LogitsProcessor | _Recalled, ids: tuple[int, ...], tokens: mx.array, row: mx.array) -> mx.array:
+def _call_processor(
+    processor: LogitsProcessor | _CheckpointedProcessor, ids: tuple[int, ...], tokens: mx.array, row: mx.array
+) -> mx.array:
+    """A processor's result for one row of logits (1, V), checked; lazy or not."""
     shape = row.shape
     try:
-        result = processor(ids, tokens, row) if isinstance(processor, _Recalled) else processor(tokens, row)
+        if isinstance(processor, _CheckpointedProcessor):
+            result = processor(ids, tokens, row)
+        else:
+            result = processor(tokens, row)
     except ProcessorError:
         raise
-    # Somebody else's code: whatever it raises belongs to this stream, and not to the models.
+    # User code may raise anything. Whatever it raises ends this stream, and does not concern the models.
     except Exception as error:
         raise ProcessorError(
             f"the logits processor {name_of(processor)} raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(result, mx.array) or result.shape != shape:
         got = f"shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
-        hint = "; has it a return?" if result is None else ""
+        hint = "; is a return statement missing?" if result is None else ""
         raise ProcessorError(
             f"the logits processor {name_of(processor)} must return logits of shape {shape}, got {got}{hint}"
         )
@@ -97,20 +108,22 @@ class UserSampler:
         self._named = f"the sampler {name_of(sampler)}"
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Choose a token by each row, the first row first. Costs two synchronisations.
+        """Choose a token for each row, in order. Synchronises with the device twice.
 
         Args:
-            logits: (n, V) processed, lazy or not.
+            logits: (n, V) processed and filtered, lazy or not.
 
-        Returns: (n,) ids, evaluated; 0 for a row that is not of numbers, by which nothing can be chosen.
-        Raises: ProcessorError: the sampler raised, or returned something else than an id. What evaluating `logits`
-            raises, which is the model's.
+        Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
+
+        Raises:
+            ProcessorError: the sampler raised, or returned something else than an id.
+            Whatever the evaluation of `logits` raises, which is the model's error.
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         are_sound = mx.isfinite(mx.max(logits, axis=-1))
         mx.eval(logprobs, are_sound)
         chosen = [
-            self._chosen(logprobs[i : i + 1]) if is_sound else mx.array([0])
+            self._choose(logprobs[i : i + 1]) if is_sound else mx.array([0])
             for i, is_sound in enumerate(cast(list[bool], are_sound.tolist()))
         ]
         evaluate_guarded(self._named, chosen)
@@ -120,10 +133,11 @@ class UserSampler:
                 raise ProcessorError(f"{self._named} must return ids in [0, {logits.shape[-1] - 1}], got {id}")
         return mx.array(ids)
 
-    def _chosen(self, logprobs: mx.array) -> mx.array:
+    def _choose(self, logprobs: mx.array) -> mx.array:
+        """The sampler's result for one row (1, V), checked; lazy or not."""
         try:
             token = self._sampler(logprobs)
-        # Somebody else's code, as a processor is.
+        # User code may raise anything, as a processor may.
         except Exception as error:
             raise ProcessorError(f"{self._named} raised {type(error).__name__}: {error}") from error
         if not isinstance(token, mx.array) or token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
@@ -136,17 +150,17 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate what somebody else's code returned.
+    """Evaluate arrays that user code returned.
 
     Args:
-        who: whose code it is, for the message.
-        arrays: what depends on that code, and on nothing else that is not evaluated.
+        who: the name of that code, for the message.
+        arrays: the arrays. Everything else that they depend on must be evaluated already.
 
-    Raises: ProcessorError: it cannot be evaluated.
+    Raises: ProcessorError: an array cannot be evaluated.
     """
     try:
         mx.eval(arrays)
-    # Somebody else's code, which MLX carries out only now.
+    # MLX carries out the user's computations only now, and they may raise anything.
     except Exception as error:
         hint = ""
         if "There is no Stream" in str(error):
@@ -157,8 +171,8 @@ def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
 
 
 def name_of(code: object) -> str:
-    """The name of a processor or sampler, which asks nothing of it that may fail."""
-    if isinstance(code, _Recalled):
+    """The name of a processor or sampler. Calls nothing of it that may fail."""
+    if isinstance(code, _CheckpointedProcessor):
         return name_of(code.processor)
     if isinstance(code, Stateless):
         return name_of(code.function)
@@ -169,11 +183,11 @@ def name_of(code: object) -> str:
 
 
 class _Shared:
-    """A processor, and a lock that all streams which use it have in common: it is one object, on two models' threads.
+    """A processor with its lock, shared by all streams that use the processor, on the threads of two models.
 
     Attributes:
-        processor: by its identity it is found again, so it must live as long as this.
-        lock: held while the processor is used, which may take as long as it likes: so trio's thread never waits for it.
+        processor: found again by its identity, so it must live as long as this.
+        lock: held while the processor is used. The processor may take any time, so trio's thread never waits for it.
     """
 
     def __init__(self, processor: Checkpointed) -> None:
@@ -181,13 +195,13 @@ class _Shared:
         self.lock = threading.Lock()
 
 
-# By the processor's identity, for as long as some stream uses it; several event loops may be there.
+# By the processor's identity, for as long as some stream uses it. Several event loops may use this registry at once.
 _shared: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
-_shared_lock = threading.Lock()  # of the registry alone, never held while a processor is used
+_shared_lock = threading.Lock()  # for the registry only, never held while a processor is used
 
 
-class _Recalled:
-    """A processor that keeps a state, called on texts in any order, by both models, and for several streams."""
+class _CheckpointedProcessor:
+    """A processor with a state, which may be called on texts in any order, by both models, and for several streams."""
 
     def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
         self._prompt_length = prompt_length
@@ -196,45 +210,53 @@ class _Recalled:
             self._shared = _shared.get(id(processor)) or _Shared(processor)
             _shared[id(processor)] = self._shared
         # The state in which this stream found the processor. `self` stands for "not known yet": a model's thread may
-        # hold the lock through a whole call, for another stream, and between calls the state is always the owner's.
+        # hold the lock throughout a call for another stream. Between calls, the processor always has its owner's state.
         self._initial: Any = self
         if self._shared.lock.acquire(blocking=False):
             try:
                 self._initial = self._save()
             finally:
                 self._shared.lock.release()
-        # By what was generated: the state after the call with it.
+        # Generated tokens → the state after the call with them; least recently used first.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
-        """The processor's result for a text, whatever it was called with before."""
+        """The processor's result for a text, whatever it was called with before.
+
+        Args:
+            ids: the text, prompt included.
+            tokens: the same as an array.
+            logits: (1, V).
+        """
         generated = ids[self._prompt_length :]
         with self._shared.lock:
-            # Whatever text it is asked about, the object is left as its owner left it: the next stream begins there.
-            outside = self._save()
+            # The object is left as its owner left it, whatever text it was called with: the next stream begins there.
+            owners_state = self._save()
             if self._initial is self:
-                self._initial = outside
+                self._initial = owners_state
             try:
-                known = self._go_to(generated)
-                for length in range(known, len(generated)):
+                for length in range(self._restore_nearest(generated), len(generated)):
                     self.processor(tokens[: self._prompt_length + length], mx.zeros_like(logits))
-                    self._keep(generated[:length])
+                    self._keep_state(generated[:length])
                 result = self.processor(tokens, logits)
-                self._keep(generated)
+                self._keep_state(generated)
             finally:
-                self.processor.restore(outside)
+                self.processor.restore(owners_state)
         return result
 
     def _save(self) -> Any:
         try:
             return self.processor.save()
-        # Somebody else's code, as in `_called`.
+        # User code may raise anything, as in `_call_processor`.
         except Exception as error:
             name = name_of(self.processor)
             raise ProcessorError(f"{name} raised {type(error).__name__} in save(): {error}") from error
 
-    def _go_to(self, generated: tuple[int, ...]) -> int:
-        """Restore the state after the longest text before this one that is known; returns the next text's length."""
+    def _restore_nearest(self, generated: tuple[int, ...]) -> int:
+        """Restore the state after the longest prefix of a text that has one.
+
+        Returns: how many generated tokens the processor must be called with next.
+        """
         for length in range(len(generated) - 1, -1, -1):
             state = self._states.get(generated[:length], self)
             if state is not self:
@@ -244,8 +266,8 @@ class _Recalled:
         self.processor.restore(self._initial)
         return 0
 
-    def _keep(self, generated: tuple[int, ...]) -> None:
+    def _keep_state(self, generated: tuple[int, ...]) -> None:
         self._states[generated] = self._save()
         self._states.move_to_end(generated)
-        if len(self._states) > MOST_STATES:
+        if len(self._states) > MAX_STATES:
             self._states.popitem(last=False)

@@ -1,4 +1,4 @@
-"""A model's fingerprint: the same for the same model however it came to be there, another for another."""
+"""Fingerprints of models: equal for the same model however it was loaded, different for other models."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another architecture": (lambda: qwen3(), "its architecture is qwen3, not llama"),
     "a recurrent one": (lambda: mamba(), "its architecture is mamba, not llama"),
     "more layers": (lambda: llama(num_hidden_layers=3), "parameters, not"),
-    "another seed": (lambda: llama(seed=1), "its weights are others"),
-    "trained further": (lambda: near(llama(), noise=1e-4), "its weights are others"),
+    "another seed": (lambda: llama(seed=1), "its weights differ"),
+    "trained further": (lambda: near(llama(), noise=1e-4), "its weights differ"),
     "another number format": (lambda: in_precision(mx.bfloat16), "number formats"),
-    "another kind of norm": (lambda: llama(rms_norm_eps=1e-6), "its configuration is another"),
-    "another frequency": (lambda: llama(rope_theta=20_000.0), "its configuration is another"),
+    "another kind of norm": (lambda: llama(rms_norm_eps=1e-6), "its configuration differs"),
+    "another frequency": (lambda: llama(rope_theta=20_000.0), "its configuration differs"),
     "more heads": (lambda: llama(num_key_value_heads=2), "parameters, not"),
     "in a wrapping": (lambda: Wrapped(llama()), "names, shapes"),
 }
@@ -86,7 +86,7 @@ def test_ways_to_quantise_are_told_apart() -> None:
     assert len(set(found)) == len(found)
     requantized = near(llama(hidden_size=64, num_attention_heads=4), noise=0.01)
     nn.quantize(requantized, group_size=32, bits=4)
-    assert fingerprint(requantized).difference(fingerprint(quantized(4))) == "its weights are others"
+    assert fingerprint(requantized).difference(fingerprint(quantized(4))) == "its weights differ"
 
 
 @pytest.mark.parametrize("name", [name for name, _ in tree_flatten(llama().parameters())])
@@ -96,7 +96,7 @@ def test_a_change_in_any_one_tensor_is_noticed(name: str) -> None:
 
 
 def test_a_change_between_the_elements_that_are_looked_at_is_not_noticed() -> None:
-    """What the docstring owns up to."""
+    """The limitations that the docstring states."""
     model, name = llama(), "model.embed_tokens.weight"
 
     def one_element(weight: mx.array) -> mx.array:
@@ -129,7 +129,7 @@ def test_every_architecture_has_a_fingerprint_of_its_own() -> None:
     for name in ARCHITECTURES:
         model = build(name)
         found[name] = fingerprint(model)
-        # What a model notes down while it works is none of its marks.
+        # What a model stores while it works is not part of its fingerprint.
         sequence = MLXModel(model, CacheOptions()).open_sequence(beside_another=False)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == fingerprint(build(name)) == found[name], name

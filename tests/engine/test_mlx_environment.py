@@ -1,4 +1,4 @@
-"""The environment variables of MLX: set when `runtime` is imported, but never over a user's own, nor when switched off."""
+"""The environment variables of MLX: set when `runtime` is imported, but not over a user's own, nor if switched off."""
 
 from __future__ import annotations
 

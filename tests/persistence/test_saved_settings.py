@@ -1,4 +1,4 @@
-"""What a saved session says: settings come back as they were, and whatever else a file says is refused."""
+"""The settings in a saved session: they come back unchanged, and files with anything else are rejected."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_what_is_cached_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_another_model_is_named_with_what_differs() -> None:
     saved_session.check_model("x", "target", PRINT, PRINT, "open that")
-    with pytest.raises(SessionFileError, match=r"'x' was saved with another draft model: its weights are others; open"):
+    with pytest.raises(SessionFileError, match=r"'x' was saved with another draft model: its weights differ; open"):
         saved_session.check_model("x", "draft", PRINT, OTHER, "open that")
 
 
