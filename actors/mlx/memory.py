@@ -8,6 +8,7 @@ MLX waits without the GIL.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,15 +22,46 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 _SYMBOL = "_ZN3mlx4core11clear_cacheEv"
 
 
+class _WiredLimit:
+    """The wired limit of the process, raised while at least one runtime needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._limit_before: int | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._num_users == 0:
+                self._limit_before = maybe_set_recommended_wired_limit()
+            self._num_users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0 and self._limit_before is not None:
+                mx.set_wired_limit(self._limit_before)
+
+
+_wired_limit = _WiredLimit()
+
+
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """While in force, let Metal keep the models resident, as mlx-lm does while it generates."""
-    before = maybe_set_recommended_wired_limit()
+    """While in force, let Metal keep the models resident, as mlx-lm does while it generates.
+
+    May be entered by several runtimes at once, in any threads; the last one that leaves restores the limit.
+    """
+    _wired_limit.enter()
     try:
         yield
     finally:
-        if before is not None:
-            mx.set_wired_limit(before)
+        _wired_limit.leave()
+
+
+def recommended_working_set() -> int | None:
+    """The bytes that the device recommends to use at most; None on a device that does not tell, such as a CPU."""
+    return cast(int | None, mx.device_info().get("max_recommended_working_set_size"))
 
 
 def peak_memory() -> int:

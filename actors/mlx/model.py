@@ -138,9 +138,14 @@ class MLXModel:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(weight.nbytes for weight in self._weights())
+
     def anatomy(self) -> Anatomy:
         """What the model consists of, and how its caches can be rewound. Feeds it eight tokens to find out."""
-        weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
+        weights = self._weights()
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
         sequence.feed((0,) * 8, 0)
         windows = [size for layer in sequence.cache if (size := window(layer)) is not None]
@@ -148,7 +153,7 @@ class MLXModel:
         return Anatomy(
             family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
-            num_bytes=sum(leaf.nbytes for leaf in weights),
+            num_bytes=self.num_bytes,
             dtypes=tuple(sorted({str(leaf.dtype).removeprefix("mlx.core.") for leaf in weights})),
             cache_kinds=dict(Counter(kind(layer) for layer in sequence.cache)),
             rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
@@ -158,6 +163,9 @@ class MLXModel:
             ),
             checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
         )
+
+    def _weights(self) -> list[mx.array]:
+        return [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
 
     def _check_quantisation(self, cache: list[Any]) -> None:
         """Raise an error if the caches cannot be quantised as the options demand. Quantises a filled `cache` to see."""

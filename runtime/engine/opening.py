@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Never, Unpack
@@ -14,7 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.memory import wired_memory
+from actors.mlx.memory import recommended_working_set, wired_memory
+from actors.mlx.model import MLXModel
 from actors.model import Model
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
@@ -141,6 +142,7 @@ async def open(
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
         loaded = {role: await load_onto(workers[role], role, sources[role], options) for role in sources}
         target_loaded, draft_loaded = loaded["target"], loaded.get("draft")
+        _warn_if_too_large(each.model for each in loaded.values())
         if isinstance(listener, TimelineFile):
             listener.tokenizer = target_loaded.tokenizer
         stack.enter_context(target_loaded.model.evaluating_layers())
@@ -196,6 +198,7 @@ async def _load_draft(
     source = check_source("draft", draft)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
     draft_loaded = await load_onto(worker, "draft", source, options)
+    _warn_if_too_large((target_loaded.model, draft_loaded.model))
     stack.enter_context(draft_loaded.model.evaluating_layers())
     if target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
         await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
@@ -244,6 +247,18 @@ async def keep_open(
             await runtime._is_left.wait()
     finally:
         is_released.set()
+
+
+def _warn_if_too_large(models: Iterable[MLXModel]) -> None:
+    limit = recommended_working_set()
+    num_bytes = sum(model.num_bytes for model in models)
+    if limit is not None and num_bytes > limit:
+        logger.warning(
+            "the weights of the models take %.1f GB, and this device recommends to use at most %.1f GB, caches "
+            "included: expect it to be slow; use a smaller or quantised model, or no draft model",
+            num_bytes / 1e9,
+            limit / 1e9,
+        )
 
 
 def _guarded(trace: Callable[[Event], None]) -> Callable[[Event], None]:
