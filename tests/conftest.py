@@ -1,4 +1,4 @@
-"""What holds for every test run, however it was started."""
+"""Setup of every test run."""
 
 import fcntl
 import getpass
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import browser
 import mlx.core as mx
 import pytest
+from our_threads import outrider_threads
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
@@ -21,9 +22,9 @@ taken = pytest.StashKey[TextIO]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hear Ctrl-C, and have child processes hear it; compile where no other process of `pytest -n` does.
+    """Restore Ctrl-C for this process and its children, and give each worker of `pytest -n` a temporary directory.
 
-    A shell starts what it puts in the background with SIGINT ignored; Python leaves it so, and children inherit it.
+    A shell starts background processes with SIGINT ignored. Python leaves it ignored, and children inherit that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,11 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def take_temporary_directory() -> TextIO:
-    """Have a directory for temporary files to ourselves; the next run finds in it what MLX compiled in this.
+    """Lock a directory for temporary files, one of a numbered series. The next run reuses the kernels compiled there.
 
-    MLX compiles for CPU into one directory, where two processes that compile the same would load what is half written.
+    MLX compiles kernels for CPU into one directory. Two processes that compile the same kernel would load half-written
+    files.
 
-    Returns: what has to stay open as long as the directory is ours.
+    Returns: the lock file, which must stay open as long as the directory is in use.
     """
     directories = Path(tempfile.gettempdir()) / f"outrider-tests-of-{getpass.getuser()}"
     for number in itertools.count():
@@ -58,12 +60,13 @@ def take_temporary_directory() -> TextIO:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_spare_buffers() -> Iterator[int]:
-    """Have MLX keep no buffers for later on CPU, so that there are none to give back.
+    """Turn off MLX's cache of free buffers on CPU.
 
-    Giving them back waits for every native thread that a runtime left behind. A program has a few; after some hundred
-    tests it is what takes the time. Tests that are of it ask for `spare_buffers`; child processes have them anyway.
+    Returning cached buffers waits for every native thread that a runtime left behind. A program has a few; after some
+    hundred tests the wait dominates the run time. Tests of the cache use `spare_buffers`; child processes have it
+    anyway.
 
-    Returns: how many bytes MLX would keep.
+    Returns: MLX's default limit in bytes.
     """
     usual = mx.set_cache_limit(0)
     if mx.default_device().type != mx.DeviceType.cpu:
@@ -74,7 +77,7 @@ def no_spare_buffers() -> Iterator[int]:
 
 @pytest.fixture
 def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
-    """Buffers are kept and given back as in any program."""
+    """Turn on MLX's cache of free buffers, as in any program."""
     before = mx.set_cache_limit(no_spare_buffers)
     yield
     mx.set_cache_limit(before)
@@ -83,7 +86,7 @@ def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The demo pair in float32, where the width of a pass cannot flip an argmax."""
-    import mlx_lm  # which takes a second, and most tests do not need it
+    import mlx_lm  # takes a second, and most tests do not need it
 
     pair = mlx_lm.load(str(DEMO_TARGET)), mlx_lm.load(str(DEMO_DRAFT))
     for model, _ in pair:
@@ -92,8 +95,23 @@ def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return pair
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model on disk whose text ends at `max_tokens` or not at all."""
+    from command_line import save_model  # imports tokenizers
+
+    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Asserts after the test that no thread of Outrider is left."""
+    yield
+    assert outrider_threads() == []
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that need a browser where there is none, unless they are asked for: then they fail."""
+    """Deselect the tests that need a browser if there is none, unless `-m browser` asks for them: then they fail."""
     if browser.find() is not None or "browser" in config.option.markexpr:
         return
     needy = [item for item in items if item.get_closest_marker("browser")]
@@ -103,19 +121,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the process that `pytest -n` was called in know what was left out."""
+    """Send the ids of deselected tests to the controller of `pytest -n`."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = sorted(left_out)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_testnodedown(node: Any) -> None:
-    """Hear of it there."""
+    """Receive the ids of deselected tests from a worker of `pytest -n`."""
     left_out.update(getattr(node, "workeroutput", {}).get("left_out", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was left out, and how to have it."""
+    """Report how many tests were deselected, and how to run them."""
     if left_out:
         terminalreporter.section("no browser", sep="!")
         terminalreporter.line(

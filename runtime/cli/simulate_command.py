@@ -148,8 +148,8 @@ def _lookaheads(text: str) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
             raise SettingsError(
-                f"lookahead must be whole numbers in [1, {MAX_LOOKAHEAD}], separated by commas, got {shown(text)}; "
-                "plain decoding and the automatic lookahead are always included"
+                f"lookahead must be whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas, "
+                f"got {shown(text)}; plain decoding and the automatic lookahead are always included"
             )
         values.add(int(part))
     return sorted(values)

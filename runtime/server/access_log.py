@@ -1,4 +1,4 @@
-"""The access log: a line for each request, when it is over."""
+"""The access log: one line for each request, when it has ended."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from urllib.parse import quote
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Where in a request's scope its prompt's and its answer's number of tokens are noted, once it has an answer.
+# Key in a request's ASGI scope: the number of tokens of its prompt and of its answer, set once an answer has begun.
 TOKENS = "outrider.tokens"
 
-# Asked every few seconds by machines: as long as all is well, they would be all that there is to read.
-_PROBES = ("/health", "/metrics")
+# Monitoring requests these paths every few seconds. Successes are not logged: they would bury everything else.
+_PROBE_PATHS = ("/health", "/metrics")
 
-# nginx's, for a client that has left before it was answered.
-_LEFT = 499
+# nginx's status for a client that left before it got a response.
+_CLIENT_CLOSED_REQUEST = 499
 
-_MOST_CHARACTERS = 200
-_SAFE = string.punctuation.replace('"', "")
+_MAX_PATH_CHARACTERS = 200
+_SAFE_CHARACTERS = string.punctuation.replace('"', "")
 
 
 class AccessLog:
-    """Writes a line for each request: when it was over, who asked, what, status, tokens of prompt and answer, seconds.
+    """Middleware that logs each request: end time, client, request, status, tokens of prompt and answer, duration.
 
         2026-11-22T10:15:00Z 127.0.0.1:50412 "POST /v1/completions" 200 tokens=7+24 seconds=0.532
 
-    An answer that did not come to its end, since the client left or the server ended, has "unfinished" behind it; one
-    that had not begun has the status 499. Of what was said, and of keys, there is nothing: queries are left out.
+    The line of a response that was not sent to its end, because the client left or the server stopped, ends in
+    "unfinished"; if nothing was sent, its status is 499. Prompts, answers, API keys and query strings are not logged.
     """
 
     def __init__(self, app: ASGIApp, write: Callable[[str], object]) -> None:
@@ -38,7 +38,7 @@ class AccessLog:
 
         Args:
             app: the application.
-            write: takes a line.
+            write: writes a line; an OSError that it raises is ignored.
         """
         self._app = app
         self._write = write
@@ -48,7 +48,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, is_whole = trio.current_time(), _LEFT, False
+        began, status, is_whole = trio.current_time(), _CLIENT_CLOSED_REQUEST, False
 
         async def send_and_note(message: Message) -> None:
             nonlocal status, is_whole
@@ -60,23 +60,23 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            if status != 200 or scope["path"] not in _PROBES:
-                with suppress(OSError):  # whoever read the log has gone
-                    self._write(_line(scope, status, is_whole, trio.current_time() - began))
+            if status != 200 or scope["path"] not in _PROBE_PATHS:
+                with suppress(OSError):  # whatever read the log has closed it
+                    self._write(_log_line(scope, status, is_whole, trio.current_time() - began))
 
 
-def _line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
+def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     host, port = scope.get("client") or ("-", 0)
-    who = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # Not decoded: it could have line breaks, quotes, and what terminals take for commands.
-    path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE)
-    if len(path) > _MOST_CHARACTERS:
-        path = path[: _MOST_CHARACTERS - 1] + "…"
-    parts = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", who, f'"{scope["method"]} {path}"', str(status)]
+    client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # Percent-encoded: the decoded path could contain line breaks, quotes, and terminal escape sequences.
+    path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE_CHARACTERS)
+    if len(path) > _MAX_PATH_CHARACTERS:
+        path = path[: _MAX_PATH_CHARACTERS - 1] + "…"
+    fields = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", client, f'"{scope["method"]} {path}"', str(status)]
     if TOKENS in scope:
-        prompt, answer = scope[TOKENS]
-        parts.append(f"tokens={prompt}+{answer}")
-    parts.append(f"seconds={seconds:.3f}")
+        num_prompt_tokens, num_answer_tokens = scope[TOKENS]
+        fields.append(f"tokens={num_prompt_tokens}+{num_answer_tokens}")
+    fields.append(f"seconds={seconds:.3f}")
     if not is_whole:
-        parts.append("unfinished")
-    return " ".join(parts)
+        fields.append("unfinished")
+    return " ".join(fields)

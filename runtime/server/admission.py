@@ -1,4 +1,4 @@
-"""How many requests there may be, and how long one that finds the house full should wait."""
+"""Admission of requests: how many there may be at once, and how long one that is rejected should wait."""
 
 from __future__ import annotations
 
@@ -9,73 +9,73 @@ from contextlib import contextmanager
 
 from runtime.server.errors import ErrorResponse
 
-# Answers whose durations are remembered, to say when there will be room.
-_REMEMBERED = 32
-_LONGEST_WAIT_S = 60
+# The latest requests, whose durations tell when others are likely to end.
+_NUM_DURATIONS = 32
+_MAX_RETRY_AFTER_S = 60
 
 
 class RequestAdmission:
-    """Counts requests that are being answered, and refuses those for which there is no room.
+    """Counts the admitted requests, and rejects requests beyond the limit.
 
     Attributes:
-        num_within: requests that are being answered or wait for the models.
+        num_admitted: requests that run or wait for the models.
     """
 
     def __init__(self, max_streams: int, max_waiting: int, clock: Callable[[], float]) -> None:
-        """Empty.
+        """No requests yet.
 
         Args:
             max_streams: requests that the models work on at once, >= 1.
-            max_waiting: requests that may wait beside those, >= 0.
-            clock: seconds.
+            max_waiting: further requests that may wait, >= 0.
+            clock: returns seconds.
         """
-        self.num_within = 0
+        self.num_admitted = 0
         self._max_streams = max_streams
         self._max_waiting = max_waiting
         self._clock = clock
-        self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._began: list[float] = []  # of the requests within
+        self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
+        self._start_times_s: list[float] = []  # of the admitted requests
 
-    def check_room(self) -> None:
-        """Raises: Refusal: there is no room for another request at present."""
-        if self.num_within >= self._max_streams + self._max_waiting:
+    def check(self) -> None:
+        """Raises: ErrorResponse: no further request can be admitted now."""
+        if self.num_admitted >= self._max_streams + self._max_waiting:
             seconds = self.retry_after_s
             raise ErrorResponse(
                 429,
-                f"{self._max_streams} requests are being answered and {self._max_waiting} wait, which is as many as "
-                f"may; try again in {seconds} s",
+                f"{self._max_streams} requests are being answered and {self._max_waiting} wait, which is the limit; "
+                f"try again in {seconds} s",
                 type="rate_limit_error",
                 code="full_house",
                 headers={"Retry-After": str(seconds)},
             )
 
     @contextmanager
-    def room(self) -> Iterator[None]:
-        """Room for one request.
+    def admit(self) -> Iterator[None]:
+        """Admit one request for the duration of the block.
 
-        Raises: Refusal: there is none.
+        Raises: ErrorResponse: no further request can be admitted now.
         """
-        self.check_room()
-        self.num_within += 1
-        began = self._clock()
-        self._began.append(began)
-        is_refused = False
+        self.check()
+        self.num_admitted += 1
+        start_s = self._clock()
+        self._start_times_s.append(start_s)
+        is_rejected = False
         try:
             yield
         except ErrorResponse:
-            is_refused = True
+            is_rejected = True
             raise
         finally:
-            self.num_within -= 1
-            self._began.remove(began)
-            if not is_refused:  # in no time, which says nothing of how long answers take
-                self._durations_s.append(self._clock() - began)
+            self.num_admitted -= 1
+            self._start_times_s.remove(start_s)
+            if not is_rejected:  # a rejection takes no time and says nothing about the duration of answers
+                self._durations_s.append(self._clock() - start_s)
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds, at least 1, until somebody is likely to have left: the streams take turns at leaving."""
+        """Whole seconds, at least 1, until a request is likely to end: the mean duration over the number of streams."""
         past = sum(self._durations_s) / len(self._durations_s) if self._durations_s else 1.0
-        # Those that are there will have taken at least as long as they have by now.
-        ages = [self._clock() - began for began in self._began]
+        # The admitted requests will take at least as long as they have taken by now.
+        ages = [self._clock() - start_s for start_s in self._start_times_s]
         mean = max(past, sum(ages) / len(ages)) if ages else past
-        return min(_LONGEST_WAIT_S, max(1, math.ceil(mean / self._max_streams)))
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(mean / self._max_streams)))

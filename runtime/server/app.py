@@ -1,4 +1,4 @@
-"""The application: which address answers what, and who may ask."""
+"""The ASGI application: its routes, its middleware, and the responses that need no model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.checker import GrammarCheck
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.metrics import Metrics, service_status
-from runtime.server.middleware import AlwaysHeaders, ApiKey, HostNames
+from runtime.server.middleware import ApiKey, CommonHeaders, HostNames
 from runtime.server.openai.openapi import description
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
+from runtime.server.openai.responses import HealthReport, ModelDescription, ModelList
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# It may be a newer one by the next time, of which no part may be left from before.
+# Not cached: after an update of the server, no file of an old page may be mixed with a new one.
 _PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
-# What is inline there is ours; what a model wrote is data.
+# The page of a timeline is one file with inline scripts, which are ours; the text of a model is data in it.
 _TIMELINE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -50,18 +51,17 @@ _TIMELINE_POLICY = (
 
 @attrs.frozen
 class Service:
-    """What a server offers, and to whom.
+    """Settings of a server: what it serves, and to whom.
 
     Attributes:
-        model: what the target is called.
-        draft: what drafts for it, or None.
-        max_streams: requests that the models work on at once, >= 1; `runtime.open` has the same.
-        max_waiting: requests that may wait beside those, >= 0.
-        limits: for each.
-        api_key: what `/v1` is to be asked with, or None for anybody.
-        hosts: names under which the server may be asked for, which keeps out pages of other hosts whose name was made
-            to point here; ["*"] for any.
-        origins: of pages of other hosts that may use the server.
+        model: the target's name.
+        draft: the drafter's name, or None.
+        max_streams: requests that the models work on at once, >= 1; the same as for `runtime.open`.
+        max_waiting: further requests that may wait, >= 0.
+        limits: of each request.
+        api_key: the key that requests to `/v1` must send; None for no key.
+        hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
+        origins: origins of web pages of other hosts that may use the server (CORS).
     """
 
     model: str
@@ -75,68 +75,73 @@ class Service:
 
 
 def application(
-    runtime: Runtime, service: Service, timelines: Timelines, check: GrammarCheck, *, aside: Background = in_thread
+    runtime: Runtime, service: Service, timelines: Timelines, check: GrammarCheck, *, background: Background = in_thread
 ) -> ASGIApp:
-    """An ASGI application, for a server on trio.
+    """The ASGI application, for a server on trio.
 
     Args:
-        runtime: whose models answer; its target has a tokenizer.
-        service: what is offered.
-        timelines: that the runtime was opened with, as its trace.
-        check: tries out grammars, as `grammar_checker` does.
-        aside: see `Background`.
+        runtime: the runtime that generates; its target has a tokenizer.
+        service: the settings.
+        timelines: the runtime's trace: what was passed to `runtime.open`.
+        check: measures the cost of grammars, as `grammar_checker` does.
+        background: runs the tokenizer and compiles grammars.
     """
-    meters = Metrics(runtime)
-    house = RequestAdmission(service.max_streams, service.max_waiting, trio.current_time)
-    schemas = Schemas(runtime.tokenizer, check, aside, service.limits.schema_s)
-    desk = ServerContext(runtime, service.model, service.limits, house, timelines, meters, aside, schemas)
+    metrics = Metrics(runtime)
+    context = ServerContext(
+        runtime,
+        service.model,
+        service.limits,
+        RequestAdmission(service.max_streams, service.max_waiting, trio.current_time),
+        timelines,
+        metrics,
+        background,
+        Schemas(runtime.tokenizer, check, background, service.limits.schema_s),
+    )
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
     docs = resources.files("runtime").joinpath("server", "docs")
-    described = description(service.model, has_key=service.api_key is not None)
+    api_description = description(service.model, has_key=service.api_key is not None)
 
     async def index(request: Request) -> Response:
-        return HTMLResponse(
-            page.joinpath("index.html").read_text(encoding="utf-8"),
-            headers=_PAGE_HEADERS,
-        )
+        return HTMLResponse(page.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     async def docs_index(request: Request) -> Response:
         return HTMLResponse(docs.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(runtime, service, started)]})
+        served: ModelList = {"object": "list", "data": [_model(runtime, service, started)]}
+        return JSONResponse(served)
 
     async def model(request: Request) -> Response:
         if request.path_params["model"] != service.model:
-            raise ErrorResponse(404, f"there is no such model here; it is {service.model!r}", code="model_not_found")
+            raise ErrorResponse(404, f"there is no such model here; use {service.model!r}", code="model_not_found")
         return JSONResponse(_model(runtime, service, started))
 
     async def timeline(request: Request) -> Response:
-        found = await timelines.page(request.path_params["id"], runtime.tokenizer)
-        if found is None:
-            raise ErrorResponse(404, "this answer is not remembered, or was not watched")
-        return HTMLResponse(found, headers={"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"})
+        html = await timelines.page(request.path_params["id"], runtime.tokenizer, background)
+        if html is None:
+            raise ErrorResponse(
+                404, "there is no timeline with this id: only the latest streams with include_speculation have one"
+            )
+        return HTMLResponse(html, headers={"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"})
 
     async def health(request: Request) -> Response:
         state = runtime.health()
-        return JSONResponse(
-            {
-                "status": service_status(state),
-                "ok": state.ok,
-                "target": state.target,
-                "draft": state.draft,
-                "streams": runtime.num_streams,
-                "waiting": runtime.num_waiting,
-            },
-            status_code=200 if state.target else 503,
-        )
+        report: HealthReport = {
+            "status": service_status(state),
+            "ok": state.ok,
+            "target": state.target,
+            "draft": state.draft,
+            "streams": runtime.num_streams,
+            "waiting": runtime.num_waiting,
+        }
+        return JSONResponse(report, status_code=200 if state.target else 503)
 
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def prometheus(request: Request) -> Response:
+        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(described)
+        return JSONResponse(api_description)
 
     app = Starlette(
         routes=[
@@ -146,27 +151,27 @@ def application(
             Mount("/docs", _PageFiles(packages=[("runtime", "server/docs")])),
             Route("/timelines/{id}", timeline),
             Route("/health", health),
-            Route("/metrics", metrics),
+            Route("/metrics", prometheus),
             Route("/openapi.json", openapi),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
-            Route("/v1/completions", Endpoint(desk, CompletionRequest), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(desk, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", Endpoint(context, CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(context, ChatRequest), methods=["POST"]),
         ],
         middleware=[
             Middleware(HostNames, names=service.hosts),
-            # Before the key, which a browser does not send along when it asks whether it may.
-            *([_origins(service.origins)] if service.origins else []),
+            # Outside of the key's check: a browser's preflight request does not send the key.
+            *([_cors(service.origins)] if service.origins else []),
             Middleware(ApiKey, key=service.api_key),
         ],
-        exception_handlers={ErrorResponse: _refused, HTTPException: _not_found, Exception: _failed},
+        exception_handlers={ErrorResponse: _error_response, HTTPException: _http_error, Exception: _server_error},
     )
-    # Not among the others: those are within what answers a failure of the application.
-    return AlwaysHeaders(app)
+    # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
+    return CommonHeaders(app)
 
 
 class _PageFiles(StaticFiles):
-    """What the page is made of, with the headers that it has itself."""
+    """The files of a page, with the headers of the page itself."""
 
     def file_response(self, *arguments: Any, **keywords: Any) -> Response:
         response = super().file_response(*arguments, **keywords)
@@ -174,18 +179,18 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def _origins(origins: Sequence[str]) -> Middleware:
+def _cors(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
-        # Any: clients have headers of their own, as OpenAI's for JavaScript, and none opens a door here but the key.
+        # Any: clients such as OpenAI's for JavaScript send headers of their own, and only the key grants access.
         allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
 
 
-def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
+def _model(runtime: Runtime, service: Service, started: int) -> ModelDescription:
     assert runtime.tokenizer is not None
     return {
         "id": service.model,
@@ -197,21 +202,24 @@ def _model(runtime: Runtime, service: Service, started: int) -> dict[str, Any]:
     }
 
 
-# Coroutines: what is none, Starlette has done by a thread.
+# The handlers of exceptions are async functions, because Starlette runs others in threads.
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ErrorResponse)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    refusal = ErrorResponse(error.status_code, said.get(error.status_code, error.detail))
-    return JSONResponse(refusal.body(), status_code=error.status_code, headers=error.headers)
+    path = request.url.path
+    messages = {404: f"there is nothing at {path}", 405: f"{path} does not support {request.method}"}
+    response = ErrorResponse(error.status_code, messages.get(error.status_code, error.detail))
+    return JSONResponse(response.body(), status_code=error.status_code, headers=error.headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    refusal = ErrorResponse(500, "the server has failed; its log says how", type="server_error", code="internal_error")
-    return JSONResponse(refusal.body(), status_code=500)
+async def _server_error(request: Request, error: Exception) -> Response:
+    response = ErrorResponse(
+        500, "the server has failed; its log has the error", type="server_error", code="internal_error"
+    )
+    return JSONResponse(response.body(), status_code=500)

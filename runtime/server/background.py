@@ -1,4 +1,4 @@
-"""Work beside trio's thread, behind an interface: simulated time does not wait for threads."""
+"""The interface to background threads; tests in simulated time, which does not wait for threads, replace it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Background(Protocol):
-    """What does something while trio goes on with the rest."""
+    """Runs a function in the background while trio runs other tasks."""
 
     async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-        """What `do` returns; see `trio.to_thread.run_sync`."""
+        """The result of `do`; see `trio.to_thread.run_sync`."""
 
 
 async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-    """`trio.to_thread.run_sync`; in simulated time, which does not wait for threads, another takes its place."""
+    """`trio.to_thread.run_sync`, as a `Background`."""
     return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)

@@ -1,4 +1,4 @@
-"""Answers to requests: from a body to a stream of tokens, which `runtime.server.openai.event_stream` makes bytes of."""
+"""Endpoints that generate: from a request's body to a stream of tokens, and the response to it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from runtime.server.access_log import TOKENS
 from runtime.server.admission import RequestAdmission
 from runtime.server.background import Background
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
-from runtime.server.errors import ErrorResponse, error_response_of, short
-from runtime.server.grammars.schemas import Schemas
+from runtime.server.errors import ErrorResponse, error_response_of, short_json
+from runtime.server.grammars.schemas import ANY_OBJECT, Schemas
 from runtime.server.metrics import Metrics
-from runtime.server.openai.event_stream import send_as_it_comes, send_whole
-from runtime.server.openai.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, read
+from runtime.server.openai.event_stream import send_events, send_whole
+from runtime.server.openai.reasoning import ReasoningSplitter
+from runtime.server.openai.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, parse_request
 from runtime.server.openai.serializers import serializer_for
 from runtime.server.timelines import Timelines
 
@@ -30,17 +31,18 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Limits:
-    """What one request may take.
+    """Limits of one request.
 
     Attributes:
-        max_body_bytes: of a body.
-        max_prompt_tokens: of a prompt; None for what the context holds.
-        max_tokens: of an answer for which no number is given.
-        max_tokens_limit: most that may be asked for; None for what the context holds.
-        prefill_step_size: see `Settings`; for so long others wait, and a client's leaving goes unheeded by the models.
-        body_s: seconds within which a body must have come.
-        schema_s: seconds that a JSON schema may wait to be compiled, and as many that it may then take.
-        stalled_s: seconds that a client may leave what it is sent unread.
+        max_body_bytes: of the body.
+        max_prompt_tokens: of the prompt; None for the context's length.
+        max_tokens: default of the request's field `max_tokens`.
+        max_tokens_limit: maximum of that field; None for the context's length.
+        prefill_step_size: see `Settings`. During one prefill pass, other requests wait and a cancellation has no effect
+            on the models.
+        body_s: seconds within which the whole body must arrive.
+        schema_s: seconds that a JSON schema may wait to be compiled, and then again seconds that it may take.
+        stalled_s: seconds that the client may leave 64 KiB of the response unread.
     """
 
     max_body_bytes: int = 2 * 2**20
@@ -55,39 +57,39 @@ class Limits:
 
 @attrs.define
 class ServerContext:
-    """Where requests are answered; what all of them share.
+    """What all requests of a server share.
 
     Attributes:
-        runtime: whose models answer.
-        model: its name.
-        limits: for each request.
-        house: for all of them.
-        timelines: of those that are watched.
-        meters: of what is done here.
-        aside: tokenises, which may take a while.
-        schemas: makes grammars of JSON schemas.
-        tokenising: one prompt at a time.
+        runtime: generates.
+        model: the target's name.
+        limits: of each request.
+        admission: of all requests.
+        timelines: of the streams that are watched.
+        metrics: of all requests.
+        background: runs the tokenizer, which may take long.
+        schemas: compiles JSON schemas to grammars.
+        tokenizing: limits the tokenizer to one prompt at a time.
     """
 
     runtime: Runtime
     model: str
     limits: Limits
-    house: RequestAdmission
+    admission: RequestAdmission
     timelines: Timelines
-    meters: Metrics
-    aside: Background
+    metrics: Metrics
+    background: Background
     schemas: Schemas
-    tokenising: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    tokenizing: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
 
 
 @attrs.define
-class _Attempt:
-    """What has become of a request by now.
+class _Outcome:
+    """What became of a request, for metrics and access log.
 
     Attributes:
-        stream: its answer, once that has begun.
-        failure: what the answer failed with.
-        status: with which the request was refused.
+        stream: its generation, once it has begun.
+        failure: the error of the generation or of the server.
+        status: the HTTP status of an error response.
     """
 
     stream: TokenStream | None = None
@@ -96,97 +98,99 @@ class _Attempt:
 
 
 class Endpoint:
-    """Answers one kind of request; an ASGI application."""
+    """An ASGI application that generates for one type of request."""
 
-    def __init__(self, desk: ServerContext, kind: type[CompletionRequest] | type[ChatRequest]) -> None:
-        """For `/v1/completions`, or for `/v1/chat/completions`."""
-        self._desk = desk
-        self._kind = kind
+    def __init__(self, context: ServerContext, request_type: type[CompletionRequest] | type[ChatRequest]) -> None:
+        """For `/v1/completions` or `/v1/chat/completions`, by the type of request."""
+        self._context = context
+        self._request_type = request_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
+        """Handle a request.
 
-        Raises: Refusal: it is not answered; nothing was sent.
+        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
 
         Cancellation: ends the generation.
         """
-        desk, attempt = self._desk, _Attempt()
+        context, outcome = self._context, _Outcome()
         try:
-            desk.house.check_room()
-            body = await read_body(scope, receive, desk.limits.max_body_bytes, desk.limits.body_s)
-            request = read(self._kind, body)
-            _check_model(request, desk.model)
-            with desk.house.room():
-                await while_there(
-                    receive, send, desk.limits.stalled_s, partial(self._answer, request, client_address(scope), attempt)
-                )
-        except ErrorResponse as refusal:
-            attempt.status = refusal.status
+            # Before the body is read, so that a client need not send one that cannot be admitted.
+            context.admission.check()
+            body = await read_body(scope, receive, context.limits.max_body_bytes, context.limits.body_s)
+            request = parse_request(self._request_type, body)
+            _check_model(request, context.model)
+            with context.admission.admit():
+                respond = partial(self._respond, request, client_address(scope), outcome)
+                await while_there(receive, send, context.limits.stalled_s, respond)
+        except ErrorResponse as error:
+            outcome.status = error.status
             raise
         except ClientGone:
             pass
         except Exception as error:
-            attempt.failure, attempt.status = error, 500  # and the application says so
+            outcome.failure, outcome.status = error, 500  # the status that the application responds with
             raise
         finally:
-            desk.meters.count(attempt.stream, attempt.failure, attempt.status)
-            if attempt.stream is not None:
-                statistics = attempt.stream.statistics()
+            context.metrics.count(outcome.stream, outcome.failure, outcome.status)
+            if outcome.stream is not None:
+                statistics = outcome.stream.statistics()
                 scope[TOKENS] = statistics.prompt_tokens, statistics.generated_tokens
 
-    async def _answer(self, request: Request, client: str, attempt: _Attempt, send: Send) -> None:
-        """Answer a request to a client that is there.
+    async def _respond(self, request: Request, client: str, outcome: _Outcome, send: Send) -> None:
+        """Generate, and send the response; `outcome` gets the stream and its failure.
 
-        Raises: Refusal: it is not answered; nothing was sent.
+        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
         """
-        desk = self._desk
+        context = self._context
         try:
-            prompt, settings = await self._prepared(request, client)
-            stream = desk.runtime.stream(prompt, **settings)
+            prompt, settings = await self._prepare(request, client)
+            stream = context.runtime.stream(prompt, **settings)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
-        attempt.stream = stream
+        outcome.stream = stream
         async with stream:
-            writer = serializer_for(
-                request,
-                desk.model,
-                _tokenizer(desk.runtime),
-                **_thinking(request, stream),
+            serializer = serializer_for(
+                request, context.model, _tokenizer(context.runtime), _reasoning_splitter(request, stream)
             )
-            record = desk.timelines.watch(writer.id, stream.session, stream.began) if request.speculation else None
             if request.stream:
-                attempt.failure = await send_as_it_comes(request, stream, writer, record, send)
+                timeline = None
+                if request.speculation:
+                    timeline = context.timelines.watch(serializer.id, stream.session, stream.began)
+                outcome.failure = await send_events(request, stream, serializer, timeline, send)
                 return
-            attempt.failure = await send_whole(stream, writer, send)
-            if attempt.failure is not None:
-                raise error_response_of(attempt.failure) from attempt.failure
+            outcome.failure = await send_whole(stream, serializer, send)
+            if outcome.failure is not None:
+                raise error_response_of(outcome.failure) from outcome.failure
 
-    async def _prepared(self, request: Request, client: str) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """The prompt and the settings of a request, which is from this client.
+    async def _prepare(self, request: Request, client: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The prompt as token ids, and the settings of its generation.
+
+        Args:
+            request: the request.
+            client: the client's address; clients take turns at compiling schemas.
 
         Raises:
-            OutriderError: a setting or the prompt is wrong.
-            Refusal: likewise.
+            OutriderError: a setting or the prompt is invalid.
+            ErrorResponse: the prompt is too long, or its JSON schema cannot be compiled.
         """
-        desk = self._desk
+        context = self._context
         settings = {
-            "max_tokens": _most_tokens(request, desk.limits),
+            "max_tokens": _max_tokens(request, context.limits),
             "reuse_prefix": True,
-            "prefill_step_size": desk.limits.prefill_step_size,
+            "prefill_step_size": context.limits.prefill_step_size,
             **request.settings(),
         }
-
         if (schema := _schema(request)) is not None:
-            settings["logits_processors"] = [await desk.schemas.grammar(schema, client)]
-        # Abandoned where the client leaves: no model is involved, and the result is of use to nobody.
-        prompt = await desk.aside(
-            partial(_encoded, request, desk.runtime), abandon_on_cancel=True, limiter=desk.tokenising
+            settings["logits_processors"] = [await context.schemas.grammar(schema, client)]
+        # The thread is abandoned when the client leaves: it uses no model.
+        prompt = await context.background(
+            partial(_encode, request, context.runtime), abandon_on_cancel=True, limiter=context.tokenizing
         )
-        most = desk.limits.max_prompt_tokens
-        if most is not None and len(prompt) > most:
+        limit = context.limits.max_prompt_tokens
+        if limit is not None and len(prompt) > limit:
             raise ErrorResponse(
                 400,
-                f"the prompt has {len(prompt)} tokens, and this server takes {most}; shorten it",
+                f"the prompt must have at most {limit} tokens, got {len(prompt)}; shorten it",
                 param=request.prompt_field,
                 code="context_length_exceeded",
             )
@@ -199,18 +203,21 @@ class Endpoint:
 def _check_model(request: Request, name: str) -> None:
     if request.model is not None and request.model != name:
         raise ErrorResponse(
-            404, f"there is no model {short(request.model)} here; it is {name!r}", param="model", code="model_not_found"
+            404,
+            f"there is no model {short_json(request.model)} here; use {name!r} or leave it out",
+            param="model",
+            code="model_not_found",
         )
 
 
-def _most_tokens(request: Request, limits: Limits) -> int:
-    wanted, most = request.most_tokens, limits.max_tokens_limit
-    if wanted is None:
-        return limits.max_tokens if most is None else min(limits.max_tokens, most)
-    if most is not None and wanted > most:
-        field = request.most_tokens_field
-        raise ErrorResponse(400, f"{field} must be at most {most} here, got {wanted}", param=field)
-    return wanted
+def _max_tokens(request: Request, limits: Limits) -> int:
+    requested, limit = request.max_answer_tokens, limits.max_tokens_limit
+    if requested is None:
+        return limits.max_tokens if limit is None else min(limits.max_tokens, limit)
+    if limit is not None and requested > limit:
+        field = request.max_answer_tokens_field
+        raise ErrorResponse(400, f"{field} must be at most {limit} here, got {requested}", param=field)
+    return requested
 
 
 def _tokenizer(runtime: Runtime) -> Any:
@@ -218,30 +225,32 @@ def _tokenizer(runtime: Runtime) -> Any:
     return runtime.tokenizer
 
 
-def _encoded(request: Request, runtime: Runtime) -> tuple[int, ...]:
+def _encode(request: Request, runtime: Runtime) -> tuple[int, ...]:
+    """The prompt of a request as token ids."""
     if isinstance(request, CompletionRequest):
-        return runtime.encode(request.text)
+        return runtime.encode(request.text_or_ids)
     assert isinstance(request, ChatRequest)
     messages = [message.plain() for message in request.messages]
     if _tokenizer(runtime).has_chat_template:
         if _schema(request) is not None:
-            # JSON from the first token on leaves no room for thoughts; a template that has no such switch ignores it.
+            # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.
             return runtime.encode(apply_chat_template(messages, _tokenizer(runtime), enable_thinking=False))
         return runtime.encode(messages)
-    # As in a conversation with a base model: a running text.
+    # Without a template, the messages are one running text, as in a conversation with a base model.
     return runtime.encode("".join(message["content"] for message in messages))
 
 
 def _schema(request: Request) -> dict[str, Any] | bool | None:
-    """What a response format has an answer keep to; None for nothing."""
-    wanted = request.response_format
-    if isinstance(wanted, SchemaJson):
-        return wanted.json_schema.schema_
-    return {"type": "object"} if isinstance(wanted, AnyJson) else None
+    """The JSON schema of a request's response format; None if it has none."""
+    response_format = request.response_format
+    if isinstance(response_format, SchemaJson):
+        return response_format.json_schema.schema_
+    return ANY_OBJECT if isinstance(response_format, AnyJson) else None
 
 
-def _thinking(request: Request, stream: TokenStream) -> dict[str, Any]:
-    # What keeps to a schema is the answer, also where the template has opened a thought and cannot be told not to.
-    if not isinstance(request, ChatRequest) or _schema(request) is not None:
-        return {}
-    return {"tags": stream.answer.tags, "is_thinking": stream.answer.is_thinking}
+def _reasoning_splitter(request: Request, stream: TokenStream) -> ReasoningSplitter | None:
+    """The splitter of a chat's text; None where all of the text is the answer."""
+    # With a schema, the whole text is the answer, even if the template has opened the reasoning.
+    if not isinstance(request, ChatRequest) or _schema(request) is not None or not all(stream.answer.tags):
+        return None
+    return ReasoningSplitter(stream.answer.tags, is_thinking=stream.answer.is_thinking)

@@ -1,4 +1,4 @@
-"""What a request gets that is not answered: a status, and an error as OpenAI's clients read it."""
+"""Error responses: an HTTP status, and a body in the format that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from protocol.errors import (
     OutriderError,
@@ -20,33 +20,19 @@ from protocol.errors import (
     SettingsError,
 )
 from protocol.synonyms import SYNONYMS
+from runtime.server.openai.responses import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong: in words, and for programs."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """The body of every answer with a status of 400 and more."""
-
-    error: ErrorDetail
-
-
 class ErrorResponse(Exception):
-    """A request that gets an error for an answer.
+    """An error response, raised while a request is handled, before anything was sent.
 
     Attributes:
-        status: of HTTP.
-        detail: what the body says.
-        headers: to be sent with it.
+        status: the HTTP status.
+        detail: the content of the body.
+        headers: further headers.
     """
 
     def __init__(
@@ -61,65 +47,66 @@ class ErrorResponse(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.detail = ErrorDetail(message=message, type=type, param=param, code=code)
+        self.detail: ErrorDetail = {"message": message, "type": type, "param": param, "code": code}
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return ErrorBody(error=self.detail).model_dump()
+    def body(self) -> ErrorBody:
+        """The body, for JSON."""
+        return {"error": self.detail}
 
 
 def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> ErrorResponse:
-    """What a client is told of an error of the runtime's.
+    """The error response for an error of the runtime.
 
     Args:
         error: the error.
-        prompt_field: what the prompt is called in the request.
+        prompt_field: the name of the request's field that has the prompt.
     """
-    said = str(error)
+    message = str(error)
     match error:
         case PromptTooLongError():
-            return ErrorResponse(400, said, code="context_length_exceeded", param=prompt_field)
+            return ErrorResponse(400, message, code="context_length_exceeded", param=prompt_field)
         case PromptError():
-            return ErrorResponse(400, said, param=prompt_field)
+            return ErrorResponse(400, message, param=prompt_field)
         case SettingsError():
-            return ErrorResponse(400, said)
+            return ErrorResponse(400, message)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
-            # The one processor that a request can bring along is a grammar.
+            # The only logits processor that a request can have is the grammar of its response format.
             return ErrorResponse(400, str(error.__cause__), param="response_format")
         case RuntimeBrokenError() | RuntimeClosedError():
-            return ErrorResponse(503, said, type="server_error", code="models_unavailable")
+            return ErrorResponse(503, message, type="server_error", code="models_unavailable")
         case _:
-            return ErrorResponse(500, said, type="server_error", code="generation_failed")
+            return ErrorResponse(500, message, type="server_error", code="generation_failed")
 
 
-# --- bodies that are not as they should be --------------------------------------------------------
+# --- invalid request bodies -----------------------------------------------------------------------
 
-# What to do where a field asks for what is not there.
+# Remedies for fields of OpenAI's that this server does not support, or not with every value.
 _REMEDIES = {
     "n": "send several requests, they are worked on side by side",
-    "best_of": "there is one answer a request; leave it out",
+    "best_of": "a request has one answer; leave it out",
     "echo": "leave it out, and put the prompt in front of the text",
-    "suffix": "nothing can be filled in here; leave it out",
-    "tools": "there are no tools here; leave it out",
-    "tool_calls": "there are no tools here; leave it out",
-    "function_call": "there are no tools here; leave it out",
-    "tool_choice": "there are no tools here; leave it out",
-    "audio": "there is only text here; leave it out",
-    "modalities": "there is only text here; leave it out",
-    "role": "there are no tools here, and no other roles",
-    "functions": "there are no tools here; leave it out",
-    "web_search_options": "there are no tools here; leave it out",
-    "image_url": "there is only text here; leave it out",
-    "prediction": "the drafter predicts; leave it out",
-    "reasoning_effort": "the model cannot be told; leave it out",
-    "verbosity": "the model cannot be told; leave it out",
+    "suffix": "filling in text is not supported; leave it out",
+    "tools": "tools are not supported; leave it out",
+    "tool_calls": "tools are not supported; leave it out",
+    "function_call": "tools are not supported; leave it out",
+    "tool_choice": "tools are not supported; leave it out",
+    "audio": "only text is supported; leave it out",
+    "modalities": "only text is supported; leave it out",
+    "role": "tools are not supported, nor are other roles",
+    "functions": "tools are not supported; leave it out",
+    "web_search_options": "tools are not supported; leave it out",
+    "image_url": "only text is supported; leave it out",
+    "prediction": "the drafter predicts the text; leave it out",
+    "reasoning_effort": "the model has no such setting; leave it out",
+    "verbosity": "the model has no such setting; leave it out",
 }
 
-# What pydantic calls the members of a union; it is of no interest which of them did not fit.
-_MEMBER = re.compile(r"(constrained-)?(str|int|float|bool|dict|none)|[A-Z]\w*|.*\[.*", re.DOTALL)
+# pydantic's names of the members of a union, which it adds to the location of an error.
+_UNION_MEMBER = re.compile(r"(constrained-)?(str|int|float|bool|dict|none)|[A-Z]\w*|.*\[.*", re.DOTALL)
 
-_TYPES = {
+# Expected types, by the type of pydantic's error.
+_EXPECTED_TYPES = {
     "string_type": "text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -135,106 +122,109 @@ _TYPES = {
 }
 
 
-def short(value: Any) -> str:
-    """A value as a message can have it: as JSON, and not at length."""
-    said = json.dumps(value, ensure_ascii=False, default=str)
-    return said if len(said) <= 60 else f"{said[:57]}…"
+def short_json(value: Any) -> str:
+    """A value for an error message: as JSON, cut to 58 characters if it is longer than 60."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> ErrorResponse:
-    """What a client is told of a body that is not as it should be.
+    """The error response for an invalid request body.
 
     Args:
-        error: what pydantic found.
-        fields: that there are.
+        error: pydantic's error.
+        fields: names of the fields that a body can have.
     """
-    found = error.errors(include_url=False)
-    # Of a union each member complains; the one that got furthest was meant.
-    field = found[0]["loc"][:1]
-    ours = [(problem, _place(problem["loc"])) for problem in found if problem["loc"][:1] == field]
-    place = max((place for _, place in ours), key=len)
-    problems = [problem for problem, there in ours if there == place]
-    param = ".".join(map(str, place)) or None
-    named = [part for part in place if isinstance(part, str)]
+    problems = error.errors(include_url=False)
+    # For a union, pydantic reports a problem for each member. The client meant the member that was read furthest.
+    field = problems[0]["loc"][:1]
+    candidates = [(problem, _location(problem["loc"])) for problem in problems if problem["loc"][:1] == field]
+    location = max((each for _, each in candidates), key=len)
+    problems = [problem for problem, each in candidates if each == location]
+    param = ".".join(map(str, location)) or None
+    names = [part for part in location if isinstance(part, str)]
     first = problems[0]
     match first["type"]:
         case "json_invalid":
-            # Where bytes are no text, there may be no better words.
-            return ErrorResponse(
-                400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}; send an object"
-            )
+            reason = first["msg"].removeprefix("Invalid JSON: ")
+            return ErrorResponse(400, f"the body is not JSON: {reason}; send an object")
         case "extra_forbidden":
-            message = f"there is no field {short(str(place[-1]))} here; {_instead(place, fields)}"
+            message = f"there is no field {short_json(str(location[-1]))} here; {_hint(location, fields)}"
         case "missing":
             message = f"{param} is missing; add it"
         case "string_pattern_mismatch":
-            message = f"{place[0]} must have token ids for keys, got {short(first['input'])}"
-        case _ if place[:1] == ("prompt",):
+            message = f"{location[0]} must have token ids for keys, got {short_json(first['input'])}"
+        case _ if location[:1] == ("prompt",):
             message = (
-                "prompt must be one text, or one list of token ids of at least 0, "
-                f"got {short(first['input'])}; of several, send a request each, they are worked on side by side"
+                "prompt must be one text or one list of token ids of at least 0, "
+                f"got {short_json(first['input'])}; for several prompts, send a request each"
             )
         case _:
-            wanted = _wanted(problems)
-            message = f"{param or 'the body'} must be {wanted}, got {short(first['input'])}"
-            if named and named[-1] in _REMEDIES:
-                message += f"; {_REMEDIES[named[-1]]}"
+            message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
+            if names and names[-1] in _REMEDIES:
+                message += f"; {_REMEDIES[names[-1]]}"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 
 
-def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where something is wrong in a body."""
-    place = [
-        part
-        for i, part in enumerate(loc)
-        # A format's type is said once more, behind its name. A name in first place is the client's own.
-        if isinstance(part, int) or i == 0 or (loc[i - 1] != "response_format" and _MEMBER.fullmatch(part) is None)
-    ]
-    return tuple(place)
+def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The location of a problem in the body: pydantic's without the members of unions."""
+    location = []
+    for i, part in enumerate(loc):
+        # The name of a field in first place is the client's, and may look like a member.
+        is_member = i > 0 and isinstance(part, str) and _UNION_MEMBER.fullmatch(part) is not None
+        is_format_type = i > 0 and isinstance(part, str) and loc[i - 1] == "response_format"
+        if not (is_member or is_format_type):
+            location.append(part)
+    return tuple(location)
 
 
-def _instead(place: tuple[int | str, ...], fields: Sequence[str]) -> str:
-    unknown = str(place[-1])
+def _hint(location: tuple[int | str, ...], fields: Sequence[str]) -> str:
+    """The remedy for an unknown field."""
+    unknown = str(location[-1])
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
     if SYNONYMS.get(unknown) in fields:
         return f"did you mean {SYNONYMS[unknown]!r}?"
-    near = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(place) == 1 else []
-    return f"did you mean {near[0]!r}?" if near else "leave it out"
+    close = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(location) == 1 else []
+    return f"did you mean {close[0]!r}?" if close else "leave it out"
 
 
-def _wanted(problems: Sequence[ErrorDetails]) -> str:
-    """What a value must be, by what is wrong with it."""
-    # One that is of the right type and out of its bounds says more than all that are of another type.
-    bounds = [problem for problem in problems if problem["type"] not in _TYPES and problem["type"] != "literal_error"]
-    if bounds:
-        return _bound(bounds[0])
+def _expected(problems: Sequence[ErrorDetails]) -> str:
+    """What a value must be, from its problems: one for each member of a union."""
+    # A value of the right type that is out of bounds: the other types of the union do not matter.
+    out_of_bounds = [
+        problem for problem in problems if problem["type"] not in _EXPECTED_TYPES and problem["type"] != "literal_error"
+    ]
+    if out_of_bounds:
+        return _expected_bound(out_of_bounds[0])
     types = [
         str(problem["ctx"]["expected"]).replace("False", "false")
         if problem["type"] == "literal_error"
-        else _TYPES[problem["type"]]
+        else _EXPECTED_TYPES[problem["type"]]
         for problem in problems
     ]
     *others, last = dict.fromkeys(types)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _bound(problem: ErrorDetails) -> str:
+def _expected_bound(problem: ErrorDetails) -> str:
     context = problem.get("ctx", {})
     match problem["type"]:
         case "greater_than_equal":
             return f"at least {context['ge']:g}"
         case "less_than_equal":
-            return f"at most {short(context['le'])}"
-        case "string_too_short" | "too_short":
-            return "there, and not empty"
+            return f"at most {short_json(context['le'])}"
+        case "string_too_short":
+            return f"text of at least {context['min_length']} character"
+        case "too_short":
+            return f"a list of at least {context['min_length']}"
         case "string_too_long":
-            return f"of at most {context['max_length']} characters"
+            return f"text of at most {context['max_length']} characters"
         case "too_long":
-            most = context["max_length"]
+            max_length = context["max_length"]
             if context["field_type"] != "List":
-                return f"of at most {most} entries"
-            return "an empty list" if most == 0 else f"a list of at most {most}"
+                return f"an object of at most {max_length} entries"
+            return "an empty list" if max_length == 0 else f"a list of at most {max_length}"
         case "union_tag_invalid":
             return f"an object whose type is one of {context['expected_tags']}"
         case "union_tag_not_found":

@@ -1,4 +1,4 @@
-"""What is counted and timed, for Prometheus."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,54 +15,59 @@ if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
     from runtime.generation.token_stream import TokenStream
 
-# Seconds, as far apart as a person can tell.
+# Upper bounds of the histograms' buckets, in seconds: roughly the differences that a person notices.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 def service_status(health: Health) -> Literal["ok", "degraded", "broken"]:
-    """Whether texts come: as they should, undrafted though there is a drafter, or not at all."""
+    """The status: "broken" if the target has failed, "degraded" if it decodes alone because the drafter fails."""
     if not health.target:
         return "broken"
     return "degraded" if health.draft is False else "ok"
 
 
 class Metrics:
-    """What a server counts of its requests, beside what the runtime counts of its models.
+    """The metrics of a server: those of its requests, and the runtime's statistics.
 
     Attributes:
-        registry: all of it.
+        registry: has all of them.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        """All at zero."""
+        """All at zero.
+
+        Args:
+            runtime: its statistics are read when the metrics are requested.
+        """
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_OfRuntime(runtime))
-        self._requests = Counter(
-            "outrider_requests", "Requests, by what became of them", ["outcome"], registry=self.registry
-        )
-        self._refusals = Counter(
-            "outrider_refusals", "Requests that got an error, by HTTP status", ["status"], registry=self.registry
+        self.registry.register(_RuntimeCollector(runtime))
+        self._requests = Counter("outrider_requests", "Requests by outcome", ["outcome"], registry=self.registry)
+        self._error_responses = Counter(
+            "outrider_refusals", "Error responses by HTTP status", ["status"], registry=self.registry
         )
         self._first_token = Histogram(
             "outrider_time_to_first_token_seconds",
-            "From the call to the first token, waiting and prefill included",
+            "Seconds from the call to the first token, including waiting and prefill",
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
         self._duration = Histogram(
-            "outrider_answer_seconds", "From the call to the last token", buckets=_BUCKETS_S, registry=self.registry
+            "outrider_answer_seconds",
+            "Seconds from the call to the last token",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
         )
         for outcome in ("finished", "cancelled", "failed", "refused"):
             self._requests.labels(outcome)
 
     def count(self, stream: TokenStream | None, failure: Exception | None, status: int | None) -> None:
-        """Count a request that is over, one way or another.
+        """Count a request that has ended.
 
         Args:
-            stream: its answer, or None if that never began.
-            failure: what the answer failed with, if it did.
-            status: with which the request was refused, or None.
+            stream: its generation; None if it did not begin.
+            failure: the error of the generation or the server; None if neither failed.
+            status: the HTTP status of an error response; None if there was none.
         """
         if stream is not None:
             statistics = stream.statistics()
@@ -71,7 +76,7 @@ class Metrics:
             if stream.finish_reason is not None:
                 self._duration.observe(statistics.elapsed)
         if status is not None:
-            self._refusals.labels(str(status)).inc()
+            self._error_responses.labels(str(status)).inc()
         if failure is not None:
             outcome = "failed"
         elif status is not None:
@@ -83,8 +88,8 @@ class Metrics:
         self._requests.labels(outcome).inc()
 
 
-class _OfRuntime(Collector):
-    """What the runtime counts, read when somebody asks."""
+class _RuntimeCollector(Collector):
+    """Metrics of a runtime, read when they are requested."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -93,33 +98,34 @@ class _OfRuntime(Collector):
         runtime, statistics = self._runtime, self._runtime.statistics()
         status = service_status(runtime.health())
         for name, text, count in (
-            ("prompt_tokens", "Tokens of prompts", statistics.prompt_tokens),
-            ("cached_prompt_tokens", "Tokens of prompts that were not read again", statistics.cached_tokens),
+            ("prompt_tokens", "Prompt tokens", statistics.prompt_tokens),
+            ("cached_prompt_tokens", "Prompt tokens that were still cached", statistics.cached_tokens),
             ("generated_tokens", "Tokens given to clients", statistics.generated_tokens),
             ("proposed_tokens", "Drafted tokens that were judged", statistics.proposed),
-            ("accepted_tokens", "Drafted tokens that stood", statistics.accepted),
-            ("rounds", "Passes of the target that gave a token", statistics.rounds),
+            ("accepted_tokens", "Drafted tokens that were accepted", statistics.accepted),
+            ("rounds", "Verify passes that gave a token", statistics.rounds),
             ("lookahead_hits", "Verdicts whose text had been drafted for", statistics.lookahead_hits),
             ("lookahead_misses", "Verdicts whose text had not", statistics.lookahead_misses),
-            ("draft_failures", "Drafters that failed and were left behind", statistics.draft_failures),
-            ("draft_timeouts", "Times that the target went on without a late drafter", statistics.draft_timeouts),
+            ("draft_failures", "Drafters that failed", statistics.draft_failures),
+            ("draft_timeouts", "Times that the target stopped waiting for a late drafter", statistics.draft_timeouts),
         ):
             yield CounterMetricFamily(f"outrider_{name}", text, value=count)
-        busy = CounterMetricFamily("outrider_busy_seconds", "Time at work", labels=["model"])
-        # Not from the fractions: what is rounded may fall, and a counter that falls is taken for one begun anew.
+        busy = CounterMetricFamily("outrider_busy_seconds", "Seconds in which the model had a job", labels=["model"])
+        # Not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a counter that
+        # falls for one that was reset.
         for model, seconds in zip(("target", "draft"), runtime.busy_seconds, strict=True):
             busy.add_metric([model], seconds)
         yield busy
         acceptance_rate = math.nan if statistics.acceptance_rate is None else statistics.acceptance_rate
         for name, text, value in (
-            ("streams", "Answers under way", runtime.num_streams),
-            ("waiting", "Answers that wait for the models", runtime.num_waiting),
-            ("acceptance_rate", "Drafted tokens that stood, of those judged; NaN before any was", acceptance_rate),
-            ("peak_memory_bytes", "Most memory that MLX has held at once", statistics.peak_memory),
-            ("healthy", "1 while the target is at work, and texts come", float(status != "broken")),
+            ("streams", "Streams that run", runtime.num_streams),
+            ("waiting", "Streams that wait for the models", runtime.num_waiting),
+            ("acceptance_rate", "Accepted tokens over proposed tokens; NaN if there are none", acceptance_rate),
+            ("peak_memory_bytes", "Maximum of the memory that MLX has held at once", statistics.peak_memory),
+            ("healthy", "1 while the target works", float(status != "broken")),
             (
                 "degraded",
-                "1 while texts come undrafted: the drafter has ended, hangs or is late",
+                "1 while the target decodes alone because the drafter has ended, hangs or is late",
                 float(status == "degraded"),
             ),
         ):

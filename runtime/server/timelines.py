@@ -1,115 +1,134 @@
-"""What the models did for the answers that somebody looks at: as it happens, and as a page afterwards."""
+"""Timelines: what the models did for the streams that a client watches, as chunks and as a page afterwards."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import trio
 
 from protocol.trace import Event, Instant, Span
+from runtime.server.background import Background
+from runtime.server.openai.responses import DrafterChange, ModelActivity, WorkSpan
 from runtime.tracing.drafter_states import DrafterState, drafter_state
 from runtime.tracing.timeline import render, texts_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# Of the answers that were looked at last, so many are remembered, and of each so much: some 3,000 tokens.
-MOST_ANSWERS = 32
-MOST_EVENTS = 30_000
+# The latest timelines are kept. Events of one are limited to those of some 3,000 tokens.
+MAX_TIMELINES = 32
+MAX_EVENTS = 30_000
 
 
-class Record:
-    """What happened in one generation."""
+class Timeline:
+    """The events of one stream.
+
+    Attributes:
+        events: the first `MAX_EVENTS` events.
+        num_lost: number of further events, which were not recorded.
+    """
 
     def __init__(self, opened: list[Instant], began: float) -> None:
-        """From its beginning, as far as it has begun.
+        """A timeline of a stream that has just begun.
 
         Args:
-            opened: what has happened by now.
-            began: when its stream did, in seconds on the clock of events.
+            opened: its events so far.
+            began: when the stream began, in seconds on the clock of events.
         """
         self.events: list[Event] = list(opened)
         self.num_lost = 0
         self._began = began
-        self._num_told = 0
-        self._drafter: DrafterState | None = None
+        self._num_reported = 0
+        self._drafter_state: DrafterState | None = None
 
     def add(self, event: Event) -> None:
-        """Take note of an event; beyond so many, only of that."""
-        if len(self.events) == MOST_EVENTS:
+        """Record an event; beyond `MAX_EVENTS`, only count it."""
+        if len(self.events) == MAX_EVENTS:
             self.num_lost += 1
             return
         self.events.append(event)
 
-    def news(self) -> dict[str, list[dict[str, Any]]]:
-        """The spans and the changes of the drafter's state since the last call, in seconds since the stream began.
-
-        See `Speculation` in `runtime.server.openai.responses`.
-        """
-        fresh, self._num_told = self.events[self._num_told :], len(self.events)
-        spans, changes = [], []
-        for event in fresh:
+    def new_activity(self) -> ModelActivity:
+        """The models' jobs and the changes of the drafter's state since the last call."""
+        new_events, self._num_reported = self.events[self._num_reported :], len(self.events)
+        spans: list[WorkSpan] = []
+        changes: list[DrafterChange] = []
+        for event in new_events:
             if isinstance(event, Span):
                 spans.append(
                     {
                         "actor": event.actor,
                         "kind": event.kind,
-                        "began": round(event.began - self._began, 6),
-                        "ended": round(event.ended - self._began, 6),
+                        "began": self._seconds(event.began),
+                        "ended": self._seconds(event.ended),
                         "round": event.round,
                     }
                 )
-            elif (state := drafter_state(self._drafter, event)) != self._drafter:
-                self._drafter = state
-                changes.append({"at": round(event.at - self._began, 6), "state": state})
+            elif (state := drafter_state(self._drafter_state, event)) is not None and state != self._drafter_state:
+                self._drafter_state = state
+                changes.append({"at": self._seconds(event.at), "state": state})
         return {"spans": spans, "drafter": changes}
+
+    def _seconds(self, at: float) -> float:
+        """Seconds since the stream began, to the microsecond."""
+        return round(at - self._began, 6)
 
 
 class Timelines:
-    """Keeps records of the generations that are watched; to be given to `runtime.open` as its trace."""
+    """The timelines of the streams that are watched; pass it to `runtime.open` as `trace`."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
-        self._records: OrderedDict[str, tuple[int, Record]] = OrderedDict()
-        self._by_session: dict[int, Record] = {}
-        self._opened: list[Instant] = []  # of the session that was opened last
+        """No timelines yet."""
+        self._timelines: OrderedDict[str, tuple[int, Timeline]] = OrderedDict()  # by id, with the session
+        self._by_session: dict[int, Timeline] = {}
+        self._opened: list[Instant] = []  # events of the session that was opened last
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event, if anybody watches."""
+        """Record an event of a session that is watched."""
         if event.session is None:
             return
-        if (record := self._by_session.get(event.session)) is not None:
-            record.add(event)
+        if (timeline := self._by_session.get(event.session)) is not None:
+            timeline.add(event)
         elif isinstance(event, Instant) and event.kind == "open":
             if self._opened and self._opened[0].session != event.session:
                 self._opened.clear()
             self._opened.append(event)
 
-    def watch(self, id: str, session: int, began: float) -> Record:
-        """Keep a record of a session from now on.
+    def watch(self, id: str, session: int, began: float) -> Timeline:
+        """Record a session from now on.
 
         Args:
-            id: to find the record by, later.
-            session: that was begun just now: nothing else may have happened since but its opening.
-            began: when that was; see `Record`.
+            id: of the response; `page` finds the timeline by it.
+            session: a session that was opened just now; no other event of it may have happened.
+            began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
-        record = self._by_session[session] = Record(opened, began)
-        self._records[id] = session, record
-        if len(self._records) > MOST_ANSWERS:
-            _, (oldest, _) = self._records.popitem(last=False)
-            self._by_session.pop(oldest, None)
-        return record
+        timeline = self._by_session[session] = Timeline(opened, began)
+        self._timelines[id] = session, timeline
+        if len(self._timelines) > MAX_TIMELINES:
+            _, (oldest_session, _) = self._timelines.popitem(last=False)
+            self._by_session.pop(oldest_session, None)
+        return timeline
 
-    async def page(self, id: str, tokenizer: TokenizerWrapper | None) -> str | None:
-        """The timeline of a generation as HTML; None where it is not remembered.
+    async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
+        """The timeline of a response as an HTML page; None if it is not kept.
 
-        Cancellation: nothing has happened.
+        Args:
+            id: of the response.
+            tokenizer: the target's.
+            background: renders the page.
+
+        Cancellation: changes nothing; the rendering finishes first.
         """
-        if id not in self._records:
+        if id not in self._timelines:
             return None
-        _, record = self._records[id]
-        events = list(record.events)
+        _, timeline = self._timelines[id]
+        events = list(timeline.events)
         texts = await texts_of(events, tokenizer)
-        return await trio.to_thread.run_sync(lambda: render(events, texts, num_lost=record.num_lost))
+        return await background(
+            partial(render, events, texts, num_lost=timeline.num_lost),
+            abandon_on_cancel=False,
+            limiter=trio.to_thread.current_default_thread_limiter(),
+        )

@@ -1,4 +1,4 @@
-"""Two actors at work on one text: whoever drafts, however far ahead, it is the text that the target says."""
+"""Two actors on one text: whatever the drafter says and however far ahead it is, the text is the target's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_text_is_the_targets_whatever_is_drafted(
     assert completion.finish_reason == "length"
     assert [token.index for token in completion.tokens] == list(range(50))
     assert [token.finish_reason for token in completion.tokens] == [None] * 49 + ["length"]
-    # The line and the books were compared at each job of both workers.
+    # Each job of both workers compares the sequence with the session state.
     assert simulation.target_worker.num_comparisons >= completion.statistics.rounds
 
 
@@ -72,7 +72,7 @@ async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(looka
     for agreement in AGREEMENTS:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
             for num_tokens in range(1, 13):
-                # Those behind the first one that comes are never reached.
+                # The tokens behind the first stop token are never reached.
                 stop = text[num_tokens - 1 : num_tokens + 2]
                 completion = await simulation.runtime.generate(
                     prompt, max_tokens=30, stop_tokens=stop, lookahead=lookahead
@@ -156,7 +156,7 @@ async def test_a_prompt_longer_than_the_drafters_context_never_enters_the_drafte
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 8])
 async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, autojump_clock: Any) -> None:
-    # Fed n tokens, it says the token at position n: ten tokens of context are good for position 10.
+    # After n tokens it says the token at position n, so a context of ten tokens reaches position 10.
     draft = ScriptedModel(truthful, context_length=10)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
@@ -176,7 +176,7 @@ async def test_rows_that_only_one_of_the_two_models_has_change_no_token(
     settings = {"max_tokens": 40, "lookahead": 3, "temperature": temperature, "seed": 7}
 
     def padded(history: Any) -> Any:
-        # The row that the target does not have would win, if it were looked at.
+        # The target must not look at rows that it does not have: they would win.
         return [*spike(next_token(history)), *[99.0] * 9][:width]
 
     async with simulated(ScriptedModel(truthful)) as simulation:
@@ -199,7 +199,7 @@ async def test_a_prompt_of_any_length_goes_in_by_chunks_of_any_size(prompt_lengt
             assert got == continuation(prompt, 10)
             for actor in ("target", "draft"):
                 chunks = [span.num_tokens for span in simulation.spans(actor, "prefill")]
-                # The last token of the prompt is left for the first round, which wants its logits.
+                # The last token of the prompt is left to the first round, which needs its logits.
                 assert sum(chunks) == prompt_length - 1
                 assert max(chunks, default=0) <= step
 
@@ -211,7 +211,7 @@ async def test_both_models_prefill_at_the_same_time(autojump_clock: Any) -> None
             assert [(s.began, s.ended) for s in simulation.spans(actor, "prefill")] == [(0, 4), (4, 8)]
 
 
-# --- caches that cannot go back: the N=1 fallback -------------------------------------------------
+# --- caches that cannot be rewound: the N=1 fallback ----------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
@@ -228,23 +228,24 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     assert sequence.rewinds == []
     assert sequence.tokens == (PROMPT + continuation(PROMPT, 30))[: len(sequence.tokens)]
     assert all(len(tokens) == 1 for at, tokens in sequence.fed if at >= len(PROMPT) - 1)
-    # In a rest it goes one token of its own ahead, which it will not have to lose; for a drafter, never.
+    # While it rests, the target decodes one token ahead. That token is committed, so it is never lost. A drafter never
+    # does.
     is_ahead = completion.statistics.resting_rounds > 0
     assert not is_ahead or lookahead == "auto"
-    assert simulation.target_worker.most_ahead == (1 if is_ahead else 0)
+    assert simulation.target_worker.max_ahead == (1 if is_ahead else 0)
     with_proposal = [instant for instant in simulation.instants("proposal") if instant.num_tokens > 0]
     statistics = completion.statistics
     assert statistics.n1_rounds == len(with_proposal) == statistics.proposed
     assert statistics.rounds == 30
     assert statistics.bonus == 0
-    # The guess is compared all the same, so that acceptance is known.
+    # The guess is compared nevertheless, so that the acceptance rate is known.
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
     assert statistics.acceptance_rate == pytest.approx(agreement, abs=0.25)
 
 
 @pytest.mark.parametrize("undo", ["nothing", "by checkpoint"])
 async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, autojump_clock: Any) -> None:
-    # With checkpoints, what was accepted is now and then fed again in a pass of its own, which settles it.
+    # With checkpoints, accepted tokens are sometimes fed again in a pass of their own, which settles them.
     target = ScriptedModel(truthful, undo=never, keeps_states=undo == "by checkpoint")
     async with simulated(target, ScriptedModel(agreeing(0.5))) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=40, lookahead=3) == continuation(PROMPT, 40)
@@ -276,8 +277,8 @@ async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
     (sequence,) = draft.sequences
     assert sequence.rewinds == []
     assert sequence.tokens == text[: len(sequence.tokens)]
-    assert simulation.draft_worker.most_ahead == 0
-    # One token can be guessed beyond what is committed, and it is.
+    assert simulation.draft_worker.max_ahead == 0
+    # One token can be guessed beyond the committed text, and it is.
     assert {instant.num_tokens for instant in simulation.instants("proposal")} <= {0, 1}
     assert completion.statistics.draft_failures == 0
     if agreement == 1:
@@ -306,11 +307,11 @@ async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_acro
                 completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)
             assert ids(completion.tokens) == continuation(PROMPT, 40)
             assert completion.statistics.draft_failures == 0
-            # A round goes by single steps where the text and what is proposed would fill the target's cache.
+            # A round takes single steps if the text and the proposal would fill the target's cache.
             length, num_single_steps = len(PROMPT), 0
             proposed = {proposal.round: proposal.num_tokens for proposal in simulation.instants("proposal")}
             for verdict in simulation.instants("verdict"):
-                num_proposed = proposed.get(verdict.round, 0)  # none in a rest
+                num_proposed = proposed.get(verdict.round, 0)  # none in a resting round
                 fills = who != "draft" and num_proposed > 0 and length + num_proposed >= window
                 num_single_steps += fills
                 length += 1 if fills else verdict.num_tokens + 1
@@ -327,7 +328,7 @@ async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then
     assert set(sizes[5:-1]) == {1}
 
 
-# --- the counts -----------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("agreement", AGREEMENTS)
@@ -346,7 +347,7 @@ async def test_the_counts_add_up_to_what_happened(lookahead: Any, agreement: flo
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
     assert statistics.proposed == sum(instant.num_tokens for instant in proposals)
     assert statistics.proposed == statistics.accepted + statistics.rejected
-    assert statistics.accepted + statistics.rounds == 40  # the verdict of a round has a token of its own
+    assert statistics.accepted + statistics.rounds == 40  # each round's verdict adds a token of the target's own
     sizes = {instant.round: instant.num_tokens for instant in proposals}
     assert len(sizes) == len(proposals)
     assert statistics.bonus == sum(sizes.get(v.round, 0) == v.num_tokens > 0 for v in verdicts)
@@ -354,7 +355,7 @@ async def test_the_counts_add_up_to_what_happened(lookahead: Any, agreement: flo
     assert statistics.lookahead_hits == len(simulation.instants("hit"))
     assert statistics.lookahead_misses == len(simulation.instants("miss"))
     if lookahead != 0:
-        # Each round was proposed for or left to the target; and what ends the text is neither hit nor miss.
+        # Each round has a proposal or is a resting round. The last verdict is neither hit nor miss.
         assert statistics.resting_rounds == statistics.rounds - len(proposals)
         going_on = [round for round in sizes if round < statistics.rounds - 1]
         assert statistics.lookahead_hits + statistics.lookahead_misses == len(going_on)
@@ -371,7 +372,7 @@ async def test_a_drafter_that_is_right_in_a_known_pattern_is_counted_to_the_toke
     draft = ScriptedModel(right_where([True, False, True, True]))
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=12, lookahead=3)
-    # Rounds: 2 accepted and one recovered; then 3 and a recovered one each.
+    # Rounds: two accepted tokens and a recovered one; then three accepted and a recovered one each.
     flags = [True, True, False] + [True, True, True, False] * 2 + [False]
     assert [token.from_draft for token in completion.tokens] == flags
     statistics = completion.statistics

@@ -1,4 +1,4 @@
-"""Every architecture of mlx-lm: its greedy text is plain decoding's, on every rung and however far ahead."""
+"""Every architecture of mlx-lm: its text is plain greedy decoding's in every rewind mode and at every lookahead."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from architectures import (
     NO_MODEL,
     VOCAB_SIZE,
     Architecture,
-    Knowing,
     Leaning,
+    PositionalModel,
     build,
     kinds,
 )
+from completions import ids
 from mlx_lm.models.cache import make_prompt_cache
-from plain_decoding import NUM_TOKENS, PROMPT, assert_leads, greedy
+from models import assert_leads
+from plain_decoding import CLEAR_LEAD, NUM_TOKENS, PROMPT, greedy_text
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -42,12 +44,12 @@ from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 
 LOOKAHEADS = (1, 3, 6)
-# Positions at which whoever drafts is right.
+# Positions at which the drafter is right.
 RIGHT = [random.Random(7 * position).random() < 0.7 for position in range(len(PROMPT) + NUM_TOKENS)]
 
 
-def rungs(architecture: Architecture) -> set[str]:
-    """The values of `rewind` that a model with such caches takes."""
+def rewind_options(architecture: Architecture) -> set[str]:
+    """The values of `rewind` that a model with these caches takes."""
     classes = " ".join(architecture.kinds)
     found = {"auto", "none"}
     if architecture.is_stepwise or "LayerCache" in classes:
@@ -56,45 +58,41 @@ def rungs(architecture: Architecture) -> set[str]:
 
 
 def lookahead_for(*case: str) -> int:
-    """One of `LOOKAHEADS`, another one from case to case: every cache class gets all of them by its architectures."""
+    """One of `LOOKAHEADS`, chosen by the case, so that each cache class is tested with all of them."""
     return LOOKAHEADS[sum(map(ord, "".join(case))) % len(LOOKAHEADS)]
 
 
 def _always_trims(architecture: Architecture) -> bool:
-    return "trim" in rungs(architecture) and "RotatingKVCache" not in architecture.kinds
+    return "trim" in rewind_options(architecture) and "RotatingKVCache" not in architecture.kinds
 
 
 def corrupted(text: Sequence[int], vocab_size: int) -> list[int]:
-    """A text with another token where `RIGHT` says so."""
+    """A text with a wrong token at each position where `RIGHT` is false."""
     return [token if right else (token + 1) % vocab_size for token, right in zip(text, RIGHT, strict=True)]
 
 
 def guessed(model: nn.Module) -> list[int]:
-    """A text on which a model's greedy guesses are right where `RIGHT` says so, and nowhere else."""
+    """A text on which a model's greedy guesses are right exactly where `RIGHT` says so."""
     text, cache = list(PROMPT), make_prompt_cache(model)
     logits = model(mx.array([PROMPT[:-1]]), cache=cache)
     for right in RIGHT[len(PROMPT) :]:
         logits = model(mx.array([text[-1:]]), cache=cache)[0, -1]
-        assert_leads(logits)
+        assert_leads(logits, CLEAR_LEAD)
         guess = int(mx.argmax(logits).item())
         text.append(guess if right else (guess + 1) % logits.shape[0])
     return text
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @asynccontextmanager
 async def with_a_fake(
     model: nn.Module, knows: Sequence[int], *, is_target: bool, rewind: Any
 ) -> AsyncIterator[Runtime]:
-    """A runtime of a real model on its thread, and one that knows a text."""
+    """A runtime of a real model on its thread, and of a model that knows a text."""
     async with ThreadWorker("target" if is_target else "draft") as worker:
         real = await worker.run(Job("load", partial(MLXModel, model, CacheOptions(rewind=rewind))))
-        # Of which nothing is left that shows in a text.
+        # The probe leaves nothing behind that affects a text.
         await worker.run(Job("load", partial(probe, real)))
-        fake = Knowing(knows, real.vocab_size)
+        fake = PositionalModel(knows, real.vocab_size)
         fake_worker = SimulatedWorker("draft" if is_target else "target", price=lambda _: 0.0)
         models = ((real, worker), (fake, fake_worker))
         with real.evaluating_layers():
@@ -133,18 +131,18 @@ def test_the_reason_holds_for_which_a_module_is_left_out(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-async def test_the_greedy_text_is_plain_decodings_on_every_rung(name: str) -> None:
+async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model = build(name)
     assert kinds(model) == architecture.kinds
-    # First of all the runtime, on whose thread nothing of the model has been computed yet.
+    # The runtime comes first: nothing of the model has been computed on its thread yet.
     async with runtime.open((model, None)) as rt:
         undrafted = ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS))
-    text = greedy(model)
+    text = greedy_text(model)
     continuation = text[len(PROMPT) :]
     assert undrafted == continuation
     for rewind in ("auto", "trim", "checkpoint", "none"):
-        if rewind not in rungs(architecture):
+        if rewind not in rewind_options(architecture):
             with pytest.raises(ModelError, match=rewind):
                 async with runtime.open((model, None), rewind=rewind):
                     pass
@@ -154,14 +152,14 @@ async def test_the_greedy_text_is_plain_decodings_on_every_rung(name: str) -> No
             lookahead = lookahead_for(name, rewind)
             completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
             assert ids(completion) == continuation, f"rewind {rewind}, lookahead {lookahead}"
-            _assert_climbed(architecture, rewind, completion.statistics)
+            _assert_rewound(architecture, rewind, completion.statistics)
 
 
-def _assert_climbed(architecture: Architecture, rewind: str, statistics: runtime.Statistics) -> None:
-    """The rung was used that was to be used, and there was something to rewind."""
+def _assert_rewound(architecture: Architecture, rewind: str, statistics: runtime.Statistics) -> None:
+    """Assert that the expected rewind mode was used, and that there was something to rewind."""
     assert statistics.draft_failures == 0
     assert 0 < statistics.accepted < statistics.proposed
-    can_checkpoint = "checkpoint" in rungs(architecture)
+    can_checkpoint = "checkpoint" in rewind_options(architecture)
     always_trims = _always_trims(architecture)
     if rewind == "none" or not can_checkpoint:
         assert statistics.n1_rounds >= statistics.rounds - 1
@@ -174,7 +172,8 @@ def _assert_climbed(architecture: Architecture, rewind: str, statistics: runtime
         assert statistics.replayed_tokens > 0
 
 
-# Of those that can always be trimmed, two with fewer and more caches than layers, and one like most.
+# All cache kinds; of the models that can always be trimmed, two with fewer and more caches than layers, and one like
+# most.
 DRAFTERS = [name for name, architecture in ARCHITECTURES.items() if architecture.kinds != ("KVCache",)]
 DRAFTERS += ["afm7", "nanbeige", "qwen3"]
 
@@ -185,25 +184,27 @@ async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_ofte
     architecture = ARCHITECTURES[name]
     model = build(name)
     text = guessed(model)
-    # "auto" trims where it can; what insisting on that adds is a drafter that looks one token ahead.
-    for rewind in sorted(rungs(architecture) & {"auto", "checkpoint"}):
+    # "auto" trims where it can. "checkpoint" adds a drafter that looks one token ahead.
+    for rewind in sorted(rewind_options(architecture) & {"auto", "checkpoint"}):
         async with with_a_fake(model, text, is_target=False, rewind=rewind) as rt:
             lookahead = lookahead_for(name, rewind)
             completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
             assert ids(completion) == text[len(PROMPT) :]
             assert completion.statistics.draft_failures == 0
-            # A cache that nothing is known of is fed committed tokens, and one can be guessed beyond them.
-            most = 1 if "LayerCache" in architecture.kinds else lookahead
+            # With an unknown cache class the drafter is fed committed tokens only, and guesses one token beyond them.
+            num_guessed = 1 if "LayerCache" in architecture.kinds else lookahead
             drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], most), f"rewind {rewind}, lookahead {lookahead}"
+            assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], num_guessed), (
+                f"rewind {rewind}, lookahead {lookahead}"
+            )
 
 
 def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:
-    """Which tokens of a text come from a drafter that proposes so many at a time.
+    """Which tokens of a text come from a drafter with a fixed lookahead.
 
     Args:
         right: for each token, whether the drafter's guess after the text before it is right.
-        lookahead: how many it proposes, but for the last rounds, in which that many are of no use.
+        lookahead: tokens per proposal; fewer in the last rounds, which have no use for so many.
     """
     drafted: list[bool] = []
     while (remaining := len(right) - len(drafted)) > 0:
@@ -242,7 +243,7 @@ PAIRS = [
     ("jamba", "rwkv7"),
     ("llama4", "qwen3_next"),
 ]
-# Where the first would leave a token to rounding.
+# Where the default seed leaves a token to rounding.
 TARGET_SEEDS = {"gpt_oss": 1}
 DRAFT_SEEDS = {("mamba", "mamba"): 102}
 
@@ -252,7 +253,7 @@ DRAFT_SEEDS = {("mamba", "mamba"): 102}
 async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name: str) -> None:
     target = Leaning(build(target_name, seed=TARGET_SEEDS.get(target_name)))
     draft = Leaning(build(draft_name, seed=DRAFT_SEEDS.get((target_name, draft_name), 100)))
-    text = greedy(target)
+    text = greedy_text(target)
     right = [guess == token for guess, token in zip(guesses(draft, text), text[len(PROMPT) :], strict=True)]
     async with runtime.open((target, None), (draft, None)) as rt:
         lookahead = lookahead_for(target_name, draft_name)
@@ -260,18 +261,18 @@ async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name
         assert ids(completion) == text[len(PROMPT) :], f"lookahead {lookahead}"
         assert completion.statistics.draft_failures == 0
         assert 0 < completion.statistics.accepted < completion.statistics.proposed
-        if target_name == "qwen3":  # of which every round judges all that was proposed
-            most = 1 if draft_name in UNKNOWN else lookahead
+        if target_name == "qwen3":  # there each round judges everything that was proposed
+            num_guessed = 1 if draft_name in UNKNOWN else lookahead
             drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(right, most), f"lookahead {lookahead}"
+            assert drafted == share_of_a_drafter(right, num_guessed), f"lookahead {lookahead}"
 
 
 def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:
-    """What a model's plain greedy decoding would put at each position of a text beyond the prompt."""
+    """The greedy choices of plain decoding at each position of a text beyond the prompt."""
     cache, found = make_prompt_cache(model), []
     model(mx.array([text[: len(PROMPT) - 1]]), cache=cache)
     for token in text[len(PROMPT) - 1 : -1]:
         logits = model(mx.array([[token]]), cache=cache)[0, -1]
-        assert_leads(logits)
+        assert_leads(logits, CLEAR_LEAD)
         found.append(int(mx.argmax(logits).item()))
     return found

@@ -1,6 +1,6 @@
-"""The caches' own account: whatever was fed, taken back and fed again, what is left reads as if nothing else had been.
+"""Rewinds of real caches: after any sequence of feeds and rewinds, a cache reads on as if it held only what is left.
 
-All on one thread, without a runtime but where quantised and bounded caches are compared with plain decoding.
+On one thread and without a runtime, except where quantised and bounded caches are compared with plain decoding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import mlx.nn as nn
 import pytest
 from architectures import build
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, WINDOW, Concatenating, Subject, subject
+from completions import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -38,7 +39,7 @@ from actors.model import RewindMode
 from protocol.errors import ModelError, RewindError, SettingsError
 
 CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
-CLIMBS = [
+CACHES_AND_MODES = [
     *[(name, rewind) for name in SUBJECTS for rewind in ("auto", "checkpoint")],
     *[(name, "trim") for name in ("ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache")],
     ("ArraysCache, mamba", "none"),
@@ -49,10 +50,10 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class Climber:
-    """Puts a line to the uses that the actors make of it, and keeps books of what it should hold.
+class Exerciser:
+    """Applies the operations of both actors to a sequence, and tracks the tokens that it should hold.
 
-    Its committed text is `TEXT`, up to a length; drafts agree with it for a while, and then do not.
+    The committed text is a prefix of `TEXT`. Drafts agree with it for a while and then differ.
     """
 
     def __init__(self, of: Subject, rewind: str, *, prompt_length: int) -> None:
@@ -62,7 +63,7 @@ class Climber:
         self.num_prefilled = prompt_length - 1
         self.cached_tokens: list[int] = []
         self.seen: list[tuple[tuple[int, ...], mx.array]] = []
-        self.rungs: set[RewindMode] = set()
+        self.modes: set[RewindMode] = set()
         if self.num_prefilled:
             self.sequence.feed(tuple(TEXT[: self.num_prefilled]), 0)
             self.cached_tokens = TEXT[: self.num_prefilled]
@@ -77,11 +78,11 @@ class Climber:
         return [token if i < num_right else (token + 7) % VOCAB_SIZE for i, token in enumerate(after)]
 
     def commit(self, num_tokens: int) -> None:
-        """Text is committed that others have found."""
+        """Commit tokens of the text that the sequence has not read."""
         self.num_committed += num_tokens
 
     def go_back(self, length: int) -> None:
-        """Rewind, no further than to the committed text."""
+        """Rewind, at most to the end of the committed text."""
         if len(self.cached_tokens) > max(length, self.num_committed):
             self.rewind(max(length, self.num_committed))
 
@@ -93,7 +94,7 @@ class Climber:
         return got
 
     def verify(self, num_tokens: int, num_right: int) -> None:
-        """A target's round: what is committed and a proposal in one pass, then back to what stands."""
+        """A target's round: feed the committed tokens and a proposal in one pass, then rewind to what was accepted."""
         if (keep := common_length(self.cached_tokens, self.committed)) < len(self.cached_tokens):
             self.rewind(keep)
         proposal = self.draft_of(num_tokens, num_right)
@@ -108,7 +109,7 @@ class Climber:
         self.commit(num_accepted + 1)
 
     def draft(self, num_tokens: int, num_right: int) -> None:
-        """A drafter's step: to the end of a draft, whatever is held."""
+        """A drafter's steps: feed tokens until the draft is complete, whatever is cached already."""
         text = self.committed + self.draft_of(num_tokens, num_right)
         keep = common_length(self.cached_tokens, text)
         if keep == len(text):
@@ -122,7 +123,7 @@ class Climber:
 
     def prepare(self, num_tokens: int) -> RewindMode:
         rewind_mode = self.sequence.prepare(num_tokens, self.num_committed)
-        self.rungs.add(rewind_mode)
+        self.modes.add(rewind_mode)
         return rewind_mode
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -135,7 +136,7 @@ class Climber:
         self.sequence.check(len(self.cached_tokens))
 
     def assert_nothing_shows(self) -> None:
-        """All logits seen are those of a line on which nothing was ever taken back."""
+        """Assert that all logits equal those of a sequence that was never rewound."""
         for text, row in sorted(self.seen, key=lambda pair: -len(pair[0])):
             off = mx.abs(row - self.subject.row(self.num_prefilled, text)).max().item()
             assert off < ATOL, f"the logits after {len(text)} tokens are off by {off}"
@@ -145,10 +146,10 @@ class Climber:
 a_number = st.integers(0, 4)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just(Climber.commit), st.integers(1, 3)),
-        st.tuples(st.just(Climber.verify), a_number, a_number),
-        st.tuples(st.just(Climber.draft), a_number, a_number),
-        st.tuples(st.just(Climber.go_back), st.integers(0, 30)),
+        st.tuples(st.just(Exerciser.commit), st.integers(1, 3)),
+        st.tuples(st.just(Exerciser.verify), a_number, a_number),
+        st.tuples(st.just(Exerciser.draft), a_number, a_number),
+        st.tuples(st.just(Exerciser.go_back), st.integers(0, 30)),
     ),
     min_size=6,
     max_size=12,
@@ -156,37 +157,37 @@ operations = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
+@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
 def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
     @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
     @settings(deadline=None, derandomize=True, database=None, max_examples=6)
-    def climb(prompt_length: int, steps: list[Any]) -> None:
-        climber = Climber(subject(name), rewind, prompt_length=prompt_length)
+    def exercise(prompt_length: int, steps: list[Any]) -> None:
+        exerciser = Exerciser(subject(name), rewind, prompt_length=prompt_length)
         for act, *args in steps:
-            act(climber, *args)
-        climber.assert_nothing_shows()
+            act(exerciser, *args)
+        exerciser.assert_nothing_shows()
 
-    climb()
+    exercise()
 
 
-@pytest.mark.parametrize(("name", "rewind"), CLIMBS)
-def test_a_line_is_put_right_at_every_length_of_a_text(name: str, rewind: str) -> None:
-    climber = Climber(subject(name), rewind, prompt_length=2)
+@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
+def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: str) -> None:
+    exerciser = Exerciser(subject(name), rewind, prompt_length=2)
     for i in range(5):
-        climber.verify(3, (0, 2, 3, 1, 0)[i])
-        climber.draft(1, 1)
-        climber.draft(2, 1)
-        climber.draft(3, 0)
-        climber.go_back(climber.num_committed + 1)
-        climber.commit(1)
-    climber.assert_nothing_shows()
+        exerciser.verify(3, (0, 2, 3, 1, 0)[i])
+        exerciser.draft(1, 1)
+        exerciser.draft(2, 1)
+        exerciser.draft(3, 0)
+        exerciser.go_back(exerciser.num_committed + 1)
+        exerciser.commit(1)
+    exerciser.assert_nothing_shows()
     if rewind == "none":
-        assert climber.rungs == {RewindMode.SINGLE}
+        assert exerciser.modes == {RewindMode.SINGLE}
     elif rewind == "checkpoint":
-        assert RewindMode.TRIM not in climber.rungs
-        assert RewindMode.CHECKPOINT in climber.rungs
+        assert RewindMode.TRIM not in exerciser.modes
+        assert RewindMode.CHECKPOINT in exerciser.modes
     else:
-        assert (RewindMode.TRIM in climber.rungs) == (name in CAN_TRIM)
+        assert (RewindMode.TRIM in exerciser.modes) == (name in CAN_TRIM)
 
 
 # --- rotating caches ------------------------------------------------------------------------------
@@ -200,34 +201,34 @@ def test_a_line_is_put_right_at_every_length_of_a_text(name: str, rewind: str) -
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:
-    climber = Climber(subject(name), rewind, prompt_length=num_settled)
-    climber.feed(climber.committed[len(climber.cached_tokens) :])
+    exerciser = Exerciser(subject(name), rewind, prompt_length=num_settled)
+    exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     depth = 6
     for back_to in reversed(range(depth)):
         for num_tokens in range(1, depth + 1):
-            climber.draft(num_tokens, depth)
-        assert climber.rewind(num_settled + back_to) <= num_settled + back_to
-        # Another way on from there: what it writes must not show in the checkpoints below.
+            exerciser.draft(num_tokens, depth)
+        assert exerciser.rewind(num_settled + back_to) <= num_settled + back_to
+        # Continue differently from there: what this writes must not show in the checkpoints below.
         for num_tokens in range(back_to + 1, depth + 1):
-            climber.draft(num_tokens, back_to)
-    climber.assert_nothing_shows()
+            exerciser.draft(num_tokens, back_to)
+    exerciser.assert_nothing_shows()
 
 
 def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay() -> None:
-    climber = Climber(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
-    climber.feed(climber.committed[len(climber.cached_tokens) :])
+    exerciser = Exerciser(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
+    exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     for num_tokens in range(1, 6):
-        climber.draft(num_tokens, 5)
-    assert climber.rungs == {RewindMode.CHECKPOINT}
+        exerciser.draft(num_tokens, 5)
+    assert exerciser.modes == {RewindMode.CHECKPOINT}
     for num_tokens in reversed(range(5)):
-        assert climber.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
+        assert exerciser.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
 
 
 def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> None:
     sequence = subject("RotatingKVCache that keeps its first").open_sequence("auto")
     sequence.feed(tuple(TEXT[: WINDOW - 3]), 1)
     assert sequence.prepare(2, WINDOW - 3) is RewindMode.TRIM
-    assert sequence.prepare(3, WINDOW - 3) is RewindMode.CHECKPOINT  # to the brim
+    assert sequence.prepare(3, WINDOW - 3) is RewindMode.CHECKPOINT  # until the window is full
     assert sequence.prepare(4, WINDOW - 3) is RewindMode.SINGLE
     sequence.feed(tuple(TEXT[WINDOW - 3 : 2 * WINDOW]), 1)
     assert sequence.prepare(1, 2 * WINDOW) is RewindMode.CHECKPOINT
@@ -247,7 +248,7 @@ def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_toke
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_line_refuses_to_go_where_nothing_was_kept(name: str) -> None:
+def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> None:
     sequence = subject(name).open_sequence("none")
     sequence.feed(tuple(TEXT[:5]), 1)
     with pytest.raises(RewindError, match="asked to rewind to 6 tokens a cache that holds 5"):
@@ -257,7 +258,7 @@ def test_a_line_refuses_to_go_where_nothing_was_kept(name: str) -> None:
     assert sequence.rewind(5) == 5
 
 
-def test_a_line_whose_layers_disagree_with_the_books_says_which() -> None:
+def test_a_sequence_with_a_layer_of_the_wrong_length_names_the_layer() -> None:
     sequence = subject("KVCache").open_sequence("auto")
     sequence.feed(tuple(TEXT[:5]), 1)
     sequence.cache[1].offset = 4
@@ -266,29 +267,29 @@ def test_a_line_whose_layers_disagree_with_the_books_says_which() -> None:
 
 
 class Rounds:
-    """A line on which a drafter and a target take turns for as long as it is asked."""
+    """A sequence on which drafter's and target's operations alternate without end."""
 
     def __init__(self, model: nn.Module, rewind: Any) -> None:
         self.sequence = MLXSequence(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE, in_slices=False)
         self.length = 0
 
     def run(self, num_rounds: int) -> int:
-        """Returns: most checkpoints kept at once."""
-        most = 0
+        """Returns: the maximum number of checkpoints kept at once."""
+        max_checkpoints = 0
         for i in range(num_rounds):
             for _ in range(3):
                 self.sequence.prepare(1, self.length)
                 self._feed(1)
-                most = max(most, len(self.sequence._checkpoints))
+                max_checkpoints = max(max_checkpoints, len(self.sequence._checkpoints))
             stands = self.length + i % 3
             got = self.sequence.rewind(stands)
             self._feed(stands + 1 - got)
             self.length = stands + 1
             self.sequence.check(self.length)
-        return most
+        return max_checkpoints
 
     def memory(self) -> int:
-        """Bytes in use beside the caches themselves, which may grow with the text."""
+        """Bytes in use besides the caches themselves, which may grow with the text."""
         gc.collect()
         mx.clear_cache()
         return mx.get_active_memory() - sum(layer.nbytes for layer in self.sequence.cache)
@@ -311,7 +312,7 @@ def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
     before = rounds.memory()
     assert 3 <= rounds.run(240) <= 4
     checkpoint = sum(checkpoint_bytes(layer) for layer in rounds.sequence.cache)
-    # Some three checkpoints, of which it depends on the round how much they share with the caches.
+    # About three checkpoints; how much of them is shared with the caches depends on the round.
     assert rounds.memory() - before < 4 * checkpoint + 2**14
     rounds.sequence.prepare(1, rounds.length)
     assert len(rounds.sequence._checkpoints) == 1
@@ -327,12 +328,8 @@ def wide_headed() -> nn.Module:
     return build("qwen3", head_dim=32)
 
 
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
-
-
 async def assert_plain_text(draft: nn.Module, prompt_lengths: Sequence[int], **options: Any) -> runtime.Statistics:
-    """Returns: of the runtime."""
+    """Returns: the runtime's completion."""
     target = wide_headed()
     async with runtime.open((target, None), (draft, None), **options) as rt:
         for length in prompt_lengths:
@@ -386,15 +383,15 @@ async def test_a_cache_cannot_be_both_bounded_and_quantised() -> None:
             pass
 
 
-# --- classes that nothing is known of -------------------------------------------------------------
+# --- unknown cache classes ------------------------------------------------------------------------
 
 
 class CleverKVCache(KVCache):
-    """A cache of somebody else's."""
+    """An unknown subclass of a known cache."""
 
 
 class ShyKVCache(KVCache):
-    """Another."""
+    """Another unknown subclass."""
 
 
 class Clever(Wrapped):
@@ -427,7 +424,7 @@ async def test_a_model_with_caches_of_an_unknown_class_is_fed_one_token_at_a_tim
 
 
 @pytest.mark.parametrize("rewind", ["trim", "checkpoint"])
-async def test_a_rung_that_an_unknown_class_may_not_have_is_refused(
+async def test_a_rewind_mode_that_an_unknown_class_may_not_have_is_refused(
     rewind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ModelError, match=f'rewind="{rewind}".*ShyKVCache'):
@@ -436,7 +433,7 @@ async def test_a_rung_that_an_unknown_class_may_not_have_is_refused(
     assert warnings_of(caplog) == []
 
 
-def test_no_rung_is_believed_of_an_unknown_class() -> None:
+def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
     cache = ShyKVCache()
     assert cache.is_trimmable()
     assert not can_trim_after(cache, 1)
@@ -447,7 +444,7 @@ def test_no_rung_is_believed_of_an_unknown_class() -> None:
     assert sequence.prepare(1, 5) is RewindMode.SINGLE
 
 
-# --- layers by themselves -------------------------------------------------------------------------
+# --- single layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -1,4 +1,4 @@
-"""A cache's state, taken out and put into another: it reads on as if nothing had happened, and nothing else fits."""
+"""A cache's state, moved into another cache: that one reads on as if nothing had happened. Nothing else fits."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ CLASS_OF = {
 
 
 def through_a_file(state: SequenceState) -> SequenceState:
-    """What comes back of a state that was written and read."""
+    """A recorded sequence after writing and reading a file."""
     recorded = record(state, "target")
     return recall(SequenceRecord(json.loads(json.dumps(recorded.description)), recorded.tensors))
 
 
 def copied(sequence: MLXSequence, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXSequence:
-    """Another line that holds what one holds, by way of a file."""
+    """A new sequence with the state of another, moved through a file."""
     state = sequence.take_state(tuple(tokens))
     assert state is not None
     other = of.open_sequence(rewind)
@@ -69,7 +69,7 @@ def read_on(sequence: MLXSequence, tokens: list[int]) -> mx.array:
     return mx.concatenate(rows)
 
 
-# --- there and back, by class ---------------------------------------------------------------------
+# --- write and read, by class ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASS_OF)
@@ -92,7 +92,7 @@ def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, lengt
     other = copied(sequence, cached_tokens, of)
     other.check(length)
     assert [type(layer) for layer in other.cache] == [type(layer) for layer in sequence.cache]
-    # Long enough to go round a window, and for buffers to grow; then several at once, as a verify does.
+    # Long enough to go round a window and to grow buffers; then several at once, as in a verify.
     after = TEXT[length : length + 2 * WINDOW + 1]
     assert mx.array_equal(read_on(sequence, after), read_on(other, after))
     assert mx.array_equal(sequence.feed(tuple(TEXT[90:93]), 3), other.feed(tuple(TEXT[90:93]), 3))
@@ -168,20 +168,20 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
     sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
     sequence.feed(tuple(cached_tokens), 1)
     other = copied(sequence, cached_tokens, of)
-    # So small a model with weights so wide may overflow in half precision.
+    # So small a model with such wide weights may overflow in half precision.
     assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
 
 
-# --- ways back ------------------------------------------------------------------------------------
+# --- rewinds after a restore ----------------------------------------------------------------------
 
-PINS = [4, WINDOW + 2, 2 * WINDOW + 1]
+CHECKPOINTS = [4, WINDOW + 2, 2 * WINDOW + 1]
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_ways_back_come_back_too(name: str) -> None:
     of = subject(name)
     sequence, length = of.open_sequence("checkpoint"), 0
-    for end in PINS:
+    for end in CHECKPOINTS:
         read_on(sequence, TEXT[length:end])
         sequence.add_prefix_checkpoint()
         length = end
@@ -189,21 +189,21 @@ def test_the_ways_back_come_back_too(name: str) -> None:
     read_on(sequence, cached_tokens[length:])
     sequences = [copied(sequence, cached_tokens, of, rewind="checkpoint") for _ in range(2)] + [sequence]
     reaches = []
-    for back_to in reversed(PINS):
+    for back_to in reversed(CHECKPOINTS):
         reaches.append({one.reusable_length(back_to, back_to) for one in sequences})
         if reaches[-1] == {0}:
             continue
         for one in sequences:
             one.reuse(back_to)
-        # What is read on from here must not show further back.
+        # What is read from here must not show further back.
         rows = [read_on(one, TEXT[100:103]) for one in sequences]
         assert all(mx.array_equal(row, rows[-1]) for row in rows)
-    # Where a window keeps its first tokens, nothing is reused that went beyond it; nor what is quantised.
-    never = PINS[1:] if "keeps its first" in name else PINS if "Quantized" in name else []
-    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(PINS)]
+    # A window that keeps its first tokens is not reused beyond its size; a quantised cache is never reused.
+    never = CHECKPOINTS[1:] if "keeps its first" in name else CHECKPOINTS if "Quantized" in name else []
+    assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(CHECKPOINTS)]
 
 
-def test_pins_that_cannot_be_are_refused() -> None:
+def test_impossible_prefix_checkpoints_are_refused() -> None:
     of = subject("ArraysCache and RotatingKVCache")
     sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
     sequence.feed(tuple(cached_tokens[:5]), 1)
@@ -211,15 +211,15 @@ def test_pins_that_cannot_be_are_refused() -> None:
     sequence.feed(tuple(cached_tokens[5:]), 1)
     state = sequence.take_state(tuple(cached_tokens))
     assert state is not None
-    (pin,) = state.prefix_checkpoints
+    (checkpoint,) = state.prefix_checkpoints
     for prefix_checkpoints in (
-        (pin, pin),
-        (attrs.evolve(pin, length=6),),
-        (attrs.evolve(pin, length=0),),
-        (attrs.evolve(pin, length=21),),
-        (attrs.evolve(pin, layers=pin.layers[:-1]),),
-        (attrs.evolve(pin, layers=pin.layers[::-1]),),
-        (attrs.evolve(pin, layers=state.layers),),
+        (checkpoint, checkpoint),
+        (attrs.evolve(checkpoint, length=6),),
+        (attrs.evolve(checkpoint, length=0),),
+        (attrs.evolve(checkpoint, length=21),),
+        (attrs.evolve(checkpoint, layers=checkpoint.layers[:-1]),),
+        (attrs.evolve(checkpoint, layers=checkpoint.layers[::-1]),),
+        (attrs.evolve(checkpoint, layers=state.layers),),
     ):
         other = of.open_sequence("auto")
         with pytest.raises((MisfitError, RewindError)):
@@ -227,7 +227,7 @@ def test_pins_that_cannot_be_are_refused() -> None:
         assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- states of another shape ----------------------------------------------------------------------
 
 
 def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
@@ -242,14 +242,14 @@ def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
     assert sequence.take_state((1, 2, 3)) is None
 
 
-def test_a_line_that_is_not_in_line_with_the_books_is_not_taken() -> None:
+def test_a_sequence_that_disagrees_with_its_tokens_is_not_taken() -> None:
     sequence = subject("KVCache").open_sequence("auto")
     sequence.feed((1, 2, 3), 1)
     with pytest.raises(RewindError, match="should hold 2 tokens, it holds 3"):
         sequence.take_state((1, 2))
 
 
-# Recurrent state does not say how much it has seen.
+# Recurrent state does not record its length.
 @pytest.mark.parametrize("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
 def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None:
     of = subject(name)
@@ -261,7 +261,7 @@ def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None
     with pytest.raises(RewindError, match="should hold 4 tokens, it holds 5"):
         other.put_state(attrs.evolve(state, tokens=tuple(TEXT[:4])))
     assert all(one is another for one, another in zip(other.cache, before, strict=True))
-    # It is as good as new.
+    # The sequence is as good as new.
     assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
@@ -316,7 +316,7 @@ numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
 
 @pytest.mark.parametrize("name", CLASS_OF)
 def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> None:
-    """Whatever numbers a file gives: no step of the model that accepted them may fail."""
+    """Whatever numbers a file contains, a model that accepts them can execute every step."""
     of = subject(name)
     sequence, cached_tokens = of.open_sequence("auto"), TEXT[: WINDOW + 3]
     sequence.feed(tuple(cached_tokens[:-1]), 1)
@@ -394,7 +394,7 @@ def test_a_description_nested_without_end_is_refused() -> None:
             recall(SequenceRecord({**recorded.description, "layers": [layer]}, recorded.tensors))
 
 
-def test_a_pin_of_full_attention_is_a_number() -> None:
+def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
     of = subject("ArraysCache, lfm2")
     sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
     sequence.feed(tuple(cached_tokens[:5]), 1)

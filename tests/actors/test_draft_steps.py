@@ -1,4 +1,4 @@
-"""Draft steps in a row: how many there are to a job, what ends them, and that the books are true whenever they end."""
+"""Runs of draft steps: how long they are, what ends them, and that the session state is right whenever they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
-from delays import COSTS, by_turns, tuples
+from delays import COSTS, cycled_prices, tuples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
@@ -56,11 +56,11 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def runs_of(simulation: Simulation) -> list[int]:
-    """How many steps each job of the drafter's had."""
+    """The number of steps in each of the draft worker's runs."""
     return [len(done) for done in simulation.draft_worker.runs]
 
 
-# --- how many steps a job has ---------------------------------------------------------------------
+# --- how many steps a run has ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -71,7 +71,7 @@ async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, chains=chains) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=100, lookahead=lookahead) == continuation(PROMPT, 100)
-    # The first proposal; as far as it is of use to go beyond it; then in each round as far as the verdict went.
+    # The first proposal; then as far ahead as is of use; then, in each round, as many as the verdict accepted.
     first, second, *others = runs_of(simulation)
     assert (first, second) == (lookahead, lookahead + 1)
     rounds = len(simulation.spans("target", "verify"))
@@ -103,13 +103,13 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
         async with simulated(ScriptedModel(truthful), draft, price=price, chains=chains) as simulation:
             text = await text_of(simulation, prompt, stop_tokens=stop, lookahead=8, max_tokens=40)
         assert text == continuation(prompt, length)
-        # Nothing comes after a stop token, so nothing is drafted there; the length of the text alone is no bound.
+        # Nothing is drafted after a stop token. The length of the text alone is no bound.
         assert len(simulation.spans("draft", "draft")) == length
-        # What was launched before the stop was known may have been fed.
+        # A step that was launched before the stop token was known may have been fed.
         assert max(len(sequence.tokens) for sequence in draft.sequences) <= len(prompt) + length - 1 + chains
 
 
-# --- what ends them -------------------------------------------------------------------------------
+# --- what ends a run ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -160,7 +160,7 @@ async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
 
 
 async def test_a_text_that_ends_ends_them(autojump_clock: Any) -> None:
-    # While the last verdict is under way the drafter is busy beyond what it will say.
+    # While the last verdict is on its way, the drafter is busy beyond what it will say.
     prompt = prompt_with_distinct_continuation(12)
     stop = continuation(prompt, 3)[-1:]
     price = priced(prefill=0.0, draft=1.0, verify=4.5)
@@ -176,7 +176,7 @@ async def test_two_sessions_draft_by_turns(autojump_clock: Any) -> None:
         streams = [simulation.runtime.stream([n, n], max_tokens=200, lookahead=6) for n in (1, 2)]
         await trio.sleep(100)
         order = [draft.session for draft in simulation.spans("draft", "draft")]
-        # Six each, and then seven more, of which the target's one pass makes no end.
+        # Six steps each, and then seven more, which the target's one pass does not interrupt.
         assert order == [order[0], order[1]] * 13
         assert set(order) == {0, 1}
         assert set(runs_of(simulation)[:-1]) == {1}
@@ -192,19 +192,19 @@ async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_
         assert len(simulation.spans("draft", "draft")) == 2
         second = simulation.runtime.stream([1, 2, 3], max_tokens=200, lookahead=8)
         await trio.sleep(2)
-        # Its line is opened after the step that is running; then each has its turn.
+        # Its sequence is opened after the running step; then the sessions take turns.
         assert simulation.spans("draft", "open", session=1)[0].began == 3.0
         assert simulation.spans("draft", "prefill", session=1)[0].began == 4.0
         for stream in (first, second):
             await stream.aclose()
 
 
-# --- the books ------------------------------------------------------------------------------------
+# --- the session state ----------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Interrupted:
-    """A generation in which draft steps are interrupted in the middle, and heard of late."""
+    """A generation whose draft steps are interrupted in the middle, or reported late."""
 
     right: tuple[bool, ...]
     lookahead: int | str
@@ -213,7 +213,7 @@ class Interrupted:
     num_sessions: int
     costs: tuple[float, ...]
     draft_costs: tuple[float, ...]
-    hops: tuple[float, ...] | None
+    report_delays: tuple[float, ...] | None
     chains: bool
     target_undo: Undo
     draft_cache: str
@@ -230,7 +230,7 @@ INTERRUPTED = st.builds(
     num_sessions=st.sampled_from([1, 1, 2]),
     costs=tuples(st.sampled_from(COSTS), 6),
     draft_costs=tuples(st.sampled_from([0.0, 0.25, 1.0, 3.0]), 6),
-    hops=st.none() | tuples(st.sampled_from([0.0, 0.125, 0.75, 4.0, 30.0]), 6),
+    report_delays=st.none() | tuples(st.sampled_from([0.0, 0.125, 0.75, 4.0, 30.0]), 6),
     chains=st.booleans(),
     target_undo=st.sampled_from([always, never, within(12)]),
     draft_cache=st.sampled_from(sorted(CACHES)),
@@ -240,8 +240,8 @@ INTERRUPTED = st.builds(
 
 
 async def play(scenario: Interrupted) -> None:
-    """The text is the true one, and books and lines agree: the workers compare them, and leaving looks at the lines."""
-    hops = None if scenario.hops is None else itertools.cycle(scenario.hops).__next__
+    """Assert that the text is right. The workers compare states and sequences; `simulated` checks the sequences."""
+    report_delays = None if scenario.report_delays is None else itertools.cycle(scenario.report_delays).__next__
     draft = ScriptedModel(
         right_where(scenario.right),
         fails=None if scenario.draft_fails_at is None else {"feed": {scenario.draft_fails_at}},
@@ -250,11 +250,11 @@ async def play(scenario: Interrupted) -> None:
     async with simulated(
         ScriptedModel(truthful, undo=scenario.target_undo),
         draft,
-        price=by_turns(scenario.costs),
-        draft_price=by_turns(scenario.draft_costs),
+        price=cycled_prices(scenario.costs),
+        draft_price=cycled_prices(scenario.draft_costs),
         schedule=scenario.schedule,
         chains=scenario.chains,
-        hop=hops,
+        report_delay=report_delays,
     ) as simulation:
 
         async def one(prompt: list[int]) -> None:
@@ -272,30 +272,32 @@ async def play(scenario: Interrupted) -> None:
 
 @given(INTERRUPTED)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_books_are_true_whatever_ends_the_steps_and_whenever_they_are_heard_of(scenario: Interrupted) -> None:
+def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(
+    scenario: Interrupted,
+) -> None:
     run(play, scenario)
 
 
 @pytest.mark.slow
 @given(INTERRUPTED)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_the_books_are_true_in_many_more_schedules(scenario: Interrupted) -> None:
+def test_the_session_state_is_right_in_many_more_schedules(scenario: Interrupted) -> None:
     run(play, scenario)
 
 
 @pytest.mark.parametrize("caches", CACHES)
 @pytest.mark.parametrize("chains", [False, True])
-def test_a_verdict_at_any_time_finds_the_books_true(caches: str, chains: bool) -> None:
-    # The times of a verify are such that verdicts fall into each step, and between two.
-    for verify, hop in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
+def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains: bool) -> None:
+    # The durations of a verify let verdicts arrive within each step and between any two.
+    for verify, report_delay in itertools.product([0.5 + 0.875 * n for n in range(10)], [None, 0.25, 1.5]):
 
-        async def main(verify: float = verify, hop: float | None = hop) -> None:
+        async def main(verify: float = verify, report_delay: float | None = report_delay) -> None:
             async with simulated(
                 ScriptedModel(truthful),
                 ScriptedModel(agreeing(0.75), **CACHES[caches]),
                 price=priced(draft=1.0, verify=verify),
                 chains=chains,
-                hop=None if hop is None else lambda: hop,
+                report_delay=None if report_delay is None else lambda: report_delay,
             ) as simulation:
                 assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
                 assert simulation.draft_worker.num_comparisons > 10
@@ -303,11 +305,11 @@ def test_a_verdict_at_any_time_finds_the_books_true(caches: str, chains: bool) -
         run(main)
 
 
-@pytest.mark.parametrize("hop", [None, 0.5])
+@pytest.mark.parametrize("report_delay", [None, 0.5])
 @pytest.mark.parametrize("settings", [{"temperature": 0.8, "acceptance": "match", "seed": 4}, {}])
 @pytest.mark.parametrize("lookahead", [1, 6, "auto"])
 def test_launching_steps_early_changes_neither_text_nor_proposals(
-    lookahead: Any, settings: dict[str, Any], hop: float | None
+    lookahead: Any, settings: dict[str, Any], report_delay: float | None
 ) -> None:
     target = hashed("target", 6.0)
 
@@ -317,14 +319,14 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(
             ScriptedModel(hashed("draft", 3.0, near=target)),
             price=priced(draft=1.0, verify=6.5),
             chains=chains,
-            hop=None if hop is None else lambda: hop,
+            report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
             text = await text_of(simulation, PROMPT, max_tokens=60, lookahead=lookahead, **settings)
             return text, [(each.round, each.tokens) for each in simulation.instants("proposal")]
 
     (text, proposed), (chained_text, chained) = run(main, False), run(main, True)
     assert chained_text == text
-    if hop is None and lookahead != "auto":
+    if report_delay is None and lookahead != "auto":
         assert chained == proposed
 
 
@@ -332,7 +334,7 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(
 
 
 class OnThread:
-    """Draft steps on a real cache, and books of what it should hold, as the drafter keeps them."""
+    """Draft steps on a real cache, with the session state that the drafter would keep."""
 
     def __init__(self, name: str, *, chains: bool, num_prefilled: int, settled: int, **settings: Any) -> None:
         self.subject = subject(name)
@@ -347,8 +349,8 @@ class OnThread:
         self.sequence.feed(plan.feed, 0)
         self.cached_tokens.follow(plan)
 
-    def draft(self, beyond: Sequence[int], draft_budget: int, most: int) -> list[Drafted]:
-        """What steps bring that are interrupted after so many; asked for again where the cache falls back."""
+    def draft(self, beyond: Sequence[int], draft_budget: int, max_steps: int) -> list[Drafted]:
+        """The results of steps that are interrupted after so many; run again where the cache falls back."""
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
             tail = self.session.logits_pipeline.history(self.committed, beyond)
@@ -361,7 +363,7 @@ class OnThread:
             found.append(step.result)
             self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
-            if step.next_call is None or len(found) == most:
+            if step.next_call is None or len(found) == max_steps:
                 break
             step = step.next_call()
         assert not isinstance(step.result, RewoundToCheckpoint)
@@ -392,13 +394,13 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
 
 @pytest.mark.parametrize("chains", [False, True])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_steps_that_are_interrupted_leave_the_cache_as_the_books_say(name: str, chains: bool) -> None:
+def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str, chains: bool) -> None:
     dice = random.Random(5)
-    for most in range(1, 6):
+    for max_steps in range(1, 6):
         thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
         for _ in range(4):
-            found = thread.draft((), 5, most)
-            # The text goes on along what was drafted, for a while, and then another way.
+            found = thread.draft((), 5, max_steps)
+            # The text follows the draft for a while, and then differs.
             along = choices(found)[: dice.randrange(len(found) + 1)]
             thread.committed = [*thread.committed, *along, dice.randrange(VOCAB_SIZE)]
             thread.steps = attrs.evolve(thread.steps, settled=len(thread.committed))
@@ -411,8 +413,8 @@ def test_steps_that_are_interrupted_leave_the_cache_as_the_books_say(name: str, 
 
 def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_is_read() -> None:
     thread = OnThread("KVCache", chains=True, num_prefilled=3, settled=5, temperature=1.0, acceptance="rejection")
-    for most in range(1, 5):
-        found = thread.draft((), 5, most)
+    for max_steps in range(1, 5):
+        found = thread.draft((), 5, max_steps)
         # The last choice is not in the cache.
         assert len(thread.cached_tokens) == 5 + len(found) - 1
 

@@ -1,7 +1,7 @@
-"""What the design takes for granted about MLX and mlx-lm, and what mlx-lm's own speculative decoding gets wrong.
+"""Premises of the design about MLX and mlx-lm, and errors of mlx-lm's own speculative decoding.
 
-Where one of these tests fails after an upgrade, a premise has changed: the code that rests on it is named
-in the test, and may now be simpler, or wrong.
+If one of these tests fails after an upgrade, a premise has changed. The test names the code that rests on it, which may
+now be simpler, or wrong.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cache_subjects import Concatenating
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from models import (
-    Wrapped,
+    Rereading,
     deepseek_v3,
     gemma2,
     gemma3_text,
@@ -37,7 +38,7 @@ from protocol.errors import RewindError
 
 
 def on_another_thread(call: Callable[[], Any]) -> Any:
-    """What a function returns, or raises, on a thread of its own."""
+    """The result of a function on a thread of its own; what it raises is raised here."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -59,7 +60,7 @@ def on_another_thread(call: Callable[[], Any]) -> Any:
 
 
 def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
-    """Keys and values for `length` tokens, told apart by their numbers."""
+    """Keys and values for `length` tokens, numbered from `first`."""
     keys = (first + mx.arange(length, dtype=mx.float32)).reshape(1, 1, length, 1)
     return keys, -keys
 
@@ -169,11 +170,6 @@ def test_a_concatenating_cache_that_is_trimmed_keeps_the_tokens() -> None:
     assert keys.flatten().tolist() == [0, 1, 2, 3, 4, 90]
 
 
-class Concatenating(Wrapped):
-    def make_cache(self) -> list[Any]:
-        return [ConcatenateKVCache() for _ in self.layers]
-
-
 async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> None:
     model = llama()
     prompt = prompt_of(9)
@@ -183,7 +179,7 @@ async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> Non
     assert completion.statistics.n1_rounds == 0
 
 
-def test_ours_compares_a_cache_with_the_books_whatever_trim_returned() -> None:
+def test_ours_checks_the_length_of_a_cache_whatever_trim_returned() -> None:
     model = MLXModel(llama(), CacheOptions())
     sequence = model.open_sequence(beside_another=False)
     sequence.feed((1, 2, 3, 4, 5), 0)
@@ -218,7 +214,7 @@ async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], num_token
 @pytest.mark.parametrize("window", [8, 16, 32, 64])
 @pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
 async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], window: int) -> None:
-    """There the text leaves the greedy one without a word (mlx-lm #1423)."""
+    """mlx-lm's text silently deviates from the greedy one (mlx-lm #1423)."""
     target = build(window=window)
     draft = near(target, noise=0.05)
     prompt = prompt_of(5)
@@ -230,7 +226,7 @@ async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], wind
 
 
 async def test_a_recurrent_target() -> None:
-    """There it is refused (mlx-lm #1446)."""
+    """mlx-lm raises an error (mlx-lm #1446)."""
     prompt = prompt_of(5)
     with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
         mlx_lm_speculative(mamba(), llama(), prompt, 20)
@@ -238,31 +234,18 @@ async def test_a_recurrent_target() -> None:
     assert [token.id for token in completion.tokens] == greedy(mamba(), prompt, 20)
 
 
-class Rereading(Wrapped):
-    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        # The tokens themselves are the keys.
-        tokens = inputs[:, None, :, None].astype(mx.float32)
-        seen, _ = cache[0].update_and_fetch(tokens, tokens)
-        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
-
-
 async def test_a_recurrent_drafter() -> None:
-    """There it is accepted and never rewound, so it goes on from text that was rejected."""
+    """mlx-lm accepts it and never rewinds it, so it continues from rejected text."""
     drafter = mamba()
     target = Rereading(near(drafter, noise=0.02))
     prompt = prompt_of(9)
     right = greedy(target, prompt, 40)
 
-    # What the drafter says where it has seen the right text and nothing else.
+    # The drafter's choices when it has seen the right text and nothing else.
     says = mx.argmax(drafter(mx.array([prompt + right[:-1]]))[0, len(prompt) - 1 :], axis=-1).tolist()
 
     def who_was_right(lookahead: int) -> list[bool]:
-        """Which tokens are from the drafter, if it proposes so many at a time and the target adds one."""
+        """Which tokens come from the drafter if it proposes `lookahead` at a time and the target adds one."""
         from_draft: list[bool] = []
         while len(from_draft) < len(right):
             begin = len(from_draft)
@@ -271,24 +254,24 @@ async def test_a_recurrent_drafter() -> None:
             from_draft.append(False)
         return from_draft
 
-    # At the very end fewer are proposed.
+    # At the very end, fewer are proposed.
     middle = slice(0, 36)
     completion = await ours(target, drafter, prompt, 40)
     assert [token.id for token in completion.tokens] == right
-    # It keeps its state from before every step, so it looks ahead as far as any other.
+    # It keeps its state from before every step, so it looks ahead as far as any other drafter.
     assert [token.from_draft for token in completion.tokens][middle] == who_was_right(3)[middle]
 
     theirs, from_draft = mlx_lm_speculative(target, drafter, prompt, 40)
     assert theirs == right
     assert from_draft[middle] != who_was_right(3)[middle]
-    # With a drafter that is read anew as well, and so always in the right state, they are as expected.
+    # With a drafter that reads its text anew, and so is always in the right state, the tokens are as expected.
     _, from_draft = mlx_lm_speculative(target, Rereading(drafter), prompt, 40)
     assert from_draft[middle] == who_was_right(3)[middle]
 
 
 @pytest.mark.slow
 async def test_sampling() -> None:
-    """There two independent samples have to be equal; so even a drafter that is the target is rejected."""
+    """mlx-lm requires two independent samples to be equal, so it rejects even a drafter that is the target."""
     model = llama(seed=3)
     prompt = prompt_of(9)
     mx.random.seed(0)
@@ -300,7 +283,7 @@ async def test_sampling() -> None:
 
 
 async def test_a_prompt_without_a_token_and_a_text_without_a_bound() -> None:
-    """There these meet errors about shapes."""
+    """In mlx-lm these cause errors about shapes."""
     model = llama()
     with pytest.raises(ValueError, match="shape"):
         mlx_lm_speculative(model, model, [], 5)
@@ -313,7 +296,7 @@ async def test_a_prompt_without_a_token_and_a_text_without_a_bound() -> None:
 
 
 async def test_what_a_text_that_ends_on_a_bonus_token_leaves_behind() -> None:
-    """There the caches hold a token less than the text that a second turn would go on from says."""
+    """In mlx-lm the caches then hold one token less than a second turn would need."""
     model = llama()
     prompt = prompt_of(5)
     caches = make_prompt_cache(model) + make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""What fails, fails for whom it must: a drafter costs speed and no text, a target ends every stream with its error."""
+"""Failures stay where they belong: a drafter's costs speed and no text, a target's ends every stream with its error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from protocol.messages import Message, Proposal, Verdict
 PROMPT = [5, 6, 7, 8, 9]
 TEXT = continuation(PROMPT, 12)
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "prefill_step_size": 2}
-# Verdicts come while the drafter rests; and while it drafts.
+# With the quick drafter, verdicts arrive while it rests; with the slow one, while it drafts.
 PRICES = {"quick drafter": priced(draft=0.5, verify=8.0), "slow drafter": priced(draft=8.0, verify=3.0)}
 
 
@@ -55,7 +55,7 @@ def drafter(**changes: Any) -> ScriptedModel:
 
 
 async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12) -> int:
-    """How often a model is fed in a generation in which nothing fails."""
+    """How often a model is fed in a generation without failures."""
     target, draft = ScriptedModel(truthful), drafter()
     async with simulated(target, draft, price=price) as simulation:
         settings = {**SETTINGS, "max_tokens": num_tokens, "lookahead": lookahead}
@@ -70,7 +70,7 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 @pytest.mark.parametrize("price", PRICES)
 @pytest.mark.parametrize("lookahead", [1, 2, 5, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
-    # A slow drafter rests, once it is found out, and is fed seldom.
+    # A slow drafter rests once its price is known, and is then fed rarely.
     num_tokens = 48 if lookahead == "auto" else 12
     settings = {**SETTINGS, "max_tokens": num_tokens, "lookahead": lookahead}
 
@@ -82,19 +82,20 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
             assert completion.finish_reason == "length"
             assert completion.statistics.draft_failures == 1
             assert len(simulation.instants("withdraw")) == 1
-            # For the next one there is a drafter again.
+            # The next generation has a drafter again.
             again = await simulation.runtime.generate([1, 2], max_tokens=12, lookahead=lookahead)
             assert ids(again.tokens) == continuation([1, 2], 12)
             assert again.statistics.draft_failures == 0
-            # Whether that one is worth asking is for the rules to say.
+            # With "auto", the rules decide whether that drafter is used.
             if lookahead != "auto":
                 assert again.statistics.accepted > 0
             assert simulation.runtime.statistics().draft_failures == 1
 
     total = run(num_feeds, "draft", PRICES[price], lookahead, num_tokens)
     assert total > 8
-    # The last drafts may still run when the text is over, and then their failure is nobody's. "auto" feeds the drafter
-    # some hundred times: each of the first, in which it finds out about the models, and of the others each third.
+    # The last drafts may still run when the text is over; then nobody sees their failure. "auto" feeds the drafter
+    # about a hundred times: test each of the first calls, during which it measures the models, and every third of the
+    # others.
     failing = range(1, total - 3)
     for n in failing if lookahead != "auto" else [*failing[:24], *failing[24::3]]:
         run(fail_at, n)
@@ -163,9 +164,9 @@ def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_wh
                 with pytest.raises(RuntimeBrokenError, match=f"feed {n} failed") as broken:
                     await read_into(got, stream)
                 assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
+                assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
                 assert got == TEXT[: len(got)]
-                # It stays so, for this stream and for new ones.
+                # The error is the same for this stream and for new ones.
                 for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
                     with pytest.raises(RuntimeBrokenError) as again:
                         await attempt()
@@ -191,7 +192,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(
                     with pytest.raises(RuntimeBrokenError) as broken:
                         await read_into(got, stream, pause=100.0 if is_slow else 0.0)
                     assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.sessions.ever[session].state.committed
+                    assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
                     assert got == continuation(prompt, len(got))
 
                 for i in range(3):
@@ -205,7 +206,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(
 async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_when_the_target_fails(
     autojump_clock: Any,
 ) -> None:
-    # Another session's feed fails, when this one's buffer is full and a round waits to enter it.
+    # Another session's feed fails while this one's buffer is full and a round waits to enter it.
     target = ScriptedModel(truthful, fails={"feed": from_now_on(60)})
     async with simulated(target, drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=2)
@@ -215,7 +216,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         got: list[int] = []
         with pytest.raises(RuntimeBrokenError):
             await read_into(got, unread)
-        assert PROMPT + got == simulation.target_worker.sessions.ever[0].state.committed
+        assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, "auto"])
@@ -244,7 +245,7 @@ def test_a_feed_that_fails_once_ends_its_stream_with_the_error_and_no_other(look
             assert [type(failure.__cause__) for failure in failures] == [ScriptedFailure]
             assert f"feed {n} failed" in str(failures[0])
             assert simulation.runtime.health().ok
-            # And so it stays for the next one.
+            # The next generation succeeds as well.
             assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
 
     for n in range(1, 30, 2):
@@ -260,13 +261,13 @@ async def test_anything_else_that_fails_once_ends_its_stream_and_no_other(call: 
             if call == "open":
                 with pytest.raises(StreamFailedError, match="open 1 failed"):
                     await collect(first)
-            else:  # by then the text is whole
+            else:  # by then the text is complete
                 assert await collect(first) == TEXT
             assert await collect(other) == continuation([1, 2, 3], 100)
 
 
 class Unforeseen(Exception):
-    """What nothing here has ever heard of."""
+    """An exception that no code here knows."""
 
 
 @pytest.mark.parametrize("what", ["find_stop", "receive"])
@@ -298,7 +299,7 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
     policies: list[Any] = []
 
     class Erring:
-        """A fixed lookahead, one of whose decisions fails; for the first session."""
+        """A fixed lookahead whose n-th decision fails, in the first session only."""
 
         num_guesses = 1
 
@@ -397,21 +398,21 @@ async def test_a_runtime_that_is_cancelled_from_further_out_is_no_longer_healthy
             assert simulation.runtime.health() == runtime.Health(target=False, draft=False)
 
 
-# --- messages that have no place ------------------------------------------------------------------
+# --- misplaced messages ---------------------------------------------------------------------------
 
 
 class Forging:
-    """The sending end of a mailbox, which puts a forged message behind the n-th."""
+    """The sending end of a mailbox that inserts a forged message behind the n-th."""
 
     def __init__(self, mailbox: Any, n: int, forged: Message) -> None:
         self._mailbox = mailbox
-        self._left = n
+        self._messages_left = n
         self._forged = forged
 
     def send_nowait(self, message: Message) -> None:
         self._mailbox.send_nowait(message)
-        self._left -= 1
-        if self._left == 0:
+        self._messages_left -= 1
+        if self._messages_left == 0:
             self._mailbox.send_nowait(self._forged)
 
 
@@ -441,7 +442,7 @@ async def test_a_message_that_has_no_place_ends_its_session_or_its_drafting_and_
             if to == "target":
                 with pytest.raises(ProtocolError):
                     await read_into(got, stream)
-            else:  # a drafter in disorder is left behind
+            else:  # a drafter in a wrong state is dropped
                 await read_into(got, stream)
                 assert len(got) == 60
                 assert stream.statistics().draft_failures == 1
@@ -572,7 +573,7 @@ async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lo
     with trio.move_on_after(delay) as scope:
         await body()
     assert scope.cancelled_caught
-    # As it is, or in a group as trio's nurseries make them: but it must come out.
+    # The error may be in a group, as trio's nurseries raise them, but it must come out.
     with pytest.raises((BodyError, ExceptionGroup)), trio.move_on_after(delay):
         await failing_body()
     assert_closed(target, draft)

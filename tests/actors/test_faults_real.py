@@ -1,4 +1,4 @@
-"""Faults under real models, on real threads: what fails, and what has to end with it."""
+"""Faults in real models on real threads: what fails, and what must end with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from models import VOCAB_SIZE, greedy, llama, near, prompt_of
+from our_threads import outrider_threads
 from scripted import ids
 
 import runtime
@@ -22,10 +23,6 @@ PROMPT = prompt_of(9)
 
 class Fault(Exception):
     pass
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
 
 
 def pair() -> tuple[nn.Module, nn.Module]:
@@ -40,7 +37,7 @@ async def read_all(*streams: Any) -> None:
 
 
 async def kill(worker: Any) -> None:
-    """End a worker's thread by something that no job of ours does."""
+    """End a worker's thread with an error that no job raises."""
     with pytest.raises(JobError):
         await worker.run_steps(Steps("draft", lambda: "no step", lambda *_: None))  # type: ignore[arg-type,return-value]
 
@@ -48,9 +45,9 @@ async def kill(worker: Any) -> None:
 def fail_at(
     monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int, *, for_good: bool = False
 ) -> Callable[[], int]:
-    """Have the n-th call of a method of a model's lines raise, or all from there on.
+    """Make the n-th call of a method of a model's sequences raise, or all calls from that one on.
 
-    Returns: what says how often it was called.
+    Returns: a function that says how often the method was called.
     """
     calls = 0
     method = getattr(MLXSequence, name)
@@ -67,7 +64,7 @@ def fail_at(
     return lambda: calls
 
 
-# The first chunk of the prompt, a later one, a step or a verify, and what comes before and after those.
+# The first chunk of the prompt, a later one, a step or a verify, and the calls before and after those.
 MOMENTS = [
     *(("feed", at) for at in (1, 2, 4, 6)),
     ("prepare", 1),
@@ -88,14 +85,14 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
         again = await rt.generate(PROMPT, **SETTINGS)
         assert ids(again.tokens) == ids(completion.tokens)
         assert num_calls() >= at
-        if name != "close":  # by then the text may be over, and nobody counts
+        if name != "close":  # by then the text may be over
             assert rt.statistics().draft_failures == 1
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize(
     ("with_drafter", "name", "at"),
-    # Plain decoding has nothing to undo.
+    # Plain decoding has nothing to rewind.
     [(True, *moment) for moment in MOMENTS]
     + [(False, *moment) for moment in MOMENTS if moment[0] not in ("prepare", "rewind")],
 )
@@ -119,14 +116,14 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(one)
                 nursery.start_soon(one)
-            if name == "close":  # by then the text is whole
+            if name == "close":  # by then the text is complete
                 assert texts == [text, text]
             else:
                 assert texts == [text]
                 assert [type(failure.__cause__) for failure in failures] == [Fault]
             assert rt.health().ok
             assert ids((await rt.generate(PROMPT, **SETTINGS)).tokens) == text
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize("with_drafter", [True, False])
@@ -144,16 +141,16 @@ async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_e
             assert isinstance(broken.value.__cause__, Fault)
             with pytest.raises(runtime.RuntimeBrokenError):
                 rt.stream(PROMPT)
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 # --- a drafter that hangs -------------------------------------------------------------------------
 
 
 class Hanging(nn.Module):
-    """A model one of whose calls does not come back until it is let.
+    """A model with a call that does not return until it is released.
 
-    It hangs by Python's own means, so that its thread can be left behind by a process that goes on.
+    It hangs in Python code, so that a process that goes on can leave its thread behind.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -198,7 +195,7 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
             assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
             assert stream.statistics().draft_timeouts == 1
             assert rt.health() == runtime.Health(target=True, draft=False)
-            # Whoever comes next is served as well.
+            # The next stream is served as well.
             assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
             if is_left_open:
                 unread = rt.stream(PROMPT, max_tokens=None, lookahead=2)
@@ -265,7 +262,7 @@ async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:
             assert ids(again.tokens) == got
             assert again.statistics.draft_failures == 1
     assert "the draft's thread has died of AttributeError" in caplog.text
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> None:
@@ -284,7 +281,7 @@ async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> 
             with pytest.raises(runtime.RuntimeBrokenError):
                 await rt.generate([VOCAB_SIZE - 1])
             assert rt.health() == runtime.Health(target=False, draft=False)
-    assert threads() == []
+    assert outrider_threads() == []
 
 
 def test_a_step_is_what_the_deadly_one_is_not() -> None:

@@ -1,4 +1,4 @@
-"""A model's fingerprint: the same for the same model however it came to be there, another for another."""
+"""Fingerprints of models: equal for the same model however it was loaded, different for other models."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_change_in_any_one_tensor_is_noticed(name: str) -> None:
 
 
 def test_a_change_between_the_elements_that_are_looked_at_is_not_noticed() -> None:
-    """What the docstring owns up to."""
+    """The limitations that the docstring states."""
     model, name = llama(), "model.embed_tokens.weight"
 
     def one_element(weight: mx.array) -> mx.array:
@@ -129,7 +129,7 @@ def test_every_architecture_has_a_fingerprint_of_its_own() -> None:
     for name in ARCHITECTURES:
         model = build(name)
         found[name] = fingerprint(model)
-        # What a model notes down while it works is none of its marks.
+        # What a model stores while it works is not part of its fingerprint.
         sequence = MLXModel(model, CacheOptions()).open_sequence(beside_another=False)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == fingerprint(build(name)) == found[name], name

@@ -1,4 +1,4 @@
-"""The greedy text is mlx-lm's plain greedy text, token for token: whoever drafts, and however far ahead."""
+"""Greedy text equals mlx-lm's plain greedy text, token for token, for every drafter and lookahead."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from completions import ids
 from mlx_lm.models.cache import KVCache
 from models import (
     VOCAB_SIZE,
     Padded,
+    Rereading,
     Shifted,
     Wrapped,
     deepseek_v3,
@@ -52,10 +54,6 @@ def family_text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int
     return greedy(family(name), prompt, num_tokens)
 
 
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
-
-
 async def complete(
     target: nn.Module, draft: nn.Module | None, prompt: Sequence[int], *, rewind: str = "auto", **settings: Any
 ) -> runtime.Completion:
@@ -85,7 +83,7 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
                 assert statistics.n1_rounds == 0
                 if lookahead == 0:
                     assert statistics.proposed == 0
-                # What the rules make of such small models, and look up, is up to the machine's clock.
+                # What the rules and the lookup do for such small models depends on the machine's clock.
                 elif lookahead != "auto":
                     assert statistics.proposed > 0
                     if drafter == "right":
@@ -93,7 +91,7 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
                     elif drafter == "wrong":
                         assert statistics.accepted == 0
         if drafter == "near":
-            # Otherwise the mixture of acceptances and rejections that it is there for did not happen.
+            # Otherwise the intended mixture of acceptances and rejections did not happen.
             assert 0.2 < rt.statistics().acceptance_rate < 0.9
 
 
@@ -153,7 +151,7 @@ async def test_a_model_with_scaled_rotary_embeddings_works_on_threads_other_than
     assert ids(completion) == greedy(target, prompt, 20)
 
 
-# --- vocabularies of other widths -----------------------------------------------------------------
+# --- vocabularies of different widths -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
@@ -178,14 +176,14 @@ async def test_padding_rows_of_the_drafter_are_not_drafted_however_likely(lookah
     draft = Tempting(family("llama"), 16)
     completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=lookahead)
     assert ids(completion) == family_text("llama", tuple(prompt), 20)
-    # Without its padding it is the target itself; on their own judgement the actors also propose what they look up.
+    # Without its padding, the drafter is the target itself. With "auto", looked-up tokens are proposed as well.
     if lookahead != "auto":
         assert completion.statistics.rejected == 0
         assert completion.statistics.accepted > 0
 
 
 class OnlyItsOwnIds(Wrapped):
-    """Notes ids that its embedding has no row for: reading there is reading whatever lies behind it."""
+    """Records ids that its embedding has no row for; there it would read beyond its memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -228,7 +226,7 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
     statistics = completion.statistics
     # Trimmed while that was possible, and then restored from checkpoints.
     assert statistics.n1_rounds == 0
-    # What the rules propose between models as small as these, and look up, is up to the machine's clock.
+    # What the rules propose between models as small as these, and look up, depends on the machine's clock.
     if lookahead == "auto":
         return
     if drafter == "right":
@@ -252,7 +250,7 @@ async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
 async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_the_window(lookahead: Any) -> None:
     target = sliding_llama(window=16)
-    # The same weights, seen by the target through full attention: both are right up to the window.
+    # The same weights with full attention: target and drafter agree up to the window.
     full = llama()
     prompt = prompt_of(5)
     completion = await complete(full, target, prompt, max_tokens=72, lookahead=lookahead)
@@ -280,13 +278,13 @@ async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: st
                 assert statistics.rounds == 40
             else:
                 assert statistics.n1_rounds == 0
-            # What the rules propose between models as small as these, and look up, is up to the machine's clock.
+            # What the rules propose between models as small as these, and look up, depends on the machine's clock.
             if lookahead == "auto":
                 continue
             if drafter == "right":
                 assert statistics.rejected == statistics.replayed_tokens == 0
             if rewind == "none":
-                # The last token cannot be followed by a verdict's own, so nothing is proposed for it.
+                # Nothing is proposed for the last token: no token of the verdict's own could follow it.
                 assert statistics.proposed == 39
             else:
                 assert (statistics.replayed_tokens > 0) == (drafter != "right")
@@ -300,8 +298,8 @@ async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: st
 async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> None:
     prompt = prompt_of(9)
     draft = mamba()
-    # The drafter's text is the target's, so every guess that is made in the right state is right.
-    target = Echo(draft)
+    # The drafter's text is the target's, so every guess made in the right state is right.
+    target = Rereading(draft)
     completion = await complete(target, draft, prompt, max_tokens=40, lookahead=lookahead)
     assert ids(completion) == greedy(draft, prompt, 40)
     assert completion.statistics.draft_failures == 0
@@ -310,24 +308,11 @@ async def test_a_recurrent_drafter_is_as_good_as_its_guesses(lookahead: Any) -> 
         assert completion.statistics.accepted > 0
 
 
-class Echo(Wrapped):
-    """A recurrent model made to look rewindable: it reads its whole text anew at every step."""
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        # The tokens themselves are the keys.
-        tokens = inputs[:, None, :, None].astype(mx.float32)
-        seen, _ = cache[0].update_and_fetch(tokens, tokens)
-        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
-
-
 # --- rewind ---------------------------------------------------------------------------------------
 
 
 class Watched(Wrapped):
-    """Notes how many tokens its caches are asked to give up."""
+    """Records the numbers of tokens that its caches are asked to trim."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -340,7 +325,7 @@ class Watched(Wrapped):
 
     @property
     def caches(self) -> list[Any]:
-        """The latest."""
+        """The latest caches."""
         return self._caches
 
     def make_cache(self) -> list[Any]:
@@ -373,7 +358,7 @@ async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(lookahead: 
 
 
 async def test_rewind_auto_does_rewind_both() -> None:
-    """Shows that the watch above would have seen it."""
+    """Shows that `Watched` would notice a trim."""
     target, draft = Watched(family("llama")), Watched(near(family("llama"), noise=0.05))
     completion = await complete(target, draft, prompt_of(9), max_tokens=24, lookahead=3)
     assert completion.statistics.n1_rounds == 0
@@ -391,7 +376,7 @@ async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_t
 
     def look(event: Event) -> None:
         nonlocal num_tokens
-        # The target's thread has nothing to do at that moment.
+        # The target's thread is idle at that moment.
         if isinstance(event, Instant) and event.kind == "verdict":
             num_tokens += event.num_tokens + 1
             right.append(num_tokens - 1)
@@ -405,7 +390,7 @@ async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_t
 
 
 class Stubborn(KVCache):
-    """A cache that gives nothing up."""
+    """A cache that cannot be trimmed."""
 
     def is_trimmable(self) -> bool:
         return False
@@ -459,7 +444,7 @@ async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, looka
     (target, tokenizer), _ = demo_pair
     prompt = "def quicksort(items):"
     text = greedy(target, tokenizer.encode(prompt), 24)
-    # The target may well end the text before.
+    # The target may end the text earlier.
     text = text[: next((i + 1 for i, token in enumerate(text) if token in tokenizer.eos_token_ids), len(text))]
     async with runtime.open(*demo_pair) as rt:
         completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
@@ -468,7 +453,7 @@ async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, looka
 
 
 async def test_the_demo_pairs_drafter_drafts_while_the_target_verifies() -> None:
-    """As it comes, in bfloat16; but with a lookahead, since by the rules a busy machine's drafter may rest."""
+    """The demo pair as it is, in bfloat16; with a fixed lookahead, because a busy machine's drafter may rest."""
     events: list[Event] = []
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT, trace=events.append) as rt:
         await rt.generate("def quicksort(items):", max_tokens=24, ignore_eos=True, lookahead=3)

@@ -1,9 +1,9 @@
-"""Whatever decides what to draft and what to propose, the text is the target's.
+"""Whatever a lookahead policy decides, the text is the target's.
 
-Under the rejection rule a policy may go by all that is known before a token is drawn, and by the distribution that it
-is drawn from. The policies here go by such things in the most one-sided ways, over trees with branches that come
-true, rest when they please, and are shown by what they do to the distribution of a long text. Others go by what they
-may not, which shows that it would be seen.
+Under the rejection rule, a policy may use everything that is known before a token is drawn, and the distribution that
+it is drawn from. The policies here use that knowledge in extreme ways: over trees with branches that come true, and
+with arbitrary rests. The distribution of a long text shows whether they do harm. Other policies use what they may not,
+which shows that the tests would detect it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Node
 
-# Near the target, so that much of what is proposed stands, and it matters which.
+# Near the target, so that much of a proposal is accepted and the policy's choices matter.
 NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
 DEEPEST = 4
 NUM_TOKENS = 1600
@@ -46,15 +46,15 @@ Allows = Callable[[PolicyView, Node], bool]
 
 @attrs.define
 class Hostile:
-    """Drafts after whatever its dice say, waits and rests when they say so, and proposes only what it allows.
+    """A policy that drafts, waits and rests at random, and proposes only what it allows.
 
     Attributes:
-        allows: whether what comes after a node may be proposed; asked before that is drawn.
-        admits: whether a node may be proposed, now that it is drawn.
+        allows: whether the successor of a node may be proposed; asked before that is drawn.
+        admits: whether a node that is drawn may be proposed.
         rests: whether some rounds are left to the target.
-        num_from_branch: proposals that hang below what was a correction.
-        num_held_back: proposals that were shorter for what was not allowed.
-        longest_run: most steps that were drafted in a row.
+        num_from_branch: number of proposals below a former correction.
+        num_held_back: number of proposals that were shortened because of `allows`.
+        longest_run: maximum number of steps drafted in a row.
     """
 
     allows: Allows = lambda view, node: True
@@ -86,10 +86,10 @@ class Hostile:
         nodes = self._open(view)
         if not nodes or (view.verdict_due_s is not None and self._dice.random() < 0.1):
             return None
-        # The chain more often than what branches off it.
+        # The chain more often than its branches.
         node = view.growable() if self._dice.random() < 0.5 else None
         node = node if node in nodes else self._dice.choice(nodes)
-        # Before it is drawn, and once for all.
+        # Decided before the token is drawn, and only once.
         self._allowed.setdefault(node.trail, self.allows(view, node))
         return node
 
@@ -110,7 +110,7 @@ class Hostile:
 
 
 def nodes_of(view: PolicyView) -> list[Node]:
-    """All of a tree."""
+    """All nodes of a tree."""
     waiting, found = [view.tree.root], []
     while waiting:
         found.append(waiting.pop())
@@ -119,11 +119,11 @@ def nodes_of(view: PolicyView) -> list[Node]:
 
 
 def cousins(view: PolicyView, node: Node) -> list[Node]:
-    """What was drawn for the same position after another text."""
+    """The nodes drawn for the same position after another text."""
     return [other for other in nodes_of(view) if other.position == node.position + 1 and other is other.parent.choice]
 
 
-# What may be gone by.
+# Knowledge that a policy may use.
 LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "nothing": (lambda view, node: True, lambda node: True),
     "the token before": (lambda view, node: node.token in (0, 3), lambda node: True),
@@ -143,7 +143,7 @@ LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "its confidence": (lambda view, node: True, lambda node: node.guess.raw > 0.28),
 }
 
-# What may not.
+# Knowledge that a policy may not use.
 ILLEGAL: dict[str, Callable[[Node], bool]] = {
     "the token": lambda node: node.token in (0, 2),
     "whether it is the likeliest": lambda node: node.guess.probs.tolist()[node.token] < max(node.guess.probs.tolist()),
@@ -152,8 +152,8 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None = None) -> list[int]:
-    """A long text, under the rejection rule."""
+def sampled(policy: Hostile, num_tokens: int, seed: int = 1, report_delay: float | None = None) -> list[int]:
+    """A long text under the rejection rule."""
 
     async def main() -> list[int]:
         target, draft = (ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, NEAR))
@@ -163,7 +163,7 @@ def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None =
             price=random_price(seed),
             draft_price=lambda job: 0.25 + (len(draft.sequences[0].fed) * 7 % 11 if draft.sequences else 0) / 8,
             make_policy=lambda settings, prices: policy,
-            hop=None if hop is None else lambda: hop,
+            report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
             text = await text_of(
                 simulation, PROMPT, max_tokens=num_tokens, temperature=1.0, acceptance="rejection", seed=seed
@@ -175,7 +175,7 @@ def sampled(policy: Hostile, num_tokens: int, seed: int = 1, hop: float | None =
     return run(main)
 
 
-# What the tokens of a text are taken apart by: a bias may be one for each position, and none for all together.
+# Keys by which the tokens of a text are grouped: a bias may exist at each position and vanish over all of them.
 APART: tuple[Callable[[int, list[int]], Any], ...] = (
     lambda i, text: None,
     lambda i, text: i % 2,
@@ -185,7 +185,7 @@ APART: tuple[Callable[[int, list[int]], Any], ...] = (
 
 
 def likelihood(text: Sequence[int]) -> float:
-    """The p-value of a text as one of the target's, by the worst of several tests."""
+    """The p-value of a text under the target's distribution: the lowest of several tests."""
     whole = PROMPT + list(text)
     assert [pair for pair in itertools.pairwise(whole) if TARGET[pair[0]][pair[1]] == 0] == []
     p_values = []
@@ -214,25 +214,25 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ILLEGAL)
 def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
-    # What is learnt of it by what comes after is little.
+    # What follows a token says little about it, so the test needs more tokens.
     num_tokens = 4 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
     assert likelihood(sampled(Hostile(admits=ILLEGAL[what]), num_tokens)) < SIGNIFICANCE
 
 
 @attrs.define
 class Straying(Hostile):
-    """Goes on by itself after a step, for as many as its dice say, and while the drafter is sure enough."""
+    """After a step it continues by itself for a random number of steps, while the drafter is confident."""
 
-    least: float = 0.0
+    min_confidence: float = 0.0
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         def calibrate(rank: int, raw: float) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
-        return DraftBudget(self._dice.randrange(5), 1.0, self.least, calibrate=calibrate)
+        return DraftBudget(self._dice.randrange(5), 1.0, self.min_confidence, calibrate=calibrate)
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
-        # Where it went on by itself, it allows what comes.
+        # Where it continued by itself, it allows what comes.
         for node in view.tree.chain():
             assert node.parent is not None
             self._allowed.setdefault(node.parent.trail, True)
@@ -240,17 +240,17 @@ class Straying(Hostile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hop", [None, 0.25, 2.0])
-@pytest.mark.parametrize("least", [0.0, 0.7])
-def test_a_drafter_may_go_on_by_how_sure_it_was(least: float, hop: float | None) -> None:
-    policy = Straying(least=least)
-    assert likelihood(sampled(policy, NUM_TOKENS, hop=hop)) > SIGNIFICANCE
+@pytest.mark.parametrize("report_delay", [None, 0.25, 2.0])
+@pytest.mark.parametrize("min_confidence", [0.0, 0.7])
+def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_delay: float | None) -> None:
+    policy = Straying(min_confidence=min_confidence)
+    assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
     assert policy.num_from_branch > 30
     assert policy.longest_run > 1
 
 
 class Spying(Hostile):
-    """Drafts after the corrections first, and allows what comes after its choice by what was drawn after them."""
+    """Drafts after the corrections first. Their successors decide whether the chosen token's successor is allowed."""
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         return None if self._next(view) is not None else super().proposal(view)
@@ -270,7 +270,7 @@ class Spying(Hostile):
 
 
 def test_what_was_drawn_after_another_text_says_nothing_of_what_is_drawn_after_this_one() -> None:
-    # Whatever comes before: then draws that came of the same noise would be the same token.
+    # The same row in every context: draws from the same noise would then be the same token.
     row = (0.4, 0.3, 0.2, 0.1)
     policy = Spying(rests=False)
 
@@ -294,7 +294,7 @@ HASHED_DRAFT = hashed("draft", 3.0, near=HASHED_TARGET)
 async def text_under(
     policy: Hostile | None, script: Any, of_draft: Any, *, undo: Any = always, keeps_states: bool = False, **more: Any
 ) -> list[int]:
-    """The text under a policy; without one, the target's alone."""
+    """The text under a policy; without a policy, the target's alone."""
     target = ScriptedModel(script, undo=undo, keeps_states=keeps_states)
     draft = None if policy is None else ScriptedModel(of_draft, undo=undo, keeps_states=keeps_states)
     async with simulated(

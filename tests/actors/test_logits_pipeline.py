@@ -1,4 +1,4 @@
-"""Processors and filters do to a text what they do in mlx-lm's plain decoding, whoever drafts, however far ahead."""
+"""Processors and filters act on a text as in mlx-lm's plain decoding, for every drafter and lookahead."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from scipy.stats import chi2
+from scripted import read_into
 
 import runtime
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
@@ -39,7 +40,7 @@ def ids(tokens: Sequence[runtime.Token]) -> list[int]:
 
 
 def plain(model: nn.Module, num_tokens: int = NUM_TOKENS, own: Sequence[Any] = (), **penalties: Any) -> list[int]:
-    """mlx-lm's greedy text, up to where it is a matter of rounding."""
+    """mlx-lm's greedy text, up to the first token that depends on rounding."""
     return [token for token, _ in plain_steps(model, num_tokens, own, **penalties)]
 
 
@@ -162,7 +163,7 @@ def test_what_is_left_to_sample_from_is_what_mlx_lms_sampler_samples_from(
     filters: dict[str, Any], is_xtc_on: bool, seed: int
 ) -> None:
     logits, num_draws = 2 * mx.random.normal((1, 20), key=mx.random.key(seed)), 2000
-    # With a probability between, mlx-lm tosses one coin for all rows of a batch.
+    # With a probability between 0 and 1, mlx-lm draws one number for all rows of a batch.
     filters["xtc_probability"] = float(is_xtc_on)
     if filters.get("top_k", 0) >= 20:
         del filters["top_k"]
@@ -255,11 +256,11 @@ async def test_a_seeds_text_hangs_on_nothing_but_target_prompt_and_settings(pair
     assert len({tuple(text) for text in alone.values()}) > 0.7 * num_seeds
 
 
-# --- processors of one's own ----------------------------------------------------------------------
+# --- user-defined processors ----------------------------------------------------------------------
 
 
 class Bans:
-    """Forbids what it has seen generated; keeps that as a state, and minds that it is called as it was promised."""
+    """Bans the tokens that it has seen generated. It keeps them as a state, and asserts the promised order of calls."""
 
     def __init__(self) -> None:
         self.seen: tuple[int, ...] = ()
@@ -337,7 +338,7 @@ async def test_streams_at_once_may_share_a_processor() -> None:
 @pytest.mark.parametrize("lookahead", [0, 3])
 async def test_each_stream_begins_with_the_state_in_which_the_processors_owner_left_it(lookahead: int) -> None:
     class Turns:
-        """Allows every fifth token, another fifth each time."""
+        """Allows every fifth token, each time with another remainder."""
 
         num_calls = 0
 
@@ -399,7 +400,7 @@ async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Ledger:
-        """Keeps what it was called with, and has no way back."""
+        """Records the tokens of its calls, and has no `restore`."""
 
         def __init__(self) -> None:
             self.lengths: list[int] = []
@@ -421,13 +422,8 @@ async def test_any_other_processor_is_called_on_committed_text_alone_and_that_is
     assert "runtime.stateless" in warning
 
 
-async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        given.append(token.id)
-
-
 class Tantrum(ValueError):
-    """What a processor raises here."""
+    """The error of a processor in these tests."""
 
 
 @pytest.mark.parametrize("draft", [None, NEAR])
@@ -533,7 +529,7 @@ async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
         assert all(token.logprob is None and token.top_logprobs == () for token in completion.tokens)
 
 
-# --- bounds that only the model knows -------------------------------------------------------------
+# --- bounds that depend on the model --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""`draft="ngram"`, in simulated time: the target's own text, sooner where it repeats itself, never much later.
+"""`draft="ngram"` in simulated time: the target's own text, sooner if it repeats itself, and never much later.
 
-All times are simulated. Those that are compared with == are made of powers of two.
+Times that are compared with == are made of powers of two.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from scripted import (
     VOCAB_SIZE,
     Price,
     Script,
-    ScriptedLine,
     ScriptedModel,
+    ScriptedSequence,
     Simulation,
     collect,
     digest,
@@ -54,7 +54,7 @@ def counting(period: int) -> Script:
 
 
 def slipping(often: float) -> Script:
-    """A phrase of eleven words that is said again and again, with a slip now and then."""
+    """A phrase of eleven words that is said again and again, with an occasional error."""
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         slips = fraction("slip", history) < often
@@ -64,15 +64,15 @@ def slipping(often: float) -> Script:
 
 
 def quoting(begin: int) -> Script:
-    """Nothing but news up to a position, and from there on all of it again, word for word."""
+    """New words up to a position; from there on the same words again."""
     return lambda history: spike(next_token(history) if len(history) < begin else history[len(history) - begin])
 
 
 def never_the_same(num_words: int) -> list[int]:
-    """A text in which the same two words are never followed by the same third: what is looked up is always wrong.
+    """A text in which two words in a row are never followed by the same third twice, so that every lookup is wrong.
 
-    It is a de Bruijn sequence of order three, made by Martin's rule: of the words that have not come yet after the
-    last two, the greatest.
+    It is a de Bruijn sequence of order three by Martin's rule: the greatest word that has not yet followed the last
+    two.
     """
     text = [0, 0]
     seen: set[tuple[int, ...]] = set()
@@ -108,14 +108,14 @@ def plain_text(script: Script, prompt: Sequence[int], length: int) -> list[int]:
 
 
 def sloped(slope: float) -> Price:
-    """Passes that take one second, and this much more for each further token."""
+    """Passes that take one second, and `slope` more for each further token."""
     return lambda job: (
-        1.0 + slope * (job.num_tokens - 1) if job.kind in ("verify", "decode") else 0.0  # prompts are free here
+        1.0 + slope * (job.num_tokens - 1) if job.kind in ("verify", "decode") else 0.0  # prompts are free
     )
 
 
 def sizes(simulation: Simulation) -> list[int]:
-    """How many tokens each proposal had."""
+    """The number of tokens of each proposal."""
     return [instant.num_tokens for instant in simulation.instants("proposal")]
 
 
@@ -185,7 +185,7 @@ async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojum
 
 
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
-    """What the target is proposed for a whole text."""
+    """The proposals of a whole generation."""
     await text_of(simulation, prompt, **settings)
     assert isinstance(simulation.target_worker.sessions.received, dict)
     (received,) = simulation.target_worker.sessions.received.values()
@@ -216,13 +216,13 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
 
 
 class Neighbourly(ScriptedModel):
-    """Notes for which lines it was asked to leave room for another model."""
+    """Records for each sequence whether it was opened beside another model."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
         self.asked: list[bool] = []
 
-    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.asked.append(beside_another)
         return super().open_sequence(beside_another=beside_another)
 
@@ -381,7 +381,7 @@ async def test_a_target_that_is_left_alone_works_ahead_of_what_is_read(autojump_
         async for token in stream:
             (sequence,) = simulation.target.sequences
             cached_tokens.append(len(sequence.tokens) - token.index - 1)
-    # Without the last token that was given at first, with it in a rest; but for the end, where no token comes after.
+    # At first without the last token, with it during rests; and without it at the end, where no token follows.
     assert cached_tokens == [0] * MAX_IDLE_ROUNDS + [1] * (num_tokens - MAX_IDLE_ROUNDS - 1) + [0]
 
 
@@ -397,7 +397,7 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
         (rest,) = simulation.instants("rest")
     assert rest.round == MAX_IDLE_ROUNDS
     awake = next(m for m in received if isinstance(m, Proposal) and m.tokens)
-    # The quotation's first word must be there before it is one.
+    # The first word of the quotation must be there before a lookup can find it.
     assert begin + 1 < awake.start <= begin + 1 + 3
     assert awake.tokens[0] == awake.start % begin
 
@@ -432,7 +432,7 @@ async def test_a_verdict_that_comes_again_is_counted_and_dropped(autojump_clock:
     async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE, listener=echo) as simulation:
         mailboxes += [drafter(simulation).mailbox]
         assert await text_of(simulation, [0, 1, 2], max_tokens=12, lookahead=2) == plain_text(counting(5), [2], 12)
-        # Of each two, one is of a round that is over.
+        # One of each two belongs to a round that is over.
         assert simulation.runtime.statistics().stale_proposals == simulation.runtime.statistics().rounds
 
 
@@ -479,7 +479,7 @@ CANCELLED_SETTINGS: dict[str, Any] = {"max_tokens": 25, "prefill_step_size": 3}
 
 
 async def cancelled_at_event(number: int) -> int:
-    """Cancel a generation at an event; check what comes of it and of the next. How many events it had by then."""
+    """Cancel a generation at an event; check its outcome and the next text. Returns the number of events until then."""
     seen = 0
     scope = trio.CancelScope()
 

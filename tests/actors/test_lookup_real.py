@@ -1,4 +1,4 @@
-"""`draft="ngram"` on real models and threads: mlx-lm's own greedy text, and no second thread."""
+"""`draft="ngram"` on real models and threads: mlx-lm's greedy text, and no second thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import trio
+from completions import ids
 from models import gemma2, gemma3_text, greedy, llama, mamba, prompt_of, qwen3, sliding_llama
-from our_threads import outrider_threads
+from our_threads import outrider_thread_names, outrider_threads
 
 import runtime
 
@@ -21,7 +22,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gemma2": gemma2,
     "sliding windows": functools.partial(gemma3_text, window=16),
     "one sliding window": functools.partial(sliding_llama, window=16),
-    # A seed with which it repeats itself.
+    # With this seed it repeats itself.
     "recurrent": functools.partial(mamba, 6),
 }
 PROMPTS = {"one token": [7], "a phrase, again and again": prompt_of(9) * 4, "nothing twice": list(range(3, 33))}
@@ -37,10 +38,6 @@ def family(name: str) -> nn.Module:
 @functools.cache
 def family_text(name: str, prompt: tuple[int, ...]) -> list[int]:
     return greedy(family(name), prompt, NUM_TOKENS)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @pytest.mark.slow
@@ -67,7 +64,7 @@ async def test_a_prompt_may_be_long_enough_for_several_chunks_and_a_window() -> 
 
 async def test_there_is_no_thread_but_the_targets() -> None:
     async with runtime.open((family("llama"), None), "ngram") as rt:
-        seen = [outrider_threads() async for _ in rt.stream(PROMPTS["a phrase, again and again"], max_tokens=12)]
+        seen = [outrider_thread_names() async for _ in rt.stream(PROMPTS["a phrase, again and again"], max_tokens=12)]
         statistics = rt.statistics()
     assert seen == [["outrider-target"]] * 12
     assert statistics.draft_busy == 0
@@ -111,7 +108,7 @@ async def test_several_streams_at_once_and_one_that_is_left() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(3):
                 nursery.start_soon(read, rt, number)
-        while rt.num_streams:  # a stream that is over is put away in the next turn of the event loop
+        while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
     assert texts == {number: greedy(family("qwen3"), prompt, 30) for number, prompt in enumerate(prompts)}
 
@@ -133,7 +130,7 @@ def test_generate_sync_looks_up_as_well() -> None:
     assert texts[0].statistics.proposed == 0 < texts[1].statistics.proposed
 
 
-# --- what is no drafter ---------------------------------------------------------------------------
+# --- invalid drafters -----------------------------------------------------------------------------
 
 
 async def opened(target: Any, draft: Any) -> None:

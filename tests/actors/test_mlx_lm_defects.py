@@ -1,7 +1,7 @@
-"""What goes wrong in mlx-lm's speculative decoding, reproduced there, and right in ours.
+"""Defects of mlx-lm's speculative decoding: reproduced there, and absent here.
 
-Rotating caches that fill, recurrent models, sampling, empty prompts and endless texts are in `test_facts`; here
-is what has to do with caches that outlive a round.
+These concern caches that outlive a round. Rotating caches that fill, recurrent models, sampling, empty prompts and
+endless texts are in `test_facts`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import architectures
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from completions import ids
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
+from scripted import read_into
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -38,50 +40,46 @@ def theirs(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: i
     return [token for token, _, _ in steps]
 
 
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
-
-
-class Books:
-    """An `MLXModel` whose line is compared with the tokens that went in and out, whatever happens to it."""
+class RecordingModel:
+    """An `MLXModel` that records the tokens fed to its sequence, and checks its caches against them at every step."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._model = MLXModel(model, CacheOptions(**options))
         self.vocab_size = self._model.vocab_size
         self.context_length = self._model.context_length
-        # After every step, what the caches hold, and which they are.
+        # After every step: the cached tokens, and the caches.
         self.cached_tokens: list[tuple[int, ...]] = []
         self.kinds: list[set[type]] = []
 
-    def open_sequence(self, *, beside_another: bool) -> BookedLine:
-        return BookedLine(self._model.open_sequence(beside_another=beside_another), self)
+    def open_sequence(self, *, beside_another: bool) -> RecordedSequence:
+        return RecordedSequence(self._model.open_sequence(beside_another=beside_another), self)
 
 
-class BookedLine:
+class RecordedSequence:
     depends_on_passes = False
 
-    def __init__(self, sequence: MLXSequence, state: Books) -> None:
+    def __init__(self, sequence: MLXSequence, record: RecordingModel) -> None:
         self._sequence = sequence
         self._tokens: tuple[int, ...] = ()
-        self._books = state
+        self._record = record
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         logits = self._sequence.feed(tokens, num_logits)
-        self._now(self._tokens + tokens)
+        self._note(self._tokens + tokens)
         return logits
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         logits = self._sequence.feed_lazy(token)
-        self._now((*self._tokens, int(token.item())))
+        self._note((*self._tokens, int(token.item())))
         return logits
 
     def prepare(self, num_tokens: int, settled: int) -> Any:
         return self._sequence.prepare(num_tokens, settled)
 
     def rewind(self, length: int) -> int:
-        prefix_cache = self._sequence.rewind(length)
-        self._now(self._tokens[:prefix_cache])
-        return prefix_cache
+        length = self._sequence.rewind(length)
+        self._note(self._tokens[:length])
+        return length
 
     def check(self, length: int) -> None:
         assert length == len(self._tokens)
@@ -90,19 +88,21 @@ class BookedLine:
     def close(self) -> None:
         self._sequence.close()
 
-    def _now(self, tokens: tuple[int, ...]) -> None:
+    def _note(self, tokens: tuple[int, ...]) -> None:
         self._sequence.check(len(tokens))
         assert {cache.offset for cache in self._sequence.cache} == {len(tokens)}
         self._tokens = tokens
-        self._books.cached_tokens.append(tokens)
-        self._books.kinds.append({type(cache) for cache in self._sequence.cache})
+        self._record.cached_tokens.append(tokens)
+        self._record.kinds.append({type(cache) for cache in self._sequence.cache})
 
 
-async def booked(target: nn.Module, draft: nn.Module, num_tokens: int, **options: Any) -> tuple[Any, Books, Books]:
-    """What comes of the prompt, and the books of the two models."""
+async def recorded(
+    target: nn.Module, draft: nn.Module, num_tokens: int, **options: Any
+) -> tuple[Any, RecordingModel, RecordingModel]:
+    """The completion of the prompt, and the records of the two models."""
     async with ThreadWorker("target") as targets, ThreadWorker("draft") as drafts:
-        ours = await targets.run(Job("load", lambda: Books(target, **options)))
-        helpers = await drafts.run(Job("load", lambda: Books(draft, **options)))
+        ours = await targets.run(Job("load", lambda: RecordingModel(target, **options)))
+        helpers = await drafts.run(Job("load", lambda: RecordingModel(draft, **options)))
         async with running((ours, targets), (helpers, drafts)) as rt:
             completion = await rt.generate(PROMPT, max_tokens=num_tokens, lookahead=LOOKAHEAD)
     assert completion.statistics.draft_failures == 0
@@ -114,7 +114,7 @@ async def booked(target: nn.Module, draft: nn.Module, num_tokens: int, **options
 
 @pytest.mark.parametrize("num_loops", [2, 3])
 async def test_a_model_with_more_caches_than_layers(num_loops: int) -> None:
-    """There a list of both models' caches is divided after as many as the target has layers."""
+    """mlx-lm splits a list of both models' caches after as many as the target has layers."""
     target = architectures.build("nanbeige", num_loops=num_loops)
     draft = near(target, noise=0.05)
     right = greedy(target, PROMPT, NUM_TOKENS)
@@ -131,12 +131,12 @@ async def test_a_model_with_more_caches_than_layers(num_loops: int) -> None:
     assert completion.statistics.n1_rounds == 0
 
 
-# --- caches that are quantised on the way ---------------------------------------------------------
+# --- caches that are quantised in mid-text --------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 5, len(PROMPT) + 8])
 async def test_caches_that_are_quantised_on_the_way(start: int) -> None:
-    """There other caches take the place of the caller's, who is left with those of the moment before."""
+    """mlx-lm replaces the caller's caches; the caller keeps those of the moment before."""
     target = architectures.build("qwen3", head_dim=32)
     draft = near(target, noise=0.05)
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
@@ -147,20 +147,20 @@ async def test_caches_that_are_quantised_on_the_way(start: int) -> None:
     assert {type(cache) for cache in caches} == {KVCache}
     assert all(cache.offset < len(PROMPT) + NUM_TOKENS - 1 - LOOKAHEAD for cache in caches)
 
-    completion, *state = await booked(target, draft, NUM_TOKENS, **options)
+    completion, *models = await recorded(target, draft, NUM_TOKENS, **options)
     assert ids(completion) == right
     assert 0 < completion.statistics.accepted < completion.statistics.proposed
-    for model in state:
+    for model in models:
         for cached_tokens, kinds in zip(model.cached_tokens, model.kinds, strict=True):
             assert kinds == {QuantizedKVCache if len(cached_tokens) >= start else KVCache}
         assert {QuantizedKVCache} in model.kinds
 
 
-# --- what is left behind --------------------------------------------------------------------------
+# --- what is left in the caches -------------------------------------------------------------------
 
 
 async def test_a_second_turn() -> None:
-    """There a text that ends on a bonus token leaves the target without it, and the drafter one more behind."""
+    """In mlx-lm, a text that ends on a bonus token leaves the target's cache one token short, the drafter's two."""
     model = llama()
     turn = prompt_of(4, seed=3)
 
@@ -173,7 +173,7 @@ async def test_a_second_turn() -> None:
     assert lengths == [len(PROMPT) + 7] * 2 + [len(PROMPT) + 6] * 2
     assert theirs(model, model, turn, NUM_TOKENS, prompt_cache=caches) != right
 
-    # With plain decoding's caches, one goes on like this.
+    # With the caches of plain decoding, a text can be continued like this.
     cache = make_prompt_cache(model)
     assert greedy(model, PROMPT, 8, prompt_cache=cache) == first
     assert greedy(model, turn, NUM_TOKENS, prompt_cache=cache) == right
@@ -187,10 +187,10 @@ async def test_a_second_turn() -> None:
 async def test_where_all_is_accepted_both_caches_hold_the_text_wherever_it_ends(num_tokens: int) -> None:
     model = llama()
     text = (*PROMPT, *greedy(model, PROMPT, num_tokens + 20))
-    completion, target, draft = await booked(model, model, num_tokens)
+    completion, target, draft = await recorded(model, model, num_tokens)
     assert completion.statistics.rejected == 0
     assert (*PROMPT, *ids(completion)) == text[: len(PROMPT) + num_tokens]
-    # A token left out, or one that is there twice, would show.
+    # A missing token or a repeated one would show.
     for cached_tokens in target.cached_tokens + draft.cached_tokens:
         assert cached_tokens == text[: len(cached_tokens)]
     # The last token has never been read; there was no need to.
@@ -198,23 +198,23 @@ async def test_where_all_is_accepted_both_caches_hold_the_text_wherever_it_ends(
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.2])
-async def test_after_every_step_both_caches_hold_what_the_books_say(noise: float) -> None:
+async def test_after_every_step_both_caches_hold_the_recorded_tokens(noise: float) -> None:
     model = llama()
     text = (*PROMPT, *greedy(model, PROMPT, NUM_TOKENS))
-    completion, target, draft = await booked(model, near(model, noise=noise), NUM_TOKENS)
+    completion, target, draft = await recorded(model, near(model, noise=noise), NUM_TOKENS)
     assert completion.statistics.rejected > 0
     assert (*PROMPT, *ids(completion)) == text
     assert target.cached_tokens[-1] == text[:-1]
-    # Whatever the drafter ran ahead with, it came back to.
+    # The drafter's cache went back to the text, however far it had run ahead.
     assert max(common(cached_tokens, text) for cached_tokens in draft.cached_tokens) >= len(text) - 1 - LOOKAHEAD
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The length of the prefix that two texts share."""
+    """The length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# --- errors in mid-round --------------------------------------------------------------------------
+# --- errors in the middle of a round --------------------------------------------------------------
 
 
 class NoSuchKernel(RuntimeError):
@@ -222,26 +222,21 @@ class NoSuchKernel(RuntimeError):
 
 
 class Failing(Wrapped):
-    """Fails when it is called for the n-th time from when it was armed."""
+    """Fails at the n-th call after it was armed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._left: int | None = None
+        self._calls_left: int | None = None
 
     def arm(self, n: int) -> None:
-        self._left = n
+        self._calls_left = n
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if self._left is not None:
-            self._left -= 1
-            if self._left == 0:
+        if self._calls_left is not None:
+            self._calls_left -= 1
+            if self._calls_left == 0:
                 raise NoSuchKernel("no such kernel")
         return super().__call__(inputs, cache)
-
-
-async def read_into(given: list[int], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        given.append(token.id)
 
 
 def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_committed() -> None:
@@ -256,7 +251,7 @@ def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_com
     with pytest.raises(NoSuchKernel):
         next(steps)
     should_hold = len(PROMPT) + len(given) - 1
-    # By what the round before had to give up.
+    # mlx-lm's caches are off by what the round before had to rewind.
     assert [cache.offset for cache in target_caches] == [should_hold - LOOKAHEAD] * 2
 
 
@@ -276,9 +271,9 @@ async def test_here_the_text_ends_with_the_error_and_is_right_until_then(noise: 
             assert isinstance(failed.value.__cause__, NoSuchKernel)
             assert given == right[: len(given)]
             lengths.append(len(given))
-            # What was not given is not counted either.
+            # Tokens that were not delivered are not counted either.
             assert stream.statistics().generated_tokens == len(given)
-    # In prefill, in the first round, and in the midst of the text.
+    # Failures in prefill, in the first round, and in the middle of the text.
     assert lengths[:2] == [0, 0]
     assert lengths == sorted(lengths)
     assert lengths[-1] >= 7
@@ -295,11 +290,11 @@ async def test_here_an_error_of_the_drafter_costs_its_help_and_not_the_text(n: i
     assert completion.statistics.draft_failures == 1
 
 
-# --- what processors are given --------------------------------------------------------------------
+# --- the tokens that processors see ---------------------------------------------------------------
 
 
 async def test_penalties() -> None:
-    """There a penalty does not see the prompt, but for its last token; so it changes the text."""
+    """In mlx-lm, a penalty sees only the last token of the prompt, which changes the text."""
     model = llama()
     penalties = {"repetition_penalty": 1.6, "repetition_context_size": 40}
     right = greedy(model, PROMPT, NUM_TOKENS, logits_processors=make_logits_processors(**penalties))
@@ -311,11 +306,11 @@ async def test_penalties() -> None:
 
 
 async def test_a_processor_that_keeps_a_state() -> None:
-    """There it is called for drafts as for the text, and its state is never taken back."""
+    """In mlx-lm, the processor is called for drafts as for the text, and its state is never restored."""
     model = llama()
 
     class EverySecond:
-        """At every second token it is asked about, keeps the best from coming."""
+        """Bans the best token at every second call."""
 
         def __init__(self) -> None:
             self.num_calls = 0
@@ -342,11 +337,11 @@ async def test_a_processor_that_keeps_a_state() -> None:
     assert completion.statistics.accepted > 0
 
 
-# --- what cannot be asked for ---------------------------------------------------------------------
+# --- invalid requests -----------------------------------------------------------------------------
 
 
 async def test_what_cannot_be_asked_for_is_refused_with_what_can() -> None:
-    """There both meet errors about shapes; here the messages name what to do, and doing it works."""
+    """In mlx-lm, both cause errors about shapes. Here the messages name a remedy, and the remedy works."""
     model = llama(max_position_embeddings=32)
     async with runtime.open((model, None), (model, None)) as rt:
         with pytest.raises(runtime.SettingsError, match="at least 1, or None for no limit, got -1"):

@@ -1,4 +1,4 @@
-"""Logits that are not numbers: a target's end that stream with an error, a drafter's cost speed and no text."""
+"""Logits with NaN or infinity: a target's end that stream with an error, a drafter's cost only speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHER = [1, 2]
 
 
 def sure(history: Sequence[int]) -> Sequence[float]:
-    """The true token has all of the probability, at any temperature here."""
+    """The true token has all of the probability at every temperature used here."""
     return [1000.0 if token == next_token(history) else 0.0 for token in range(VOCAB_SIZE)]
 
 
@@ -61,7 +61,7 @@ KINDS = ("all NaN", "one NaN", "+inf", "all -inf")
 
 
 def failing_at(position: int, how: str, script: Script = sure) -> Script:
-    """Spoilt for the token at one position after the prompt, as far as the text is the true one of that prompt."""
+    """A script with spoilt logits at one position after the prompt, on the true text only."""
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         is_there = len(history) == position and list(history[: len(PROMPT)]) == PROMPT
@@ -71,7 +71,7 @@ def failing_at(position: int, how: str, script: Script = sure) -> Script:
 
 
 def shifted(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Changes nothing that anybody could see, and needs the text."""
+    """Changes nothing visible, but needs the tokens."""
     return logits + 1.0
 
 
@@ -107,12 +107,12 @@ async def ends_with_an_error(
         got: list[int] = []
         with pytest.raises(NotANumberError, match=f"the target model gave .* at position {position};.*float16"):
             await read_into(got, stream)
-        # All that could be said before, whoever drafted it.
+        # Everything before the position was delivered, whoever drafted it.
         assert got == TEXT[: position - len(PROMPT)]
         with pytest.raises(NotANumberError):
             await anext(stream)
         await one_beside()
-        # Nothing of it is kept for others, who find a cache of their own.
+        # Nothing of it stays in the prefix cache; later streams start from caches of their own.
         if reuse:
             await trio.sleep(1000)
             assert len(simulation.runtime._target._prefix_cache) == 0
@@ -222,7 +222,7 @@ async def test_forbidding_all_tokens_but_one_is_legal(mode: str, lookahead: int,
         assert await collect(stream) == [17] * 8
 
 
-# --- the look at it -------------------------------------------------------------------------------
+# --- the logit check ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -245,7 +245,7 @@ def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int,
 
 
 def damaged(model: nn.Module) -> nn.Module:
-    """One weight is not a number, as after a download that went wrong."""
+    """One weight is NaN, as after a faulty download."""
     weight = model.model.layers[1].mlp.down_proj.weight
     weight[3, 5] = math.nan
     mx.eval(model.parameters())

@@ -1,4 +1,4 @@
-"""Warm is cold: a text that begins with what is cached of another is the text that it would be without."""
+"""The prefix cache on real models: a text that reuses cached tokens equals the text without a cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import ARCHITECTURES, build
+from completions import ids
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
-from plain_decoding import greedy as whole_text
+from plain_decoding import greedy_text
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -19,7 +20,7 @@ from actors.mlx.model import MLXModel
 from actors.prefix_cache import PrefixCache
 from protocol.trace import Event, Span
 
-# Several chunks a prompt, the window is full in the first turn or the second, and the tail is cut off for a pin.
+# Several chunks per prompt. The window is full in the first turn or the second. The tail is cut off for a checkpoint.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gemma3_text": gemma3_text,
@@ -32,7 +33,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "falcon_h1": functools.partial(build, "falcon_h1"),
 }
 SETTINGS = {"prefill_step_size": 16}
-# One of each kind of cache, and the rest of the families.
+# One of each kind of cache; the other families run in the slow tests.
 FEW = ("llama", "gemma3_text", "mamba", "qwen3_next")
 every_family = pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -55,15 +56,11 @@ def text(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 
 def some_prompt(length: int, *, seed: int = 0) -> list[int]:
-    return prompt_of(length, seed=seed, vocab_size=64)  # which is as many as the smallest of them know
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
+    return prompt_of(length, seed=seed, vocab_size=64)  # the smallest vocabulary among the families
 
 
 class Prefills:
-    """A trace that counts what was read of prompts."""
+    """A trace that counts the prompt tokens that were read."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -73,13 +70,13 @@ class Prefills:
             self.spans.append(event)
 
     def num_read(self, actor: str) -> int:
-        """Since it was asked last."""
+        """Prompt tokens read since the last call."""
         num = sum(span.num_tokens for span in self.spans if span.actor == actor)
         self.spans = [span for span in self.spans if span.actor != actor]
         return num
 
 
-# --- turns in a row -------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 @every_family
@@ -93,8 +90,8 @@ async def test_turns_in_a_row_have_the_greedy_text_and_read_only_what_is_new(nam
             assert ids(completion) == text(name, tuple(prompt), 12)
             statistics = completion.statistics
             assert prefills.num_read("target") == len(prompt) - 1 - statistics.cached_tokens
-            # At least what the turn before had read of its prompt, and where no token was drafted beyond the text or
-            # tokens can be dropped, what it said as well, but for its last tokens.
+            # At least the prompt of the last turn. If no token was drafted beyond the text, or tokens can be dropped,
+            # its answer as well, except the last tokens.
             assert statistics.cached_tokens >= known - 1
             known = len(prompt)
             prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
@@ -132,7 +129,7 @@ async def test_a_text_that_goes_another_way_has_nothing_of_the_first(name: str) 
 @every_family
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str, max_tokens: int) -> None:
-    """On a bonus token the target is one short, and when all is accepted the drafter is one behind."""
+    """After a bonus token the target's cache is one token short; if all is accepted, the drafter's is behind by one."""
     prompt = some_prompt(20)
     for draft in (family(name), Shifted(family(name))):
         async with runtime.open((family(name), None), (draft, None)) as rt:
@@ -213,7 +210,7 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
             cached.append(warm.statistics.cached_tokens)
             prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
     assert cached[0] == 0
-    # The first turn holds 52 tokens in the end, the second 71.
+    # The first turn caches 52 tokens, the second 71.
     assert (cached[1] > 0, cached[2] > 0) == (start > 53, start > 72)
 
 
@@ -286,14 +283,14 @@ async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
     model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
-    whole: Sequence[int] = whole_text(model)
+    whole: Sequence[int] = greedy_text(model)
     async with runtime.open((model, None)) as rt:
         cached = []
-        # On, back, on, and on.
+        # Forward, back, forward, and forward.
         for length, num_tokens in ((20, 12), (40, 12), (33, 5), (50, 3), (60, 9)):
             prompt, asked = whole[:length], {"max_tokens": num_tokens, "prefill_step_size": 16}
             completion = await rt.generate(prompt, reuse_prefix=True, **asked)
-            # What is read in steps is another text after a prompt that is not, with or without a cache.
+            # A stepwise model gives another text after the prompt than after its own tokens, with or without a cache.
             cold = ids(await rt.generate(prompt, **asked)) if is_stepwise else whole[length : length + num_tokens]
             assert ids(completion) == cold, f"after {length} tokens"
             cached.append(completion.statistics.cached_tokens)

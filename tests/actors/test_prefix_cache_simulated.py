@@ -1,14 +1,13 @@
-"""What is kept of one text for the next: whatever was kept, and however the first ended, the next text is right.
+"""The prefix cache in simulated time: whatever is cached, and however its text ended, the next text is right.
 
-A scripted line knows nothing but the tokens that it was fed, so one that was brought in line wrongly for another
-text, or that two sessions have at once, shows in what comes next, or in the books.
+A scripted sequence knows only the tokens that it was fed. A sequence that was rewound wrongly for another text, or that
+two sessions use at once, shows in the next text or in the comparison with the session state.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from hypothesis import given, settings
@@ -50,7 +49,7 @@ def pair(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, 
 
 
 async def turn(simulation: Simulation, prompt: list[int], num_tokens: int, **changes: Any) -> Any:
-    """A text that is kept, which is right."""
+    """Generate a text and assert that it is right. Its tokens stay in the prefix cache."""
     completion = await simulation.runtime.generate(prompt, max_tokens=num_tokens, reuse_prefix=True, **changes)
     assert ids(completion.tokens) == continuation(prompt, num_tokens)
     return completion.statistics
@@ -61,7 +60,7 @@ def num_read(simulation: Simulation, actor: str, session: int) -> int:
     return sum(span.num_tokens for span in simulation.spans(actor, "prefill", session=session))
 
 
-# --- turns in a row -------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 @every_cache
@@ -76,7 +75,7 @@ async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
                 statistics = await turn(simulation, text, num_tokens, lookahead=lookahead)
                 assert statistics.prompt_tokens == len(text)
                 text += [*continuation(text, num_tokens), 1, 2, 3]
-            # All but what the last turn added, and what no cache has read when a text ends: its last tokens.
+            # All but the tokens that the last turn added, and the last tokens of its text, which no cache had read.
             added = num_tokens + 3
             if "keeps_states" in cache or cache["undo"] is always:
                 assert statistics.cached_tokens >= len(text) - 2 * added - 1
@@ -95,7 +94,7 @@ async def test_without_a_drafter_too(autojump_clock: Any) -> None:
 async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_next_one_comes(
     autojump_clock: Any,
 ) -> None:
-    for draft_seconds in (0.125, 3.0, 17.0):  # it is in mid-draft when the target is through
+    for draft_seconds in (0.125, 3.0, 17.0):  # the drafter is in the middle of a draft when the target is done
         async with simulated(*pair(CACHES["can be trimmed"]), price=priced(draft=draft_seconds)) as simulation:
             await turn(simulation, PROMPT, 8, lookahead=3)
             longer = [*PROMPT, *continuation(PROMPT, 8), 1, 2]
@@ -106,14 +105,14 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
 
 @pytest.mark.parametrize("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
 async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_tokens: int, autojump_clock: Any) -> None:
-    price = priced(draft=17.0, verify=1.0)  # the drafter is in mid-draft when the target has ended
+    price = priced(draft=17.0, verify=1.0)  # the drafter is in the middle of a draft when the target has ended
     async with simulated(*pair(CACHES["can be trimmed"], agreement=0.0), price=price) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=1, reuse_prefix=True)
         while not simulation.instants("verdict") or simulation.instants("verdict")[-1].commit.finish_reason is None:
             if num_tokens > BUFFERED_ROUNDS + 1 and len(simulation.instants("verdict")) == BUFFERED_ROUNDS + 1:
                 break  # the last round waits for the reader
             await trio.sleep(0.5)
-        await trio.sleep(0.5)  # the target has put away its sequence
+        await trio.sleep(0.5)  # the target has returned its sequence
         assert await collect(stream) == continuation(PROMPT, num_tokens)
         longer = [*PROMPT, *continuation(PROMPT, num_tokens), 1, 2]
         await turn(simulation, longer, 3, lookahead=1)
@@ -145,22 +144,22 @@ async def test_a_recurrent_cache_goes_back_to_where_the_answer_began(autojump_cl
     prompt = list(range(1, 41))
     async with simulated(*pair(CACHES["recurrent"]), price=priced()) as simulation:
         await turn(simulation, prompt, 9)
-        # Another answer, as where its thoughts are left out: the text before it was read is still there.
+        # Another answer, as when its reasoning is left out: the text before the answer is still cached.
         assert (await turn(simulation, [*prompt, 60, 61], 4)).cached_tokens == len(prompt) - 1
-        # And where what asked for the answer is left out as well.
+        # And when the last user message is left out as well.
         assert (await turn(simulation, [*prompt[:-3], 60, 61], 4)).cached_tokens == len(prompt) - 1 - 16
-        # Before that there is nothing to go back to.
+        # Before that there is no state to return to.
         assert (await turn(simulation, [*prompt[:10], 60, 61], 4)).cached_tokens == 0
 
 
 async def test_prefill_chunks_end_where_they_would_without_a_cache(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
-        await turn(simulation, PROMPT, 1)  # of which 5 are held
+        await turn(simulation, PROMPT, 1)  # caches 5 tokens
         await turn(simulation, [*PROMPT, *[1] * 12], 1, prefill_step_size=4)
         assert [span.num_tokens for span in simulation.spans("target", "prefill", session=1)] == [4 - 1, 4, 4]
 
 
-# --- who may have what ----------------------------------------------------------------------------
+# --- which prompts may reuse what -----------------------------------------------------------------
 
 
 async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_clock: Any) -> None:
@@ -172,7 +171,7 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
             assert [sequence.is_closed for sequence in model.sequences[:2]] == [True, False]
 
 
-async def test_a_line_that_leaves_room_for_a_drafter_is_not_one_that_does_not(autojump_clock: Any) -> None:
+async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without_one(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4, lookahead=3)
         assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
@@ -181,7 +180,7 @@ async def test_a_line_that_leaves_room_for_a_drafter_is_not_one_that_does_not(au
 
 
 @every_cache
-async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_lines(
+async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(
     cache: dict[str, Any], autojump_clock: Any
 ) -> None:
     async with simulated(*pair(cache)) as simulation:
@@ -195,11 +194,11 @@ async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_other
         assert len(simulation.target.sequences) == 2 or cache["undo"] is not always
 
 
-async def test_a_text_that_shares_most_of_another_takes_its_line(autojump_clock: Any) -> None:
+async def test_a_text_that_shares_most_of_another_takes_its_sequence(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         await turn(simulation, [*range(1, 41), 50, 51, 52, 53, 54, 55], 6)
         assert (await turn(simulation, [*range(1, 41), 60], 6)).cached_tokens == 40
-        # And one that shares little does not.
+        # And a prompt that shares little does not.
         assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 0
 
 
@@ -234,7 +233,7 @@ async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: An
     assert all(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
 
 
-# --- texts that were cancelled, and failed --------------------------------------------------------
+# --- texts that were cancelled or failed ----------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -257,18 +256,18 @@ def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
             return (await turn(simulation, [*prompt, *got, 1, 2], 5, lookahead=lookahead)).cached_tokens
 
     cached = [run(main, seconds) for seconds in [0.25 * i for i in range(0, 240, 5)]]
-    assert cached[0] <= 8  # cancelled before or while the first chunk was read
+    assert cached[0] <= 8  # cancelled before or during the first chunk
     if cache["undo"] is always:
         assert cached == sorted(cached)
     if cache["undo"] is always or "keeps_states" in cache:
         assert cached[-1] >= len(prompt) - 1
 
 
-async def test_what_the_drafter_guessed_is_dropped_before_a_line_is_kept(autojump_clock: Any) -> None:
+async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(autojump_clock: Any) -> None:
     for cache in (CACHES["can be trimmed"], CACHES["recurrent"]):
         async with simulated(*pair(cache, agreement=1.0)) as simulation:
             await turn(simulation, PROMPT, 6, lookahead=3)
-            await turn(simulation, PROMPT[::-1], 1)  # by the end of which both are put away
+            await turn(simulation, PROMPT[::-1], 1)  # at its end, both are in the prefix cache
             text = [*PROMPT, *continuation(PROMPT, 6)]
             (cached_tokens,) = [
                 sequence.tokens for sequence in simulation.draft.sequences if sequence.tokens[0] == PROMPT[0]
@@ -288,7 +287,7 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
         assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
 
 
-async def test_a_text_whose_books_were_wrong_is_not_kept(autojump_clock: Any) -> None:
+async def test_a_text_whose_session_state_was_wrong_is_not_kept(autojump_clock: Any) -> None:
     target = ScriptedModel(truthful, fails={"check": {3}})
     async with simulated(target) as simulation:
         with pytest.raises(RewindError):
@@ -297,15 +296,15 @@ async def test_a_text_whose_books_were_wrong_is_not_kept(autojump_clock: Any) ->
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
 
 
-async def test_a_line_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"check": {5}})  # four tokens, and then
+async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"check": {5}})  # four tokens, then the failure
     async with simulated(target) as simulation:
         await turn(simulation, PROMPT, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert [sequence.is_closed for sequence in target.sequences] == [True, False]
 
 
-async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
+async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
     autojump_clock: Any,
 ) -> None:
     target = ScriptedModel(truthful, fails={"reuse": {1}})
@@ -319,23 +318,18 @@ async def test_a_line_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_a
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-@attrs.define
-class Text:
-    """What a session leaves behind."""
-
-    sequence: Any
-    tokens: tuple[int, ...]
-
-
-class Shelf:
-    """Kept lines without a runtime."""
+class ScriptedCache:
+    """A prefix cache without a runtime."""
 
     def __init__(self, max_bytes: int, **model: Any) -> None:
         self.model = ScriptedModel(truthful, **model)
         self.prefix_cache = PrefixCache(self.model, max_bytes)
 
     def read(self, *tokens: int) -> tuple[Any, int]:
-        """Have a line for a text, and put it away; returns it, and what was cached of the text."""
+        """Take a sequence for a text, read the text, and return the sequence to the cache.
+
+        Returns: the sequence, and the number of tokens that it had cached.
+        """
         hit = self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
@@ -344,68 +338,68 @@ class Shelf:
 
 
 def test_what_was_used_least_recently_goes_first_once_the_bytes_are_used_up() -> None:
-    shelf = Shelf(max_bytes=120, bytes_per_token=10)
-    one, two, three = (shelf.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
-    assert shelf.prefix_cache.num_bytes == 120
-    assert shelf.read(10, 1, 2, 3) == (one, 4)
-    four, _ = shelf.read(40, 1, 2, 3)
+    scripted_cache = ScriptedCache(max_bytes=120, bytes_per_token=10)
+    one, two, three = (scripted_cache.read(first, 1, 2, 3)[0] for first in (10, 20, 30))
+    assert scripted_cache.prefix_cache.num_bytes == 120
+    assert scripted_cache.read(10, 1, 2, 3) == (one, 4)
+    four, _ = scripted_cache.read(40, 1, 2, 3)
     assert [sequence.is_closed for sequence in (one, two, three, four)] == [False, True, False, False]
-    assert shelf.prefix_cache.num_bytes == 120
-    assert shelf.model.misuses == []
+    assert scripted_cache.prefix_cache.num_bytes == 120
+    assert scripted_cache.model.misuses == []
 
 
-def test_a_line_larger_than_all_that_may_be_kept_is_closed_and_costs_no_other_its_place() -> None:
-    shelf = Shelf(max_bytes=50, bytes_per_token=10)
-    small, _ = shelf.read(1, 2)
-    large, _ = shelf.read(10, 20, 30, 40, 50, 60)
+def test_a_sequence_larger_than_the_cache_is_closed_and_evicts_no_other() -> None:
+    scripted_cache = ScriptedCache(max_bytes=50, bytes_per_token=10)
+    small, _ = scripted_cache.read(1, 2)
+    large, _ = scripted_cache.read(10, 20, 30, 40, 50, 60)
     assert (small.is_closed, large.is_closed) == (False, True)
-    assert shelf.prefix_cache.num_bytes == 20
+    assert scripted_cache.prefix_cache.num_bytes == 20
 
 
 def test_of_no_bytes_nothing_is_kept() -> None:
-    shelf = Shelf(max_bytes=0)
-    assert shelf.read(1, 2)[0].is_closed
-    assert len(shelf.prefix_cache) == 0
+    scripted_cache = ScriptedCache(max_bytes=0)
+    assert scripted_cache.read(1, 2)[0].is_closed
+    assert len(scripted_cache.prefix_cache) == 0
 
 
-def test_there_is_a_bound_to_how_many_lines_a_search_looks_at() -> None:
-    shelf = Shelf(max_bytes=10**9)
-    sequences = [shelf.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MAX_SEQUENCES + 20)]
-    assert len(shelf.prefix_cache) <= MAX_SEQUENCES
+def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
+    scripted_cache = ScriptedCache(max_bytes=10**9)
+    sequences = [scripted_cache.read(1 + i % 60, i // 60, 1, 2, 3)[0] for i in range(MAX_SEQUENCES + 20)]
+    assert len(scripted_cache.prefix_cache) <= MAX_SEQUENCES
     assert not sequences[-1].is_closed
 
 
-def test_a_line_that_can_be_trimmed_takes_the_place_of_those_that_it_goes_on_from() -> None:
-    shelf = Shelf(max_bytes=10**9)
-    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+def test_a_sequence_that_can_be_trimmed_replaces_those_that_it_goes_on_from() -> None:
+    scripted_cache = ScriptedCache(max_bytes=10**9)
+    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
-        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert (first.is_closed, second.is_closed, len(shelf.prefix_cache)) == (True, False, 1)
+        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert (first.is_closed, second.is_closed, len(scripted_cache.prefix_cache)) == (True, False, 1)
 
 
-def test_recurrent_lines_that_go_on_from_each_other_are_both_of_use() -> None:
-    shelf = Shelf(max_bytes=10**9, undo=never)
-    first = shelf.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
+def test_recurrent_sequences_that_go_on_from_each_other_are_both_of_use() -> None:
+    scripted_cache = ScriptedCache(max_bytes=10**9, undo=never)
+    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
+    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
     for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
         sequence.feed(tokens, 0)
-        shelf.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert len(shelf.prefix_cache) == 2
-    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
-    assert shelf.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
+        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
+    assert len(scripted_cache.prefix_cache) == 2
+    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
+    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
 
 
-# --- any turns, in any order ----------------------------------------------------------------------
+# --- any turns in any order -----------------------------------------------------------------------
 
 target_queue = st.lists(
     st.tuples(
-        st.integers(0, 3),  # which of the texts so far it goes on from
-        st.integers(1, 40),  # how much of that it has
-        st.lists(st.integers(0, 2), max_size=4),  # what it adds
-        st.integers(1, 6),  # how many tokens it asks for
-        st.sampled_from([None, 3.0, 20.0, 45.0]),  # seconds after which it is cancelled
+        st.integers(0, 3),  # which of the texts so far it continues
+        st.integers(1, 40),  # number of tokens that it takes from that text
+        st.lists(st.integers(0, 2), max_size=4),  # tokens that it adds
+        st.integers(1, 6),  # number of tokens that it asks for
+        st.sampled_from([None, 3.0, 20.0, 45.0]),  # seconds until it is cancelled
         st.sampled_from(LOOKAHEADS),
     ),
     min_size=2,

@@ -1,4 +1,4 @@
-"""Models that are none are refused when they are opened, and whether one is still of use can be asked at any time."""
+"""The probe: objects that are no models are rejected on opening, and a loaded model can be checked at any time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = llama()
 
 
 class Otherwise(Wrapped):
-    """A model of which something else comes than logits."""
+    """A model that returns something other than logits."""
 
     def __init__(self, change: Callable[[mx.array], Any]) -> None:
         super().__init__(llama())
@@ -76,7 +76,7 @@ async def test_logits_that_are_no_numbers_are_a_streams_matter() -> None:
             await rt.generate(prompt_of(5), max_tokens=4)
 
 
-# --- at any time ----------------------------------------------------------------------------------
+# --- checks at any time ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [llama, mamba])
@@ -86,7 +86,7 @@ def test_a_model_that_works_passes_a_probe_however_often(build: Any) -> None:
         probe(model)
 
 
-def test_a_probe_closes_its_line_whatever_comes() -> None:
+def test_a_probe_closes_its_sequence_whatever_comes() -> None:
     model = ScriptedModel(truthful, fails={"feed": [2], "check": [2]})
     probe(model)
     with pytest.raises(ModelError, match="cannot process 2 tokens: ScriptedFailure: feed 2 failed") as raised:
@@ -128,7 +128,7 @@ TOO_SMALL = "phi3small with a vocab_size of 1000.* at least 100352"
 
 
 async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(tmp_path: Path) -> None:
-    # There are no weights here, so nothing can have been loaded.
+    # There are no weights, so nothing can have been loaded.
     (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": 1000}))
     with pytest.raises(ModelError, match=TOO_SMALL):
         async with runtime.open(tmp_path):

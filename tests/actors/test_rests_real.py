@@ -1,4 +1,4 @@
-"""Spells of plain decoding between rounds that are proposed for, on real models and real caches."""
+"""Resting rounds between rounds with a proposal, on real models and real caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from delays import Restful
+from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
 
 import runtime
@@ -30,11 +30,11 @@ async def test_the_greedy_text_goes_on_through_every_rest(
     target, prompt = build(), prompt_of(9)
     async with runtime.open((target, None), (near(target, noise=0.03), None), rewind=rewind) as rt:
         draft: Any = rt._draft
-        draft._make_policy = lambda settings, prices: Restful(settings.lookahead, turns=itertools.cycle(turns))
+        draft._make_policy = lambda settings, prices: RestingPolicy(settings.lookahead, turns=itertools.cycle(turns))
         completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3)
     statistics = completion.statistics
     assert [token.id for token in completion.tokens] == greedy(target, prompt, NUM_TOKENS)
     assert statistics.draft_failures == 0
-    # Neither of the two all the time.
+    # Both kinds of round occur.
     assert 0 < statistics.resting_rounds < statistics.rounds
     assert statistics.proposed > 0

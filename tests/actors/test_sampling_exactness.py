@@ -1,8 +1,8 @@
-"""Sampled text has the target's distribution, whoever drafts, however far ahead, and whatever takes how long.
+"""Sampled text has the target's distribution, for every drafter, every lookahead and any timing.
 
-The models are Markov chains over four tokens, so the distribution of what comes out is known; it goes through the
-real actors, with the drafter working ahead and jobs that take random times. Every session has a seed, so a test
-that passes once passes always: what is compared with the theory is one fixed outcome.
+The models are Markov chains over four tokens, so the distribution of the text is known. The real actors run on them;
+the drafter works ahead, and jobs take random times. Every session has a seed, so each test compares one fixed outcome
+with the theory: if it passes once, it always passes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from runtime import Token, stateless
 
 NARROW_DRAFT = tuple((0.5, 0.2, 0.3) for _ in range(4))
 WIDE_DRAFT = tuple((0.2, 0.1, 0.1, 0.2, 0.1, 0.3) for _ in range(4))
-# What a lookup can find something in: after each token each other one, and then some again.
+# A prompt for lookups: after each token each other one, and then some again.
 QUOTABLE = [0, 1, 2, 3, 0, 2, 1, 3, 1, 0, 3, 2, 0, 3, 1, 3, 0, 0, 1, 3, 2, 1, 1, 2, 2, 3, 3, 1]
 
 NUM_SESSIONS = 150
 
 
 def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
-    """Pearson's test; outcomes that are expected fewer than five times are taken together.
+    """The p-value of Pearson's test; outcomes that are expected fewer than five times are pooled.
 
-    What has no probability must not have come at all.
+    Asserts that no outcome with probability zero occurred.
     """
     impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
     assert impossible == []
@@ -50,7 +50,7 @@ def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
 
 
 def outcomes(table: Sequence[Sequence[float]], length: int, stop: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
-    """The probability of every text of `length` tokens, or of fewer where it stops, after `PROMPT`."""
+    """The probability of each text of `length` tokens after `PROMPT`; texts that stop are shorter."""
     open_ends, probs = {(): 1.0}, {}
     for _ in range(length):
         longer = {}
@@ -67,7 +67,7 @@ def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list
 
 
 def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
-    """For each two tokens in a row, what came after them, and what should: the second alone decides."""
+    """For each pair of successive tokens, what followed it, and what should: that depends on the second only."""
     after: dict[tuple[int, int], Counter[int]] = {}
     for text in texts:
         for x, y, z in zip(text, text[1:], text[2:], strict=False):
@@ -85,9 +85,9 @@ async def sample(
     draft_part: float = 1.0,
     **settings: Any,
 ) -> list[tuple[Token, ...]]:
-    """Texts of sessions with the seeds 0, 1, …; three at a time, on one runtime.
+    """Texts of sessions with the seeds 0, 1, …; three at a time on one runtime.
 
-    A draft step takes `draft_part` of what a pass of the target takes, on average.
+    The mean duration of a draft step is `draft_part` of a target pass.
     """
     settings = {"temperature": 1.0, "acceptance": "rejection", **settings}
     texts: dict[int, tuple[Token, ...]] = {}
@@ -119,7 +119,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead 1": ({}, {}, {"lookahead": 1}),
     "lookahead 2": ({}, {}, {"lookahead": 2}),
     "lookahead 4": ({}, {}, {"lookahead": 4}),
-    # Where a draft step takes as long as a pass, it would rather rest.
+    # If a draft step took as long as a pass, the drafter would rest.
     "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.1}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
     "a drafter that cannot rewind": ({}, {"undo": never}, {"lookahead": 2}),
@@ -136,7 +136,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> None:
     of_target, of_draft, settings = SITUATIONS[situation]
     models = target(**of_target), drafter(**of_draft)
-    # The common case is looked at more closely.
+    # The common case is tested with more sessions.
     num_sessions = 3 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
     tokens = run(lambda: sample(num_sessions, *models, max_tokens=6, **settings))
     texts = [ids(text) for text in tokens]
@@ -159,7 +159,7 @@ def test_under_rejection_texts_that_end_have_the_targets_distribution(max_tokens
 
 @pytest.mark.slow
 def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it() -> None:
-    # Half of all drafts contain the stop token somewhere, and are shorter for it.
+    # Half of all drafts contain the stop token, and end there.
     tokens = run(lambda: sample(250, target(), drafter(), max_tokens=12, stop_tokens=(2,), lookahead=4))
     texts = [tuple(ids(text)) for text in tokens]
     assert p_value(Counter(text[:2] for text in texts), outcomes(TARGET, 2, (2,))) > SIGNIFICANCE
@@ -202,13 +202,13 @@ def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_lo
 
 
 def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
-    """At lookahead 1, the tokens for which there was a guess, each with the token before it."""
+    """At lookahead 1: the tokens for which there was a guess, each with the token before it."""
     pairs, last, is_bonus = [], PROMPT[0], False
-    # At the last position nothing is proposed.
+    # Nothing is proposed for the last position.
     for token in tokens[:-1]:
         if not is_bonus:
             pairs.append((last, token))
-        # What follows an accepted guess is the target's own.
+        # The token after an accepted guess is the target's own.
         is_bonus = token.from_draft
         last = token.id
     return pairs
@@ -218,7 +218,7 @@ def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
 def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_overlap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Each token is to have been drafted, however long that took.
+    # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
     (tokens,) = run(lambda: sample(1, target(), drafter(), max_tokens=3000, lookahead=1))
     pairs = judged(tokens)
@@ -234,10 +234,10 @@ def test_under_rejection_a_drafted_token_stands_as_often_as_the_distributions_ov
 def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Each token is to have been drafted, however long that took.
+    # Wait for each draft, however long it takes.
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
 
-    # Tables for which it would show, were the two drawn with the same noise: one row, turned by its context.
+    # Tables in which drawing both from the same noise would show: one row, rotated by its context.
     def turned(row: Sequence[float]) -> list[list[float]]:
         return [[row[(token - last) % 4] for token in range(4)] for last in range(4)]
 
@@ -249,7 +249,7 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
     assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
 
 
-# --- a drafter that chooses otherwise -------------------------------------------------------------
+# --- a drafter with another rule ------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: 
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
     assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
     share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-    # Two independent draws are the same in one case of four or so.
+    # Two independent draws are equal in about one case of four.
     assert (share > 0.05) == (is_marked and lookahead == 2) or lookahead == "auto"
 
 
@@ -317,7 +317,7 @@ def left_over(row: Sequence[float], keep: Callable[[int, float], bool]) -> list[
 
 
 def filtered(table: Sequence[Sequence[float]]) -> list[list[float]]:
-    """With `min_p` 0.4; and, in half of all cases, of what is above 0.25 the least likely alone (XTC)."""
+    """With `min_p` 0.4; and, in half of all cases, only the least likely of the tokens above 0.25 (XTC)."""
     rows = []
     for row in table:
         row = left_over(row, lambda _, p, row=row: p >= 0.4 * max(row))
@@ -344,7 +344,7 @@ def test_filters_take_effect_on_target_and_draft_and_texts_have_what_is_left_of_
     )
     texts = [ids(text) for text in tokens]
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(filtered(TARGET), 2)) > SIGNIFICANCE
-    # Without the coin, or with one for the whole text, this would be another distribution.
+    # Without the random choice, or with one choice for the whole text, the distribution would differ.
     coinless = [[q if q > 0 else 1e-9 for q in row] for row in TARGET]
     assert pooled_p_value([(Counter(tuple(text[:2]) for text in texts), outcomes(coinless, 2))]) < SIGNIFICANCE
     if lookahead == 2:
@@ -427,7 +427,7 @@ def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: 
     alone = run(lambda: sample(4, target(), None, **settings))
     looked_up = run(lambda: sample(4, narrow, "ngram", **settings))
     assert [ids(text) for text in looked_up] == [ids(text) for text in alone]
-    # These prices know nothing of width, so what auto makes of that is noise.
+    # These prices ignore the width of a pass, so auto's decision about lookups is noise.
     assert sum(token.from_draft for text in looked_up for token in text) > (0 if lookahead == "auto" else 10)
 
 
@@ -447,7 +447,7 @@ def test_under_match_a_seeds_text_survives_its_drafter() -> None:
 
 def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
     tokens = run(lambda: sample(4, ScriptedModel(HASHED_TARGET), ScriptedModel(HASHED_TARGET), **MATCH, lookahead=3))
-    # With guesses that are all right, a token is the target's own only as the bonus or the last.
+    # With guesses that are all right, the target's own tokens are bonus tokens and the last one.
     for text in tokens:
         flags = [token.from_draft for token in text]
         assert not any(not before and not after for before, after in itertools.pairwise(flags[:-1]))

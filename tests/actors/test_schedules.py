@@ -1,8 +1,8 @@
-"""Schedules don't matter: whatever takes how long, and whichever message comes twice or late, the text is the same.
+"""The text does not depend on the schedule: on durations of jobs, or on late and repeated messages.
 
-The two actors work in simulated time on scripted models. Every job's price is drawn, and so is what becomes of
-every message: it may be late, though never later than one that was sent after it, and copies of it may follow, at
-once, later, or when its session is long over.
+The two actors work in simulated time on scripted models. The price of every job is drawn at random. So is the fate of
+every message: it may be late, but never later than one that was sent after it; and copies of it may follow at once,
+later, or after the end of its session.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from delays import COSTS, Restful, by_turns, tuples
+from delays import COSTS, RestingPolicy, cycled_prices, tuples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
     VOCAB_SIZE,
-    Handed,
+    HandedJob,
     Script,
     ScriptedModel,
     Simulation,
@@ -55,11 +55,11 @@ from protocol.statistics import Statistics
 
 @attrs.frozen
 class Fate:
-    """What becomes of a message.
+    """The fate of a message.
 
     Attributes:
-        late: seconds by which it is held up, and with it those behind it.
-        echoes: for each copy of an old message that follows it: how old, in messages, and after how many seconds.
+        late: seconds by which it is delayed, together with the messages behind it.
+        echoes: copies of old messages that follow it: (age in messages, seconds until it is sent).
     """
 
     late: float = 0.0
@@ -67,7 +67,7 @@ class Fate:
 
 
 class Tampered:
-    """The sending end of a mailbox whose messages have a fate."""
+    """The sending end of a mailbox that gives each message a fate."""
 
     def __init__(self, mailbox: trio.MemorySendChannel[Message], fates: Sequence[Fate], nursery: trio.Nursery) -> None:
         self._mailbox = mailbox
@@ -95,12 +95,12 @@ class Tampered:
 
 
 def resting_by_turns(turns: Sequence[bool]) -> MakePolicy:
-    """Policies that go by the settings, but for this; with `auto`, those that they ask for."""
+    """Policies by the settings, with rests from a given sequence; with `auto`, the policies for that."""
 
     def make_policy(settings: Settings, prices: Prices) -> Policy:
         if settings.lookahead == "auto":
             return policy_by_settings(settings, prices)
-        return Restful(settings.lookahead, turns=itertools.cycle(turns))
+        return RestingPolicy(settings.lookahead, turns=itertools.cycle(turns))
 
     return make_policy
 
@@ -137,7 +137,7 @@ SCENARIOS = st.builds(
     num_sessions=st.integers(1, 3),
     prefill_step_size=st.integers(1, 5),
     target_costs=tuples(st.sampled_from(COSTS), 6),
-    # With the last one, the target waits no longer, and goes on alone.
+    # With the last cost, the target stops waiting and continues alone.
     draft_costs=tuples(st.sampled_from([*COSTS, 500.0]), 6),
     target_undo=UNDO,
     draft_undo=UNDO,
@@ -149,19 +149,19 @@ SCENARIOS = st.builds(
 
 
 def rounds_of(parts: WatchedSessions, session: int, kind: type[Proposal] | type[Verdict]) -> list[int]:
-    """The rounds of the messages of a kind that a part was handed."""
+    """The rounds of the messages of one kind that an actor received."""
     return [message.round for message in parts.received[session] if isinstance(message, kind)]
 
 
 def tamper(simulation: Simulation, to_target: Sequence[Fate], to_draft: Sequence[Fate], nursery: trio.Nursery) -> None:
-    """Put fates between the two actors."""
+    """Give fates to the messages between the two actors."""
     ours, theirs = simulation.runtime._target, simulation.runtime._draft
     ours.drafter = Tampered(theirs.mailbox, to_draft, nursery)
     theirs._target = Tampered(ours.mailbox, to_target, nursery)
 
 
 async def play(scenario: Scenario) -> int:
-    """Play a scenario and compare everything with what it should be; how many copies were dropped."""
+    """Play a scenario, and check its text and its counts. Returns the number of copies that were dropped."""
     prompts = [[n, *range(n + 3)] for n in range(scenario.num_sessions)]
     draft = ScriptedModel(
         right_where(scenario.right),
@@ -174,8 +174,8 @@ async def play(scenario: Scenario) -> int:
         simulated(
             ScriptedModel(truthful, undo=scenario.target_undo),
             draft,
-            price=by_turns(scenario.target_costs),
-            draft_price=by_turns(scenario.draft_costs),
+            price=cycled_prices(scenario.target_costs),
+            draft_price=cycled_prices(scenario.draft_costs),
             schedule=scenario.schedule,
             make_policy=resting_by_turns(scenario.rests),
         ) as simulation,
@@ -195,27 +195,27 @@ async def play(scenario: Scenario) -> int:
             )
             session = stream.session
             assert await collect(stream) == continuation(prompt, scenario.max_tokens, stop)
-            # Until the latest copies have come, and found nobody.
+            # Until the latest copies have arrived, and found no session.
             await trio.sleep(10_000)
-            ours, theirs = (w.sessions.ever[session] for w in (simulation.target_worker, simulation.draft_worker))
+            ours, theirs = (w.sessions.all_states[session] for w in (simulation.target_worker, simulation.draft_worker))
             assert ours.state.committed == prompt + text[: ours.state.num_generated]
             assert ours.state.phase is SessionPhase.CLOSED
             assert theirs.state.committed == ours.state.committed[: len(theirs.state.committed)]
             proposals = rounds_of(simulation.target_worker.sessions, session, Proposal)
             verdicts = rounds_of(simulation.draft_worker.sessions, session, Verdict)
             assert set(verdicts) == set(range(len(set(verdicts))))
-            # Each round was proposed for, or left to the target; and that as long as anybody drafted.
+            # Each round has a proposal or is a resting round; this holds as long as there is a drafter.
             statistics = stream.statistics()
             num_proposed_for = len(set(proposals))
             not_proposed_for = set(range(max(proposals, default=0))) - set(proposals)
             assert len(not_proposed_for) <= statistics.resting_rounds
             may_rest = scenario.lookahead == "auto" or any(scenario.rests) or statistics.draft_timeouts > 0
             assert statistics.resting_rounds == 0 or may_rest
-            # The last verdict may come when the consumer, who had the text by then, has hung up.
+            # The last verdict may arrive after the consumer has the whole text and has hung up.
             assert theirs.state.round <= num_proposed_for + statistics.resting_rounds
             assert max(proposals, default=0) <= theirs.state.round
             dropped = len(proposals) - num_proposed_for + len(verdicts) - theirs.state.round
-            # A proposal may come first when the target has given up waiting for it.
+            # The first proposal of a round may arrive after the target has stopped waiting for it.
             assert dropped <= statistics.stale_proposals <= dropped + statistics.draft_timeouts
             num_stale += statistics.stale_proposals
 
@@ -237,7 +237,7 @@ def test_the_text_is_the_same_whatever_takes_how_long_and_whatever_comes_twice_o
 
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
 async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, autojump_clock: Any) -> None:
-    # Each message comes three times, and the one before it once more; the last ones after the session is over.
+    # Each message arrives three times, and the one before it once more; the last ones after the end of the session.
     fates = [Fate(echoes=((0, 0.0), (0, 1.0), (1, 2.0)))]
     async with trio.open_nursery() as nursery, simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as sim:
         tamper(sim, fates, fates, nursery)
@@ -245,17 +245,17 @@ async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, au
         assert await collect(stream) == continuation([1, 2, 3], 30)
         await trio.sleep(100)
         statistics = stream.statistics()
-        # Three copies of each proposal and each verdict, but for those that came when nobody listened any more.
+        # Three copies of each proposal and each verdict, except those after the end of the session.
         assert 6 * (statistics.rounds - 1) <= statistics.stale_proposals <= 6 * statistics.rounds
-        state = [w.sessions.ever[0].state for w in (sim.target_worker, sim.draft_worker)]
+        state = [w.sessions.all_states[0].state for w in (sim.target_worker, sim.draft_worker)]
         assert statistics.stale_proposals == sum(each.num_stale for each in state)
-        # Dropped is dropped: no round was verified twice.
+        # A dropped proposal is not verified: no round was verified twice.
         assert len(sim.spans("target", "verify")) == statistics.rounds
         nursery.cancel_scope.cancel()
 
 
 async def test_messages_of_a_session_that_is_over_reach_nobody(autojump_clock: Any) -> None:
-    # Copies come when the next session, and the one after it, are under way.
+    # Copies arrive during the next session and the one after it.
     fates = [Fate(echoes=((0, 60.0), (2, 130.0)))]
     async with trio.open_nursery() as nursery, simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as sim:
         tamper(sim, fates, fates, nursery)
@@ -278,7 +278,7 @@ async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: i
 
 
 def repeating(history: Sequence[int]) -> Sequence[float]:
-    """Five words again and again, and now and then another one."""
+    """Five words again and again, with an occasional other one."""
     return spike(next_token(history) if fraction("slip", history) < 0.15 else len(history) % 5)
 
 
@@ -308,7 +308,7 @@ def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
         target = ScriptedModel(text, undo=undo)
         async with (
             trio.open_nursery() as nursery,
-            simulated(target, "ngram", price=by_turns(costs), schedule=schedule) as simulation,
+            simulated(target, "ngram", price=cycled_prices(costs), schedule=schedule) as simulation,
         ):
             tamper(simulation, to_target, to_draft, nursery)
             completion = await simulation.runtime.generate(prompt, max_tokens=max_tokens, lookahead=lookahead)
@@ -329,7 +329,7 @@ def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
 
 
 async def gather(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What async functions return, run at the same time."""
+    """The results of async functions that run at the same time."""
     results: list[Any] = [None] * len(functions)
 
     async def one(i: int) -> None:
@@ -361,7 +361,7 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
     assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
 
 
-def verifies_in_between(handed: Sequence[Handed], waiting: Handed) -> dict[int | None, int]:
+def verifies_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> dict[int | None, int]:
     """How many verifies of each other session were done while one was waiting for its own."""
     assert waiting.done_at is not None
     counts: dict[int | None, int] = {}
@@ -404,7 +404,8 @@ async def test_sessions_that_are_alike_share_the_target_evenly_and_leave_it_no_p
             ended.append(trio.current_time())
 
         await gather([partial(one, n) for n in range(num_sessions)])
-    # Ten rounds each; the drafter needs less than a verify for two tokens of each, so only the first are waited for.
+    # Ten rounds each. The drafter needs less than a verify for two tokens of each session, so only the first are waited
+    # for.
     verifies = simulation.spans("target", "verify")
     assert len(verifies) == 10 * num_sessions
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
@@ -421,7 +422,7 @@ async def test_a_long_prompt_holds_up_another_session_by_one_chunk_at_a_time(aut
         assert await collect(long) == continuation(list(range(40)), 1)
         assert await collect(short) == continuation([1], 60)[1:]
         spans = simulation.spans("target", "prefill", "verify")
-        # A chunk and a verify by turns, from the first chunk to the last.
+        # Chunks and verifies alternate, from the first chunk to the last.
         first = next(i for i, span in enumerate(spans) if span.kind == "prefill")
         kinds = [span.kind for span in spans[first : first + 30]]
         assert kinds == ["prefill", "verify"] * 15

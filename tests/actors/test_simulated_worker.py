@@ -1,4 +1,4 @@
-"""Workers in simulated time: what a job takes, alone and beside another on a device that both share."""
+"""Workers in simulated time: the duration of a job, alone and beside another on a shared device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from protocol.trace import Actor, Event, Span, SpanKind
 
 @attrs.define
 class Device:
-    """Two workers on one device, and when their jobs ran."""
+    """Two workers on one device, and the times of their jobs."""
 
     target: SimulatedWorker
     draft: SimulatedWorker
     spans: list[Span]
 
     def times(self, actor: Actor) -> list[tuple[float, float]]:
-        """When each job of an actor began and ended, counted from the start of the test."""
+        """When each job of an actor began and ended, in seconds since the start of the test."""
         return [(span.began, span.ended) for span in self.spans if span.actor == actor]
 
 
 def device(kappa: float | None) -> Device:
-    """Two workers whose jobs say themselves what they cost: `num_tokens` seconds, or quarters of one for drafts."""
+    """Two workers; a job takes `num_tokens` seconds, a draft a quarter of that."""
     spans: list[Span] = []
 
     def note(event: Event) -> None:
@@ -58,7 +58,7 @@ async def run_together(*jobs: tuple[SimulatedWorker, float, Job[Any]]) -> None:
             nursery.start_soon(run, worker, at, job)
 
 
-# --- what a job takes ----------------------------------------------------------------------------
+# --- durations of jobs ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kappa", [None, 0.0, 0.5, 1.0])
@@ -96,7 +96,7 @@ async def test_several_steps_under_one_verify_add_up(autojump_clock):
 async def test_a_step_that_outlasts_the_verify_is_alone_for_the_rest(autojump_clock):
     d = device(1.0)
     await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 1.0, job("draft", 16)))
-    # The target has 1 s left, which takes 2; by then the step has done 1 s of its 4.
+    # The target has 1 s left, which takes 2 s; in that time the step does 1 s of its 4.
     assert d.times("target") == [(0.0, 3.0)]
     assert d.times("draft") == [(1.0, 6.0)]
 
@@ -157,11 +157,11 @@ async def test_workers_count_the_time_that_a_job_took_and_not_its_price(autojump
     assert d.draft.busy_seconds == 2.0
 
 
-# --- several steps --------------------------------------------------------------------------------
+# --- runs of steps --------------------------------------------------------------------------------
 
 
 def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = lambda number: None) -> Steps[Any]:
-    """Steps of these widths; what is heard of each goes into a list, with the time."""
+    """Steps of these widths; each reported result is appended to a list, with the time."""
 
     def step(number: int) -> Step[int]:
         if number + 1 == len(widths):

@@ -1,4 +1,4 @@
-"""What threads other than trio's may do at any moment: read statistics, and use the tokenizer that they were given."""
+"""What threads other than trio's may do at any moment: read statistics, and use the tokenizer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.M
         def add_while_somebody_looks(self: Counts, other: Counts) -> None:
             if self is rt._sessions.past and not seen:
                 looking.start()
-                # At this moment the session is with those at work no more, and not with the past ones yet. Whoever
-                # looks has to wait until it is; so this waits for nothing where all is well.
+                # At this moment the session is neither among the running nor among the past ones. A reader of the
+                # statistics has to wait until it is; so this join times out if all is well.
                 looking.join(0.2)
             add(self, other)
 
@@ -48,7 +48,7 @@ async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.M
 
 @pytest.fixture
 def restless_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""A user's processors and samplers: what goes wrong in them is their stream's, and nobody else waits for them."""
+"""A user's processors and samplers: their errors end only their own stream, and they delay no other stream."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
+from completions import ids
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
@@ -24,12 +25,8 @@ TARGET = llama()
 NEAR = near(TARGET, noise=0.05)
 PLAIN = [token for token, _ in generate_step(mx.array(PROMPT), TARGET, max_tokens=NUM_TOKENS)]
 
-# Models' threads cannot evaluate what this one has built and not evaluated.
+# Other threads cannot evaluate an array that this thread has built and not evaluated.
 LAZY_HERE = mx.zeros((VOCAB_SIZE,)) + 0
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 @runtime.stateless
@@ -114,7 +111,7 @@ def test_what_the_model_cannot_evaluate_is_not_said_to_be_the_processors() -> No
 
 
 class Gate:
-    """A processor with a state, the first call of which waits until it is let through."""
+    """A processor with a state. Its first call waits until the gate is opened."""
 
     def __init__(self) -> None:
         self.is_entered = trio.Event()
@@ -129,7 +126,7 @@ class Gate:
         if self._is_first:
             self._is_first = False
             self._token.run_sync_soon(self.is_entered.set)
-            # Should trio's thread wait for this call, nobody opens: then the test fails, and does not hang.
+            # If trio's thread waited for this call, nobody would open the gate: then the test fails instead of hanging.
             self.was_let_through = self.is_open.wait(timeout=20)
         self.length = len(tokens)
         return logits
@@ -182,7 +179,7 @@ async def test_a_processor_that_is_in_a_call_is_asked_for_its_state_on_the_model
 
 
 def second(logprobs: mx.array) -> mx.array:
-    """The likeliest token but one."""
+    """The second most likely token."""
     assert logprobs.shape == (1, VOCAB_SIZE)
     assert abs(mx.logsumexp(logprobs).item()) < 1e-4
     return mx.argsort(logprobs, axis=-1)[:, -2]

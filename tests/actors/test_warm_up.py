@@ -1,4 +1,4 @@
-"""The first measurement of the prices: it finds those of the simulator, and leaves nothing behind."""
+"""The first measurement of the prices: it finds the simulator's prices, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def warmed_up(
     until: float = 1e6,
     heard: list[Event] | None = None,
 ) -> Prices:
-    """The prices of two scripted models, on workers of these prices; cancelled at a moment, if it comes to that."""
+    """The measured prices of two scripted models, on workers with these prices; cancelled at `until`, if given."""
 
     def verify_price(job: Job[Any]) -> float:
         return base + slope * (job.num_tokens - 1) if job.num_tokens else 0.0
@@ -62,13 +62,13 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     step = base * cost_ratio
     prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
     assert prices.is_known
-    # What is taken to be likely beforehand still counts a little.
+    # The prior still has a small weight.
     assert prices.verify(1) == pytest.approx(base, rel=0.15)
     assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.15)
     assert prices.draft_s(1, beside_target=False) == pytest.approx(step, rel=1e-6)
     assert prices.draft_s(4, beside_target=False) == pytest.approx(2.5 * step, rel=1e-6)
     assert prices.plain_decode_s.value == pytest.approx(base, rel=1e-6)
-    # A job that shares the device takes its time and as much of the other's as they share it.
+    # A job that shares the device takes its own time and as much of the other's as they overlap.
     assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
     assert prices.contention == pytest.approx(kappa, abs=0.25)
 
@@ -80,7 +80,7 @@ def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) ->
     assert kappa == 0 or less < more
 
 
-def test_both_models_lines_are_closed() -> None:
+def test_both_models_sequences_are_closed() -> None:
     pair = models()
     run(lambda: warmed_up(*pair))
     assert all(model.sequences for model in pair)
@@ -101,7 +101,7 @@ def test_a_model_that_fails_at_any_call_is_an_error_and_leaves_nothing_open(who:
     pair = models()
     run(lambda: warmed_up(*pair))
     num_calls = pair[who].num_calls[call]
-    # Whether there is another draft step beside the target's last pass is up to trio's dice.
+    # Whether there is another draft step beside the target's last pass depends on trio's random order.
     for n in range(1, num_calls + 1 - (who == 1 and call == "feed")):
         failing = [ScriptedModel(truthful), ScriptedModel(truthful)]
         failing[who] = ScriptedModel(truthful, fails={call: {n}})
@@ -125,7 +125,7 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
             await warmed_up(*pair, kappa=kappa, until=until)
             return trio.current_time() - until
 
-        # It waits for the passes that are running, and for no other.
+        # It waits for the running passes, and for no other.
         assert run(cancelled) <= 2 * (1.0 + 7 * 0.25)
         assert nothing_is_open(*pair)
 

@@ -1,4 +1,4 @@
-"""The worker's thread: jobs in order, results and errors back, nothing abandoned, nothing left behind."""
+"""The worker's thread: it does jobs in order, returns results and errors, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 import trio
 import trio.testing
+from our_threads import outrider_thread_names, outrider_threads
 
 from actors.workers.thread_worker import ThreadWorker, _QueuedJob
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -21,7 +22,7 @@ from protocol.trace import Event, Span
 
 
 class Gate:
-    """A job that begins, says so, and goes on when it is let."""
+    """A job that signals that it has begun, and waits until it is released."""
 
     def __init__(self, result: Any = None) -> None:
         self._result = result
@@ -46,10 +47,6 @@ def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
     return Job("verify", call, **more)
 
 
-def worker_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
-
-
 # --- doing jobs -----------------------------------------------------------------------------------
 
 
@@ -69,7 +66,7 @@ async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in() -> None
         await first.begun()
         for number in range(20):
             nursery.start_soon(worker.run, job(lambda number=number: done.append(number)))
-            # Until it is in the queue: tasks of a nursery start in any order.
+            # Wait until it is in the queue: tasks of a nursery start in any order.
             await trio.testing.wait_all_tasks_blocked()
         first.let_go_on()
     assert done == list(range(20))
@@ -171,7 +168,7 @@ async def test_a_result_is_not_held_until_the_next_job() -> None:
 
     async with ThreadWorker("target") as worker:
         result = weakref.ref(await worker.run(job(Result)))
-        # The thread lets go of it before it takes the next job.
+        # The thread drops the result before it takes the next job.
         assert await worker.run(job(result)) is None
 
 
@@ -193,7 +190,7 @@ async def test_a_job_that_waits_is_taken_back_and_never_runs() -> None:
                 waiting.start_soon(worker.run, job(lambda: ran.append("cancelled while it waited")))
                 await trio.testing.wait_all_tasks_blocked()
                 scope.cancel()
-        # Back at once, with the first job still running.
+        # Cancellation returns at once, while the first job still runs.
         assert scope.cancelled_caught
         assert not gate.is_done
         gate.let_go_on()
@@ -243,15 +240,17 @@ async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -
         gate.let_go_on()
 
 
-# --- several steps --------------------------------------------------------------------------------
+# --- runs of steps --------------------------------------------------------------------------------
 
 
-def counting(do: Callable[[int], Any], most: int, number: int = 0) -> Callable[[], Step[Any]]:
-    """A step that does its number, and then says that the next one follows, up to so many."""
+def counting(do: Callable[[int], Any], num_steps: int, number: int = 0) -> Callable[[], Step[Any]]:
+    """A step that calls `do` with its number; the next one follows, up to the last."""
 
     def step() -> Step[Any]:
         result = do(number)
-        return Step(result, counting(do, most, number + 1) if number + 1 < most else None, num_tokens=number + 1)
+        return Step(
+            result, counting(do, num_steps, number + 1) if number + 1 < num_steps else None, num_tokens=number + 1
+        )
 
     return step
 
@@ -411,7 +410,7 @@ async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_n
         await trio.testing.wait_all_tasks_blocked()
         gate.let_go_on()
     assert done == [0]
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 # --- leaving --------------------------------------------------------------------------------------
@@ -419,8 +418,8 @@ async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_n
 
 async def test_the_thread_is_gone_after_leaving() -> None:
     async with ThreadWorker("target"), ThreadWorker("draft"):
-        assert sorted(worker_threads()) == ["outrider-draft", "outrider-target"]
-    assert worker_threads() == []
+        assert sorted(outrider_thread_names()) == ["outrider-draft", "outrider-target"]
+    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("the body's"), KeyboardInterrupt(), SystemExit(1)])
@@ -433,7 +432,7 @@ async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseExc
     with pytest.raises(type(error)) as raised:
         await body()
     assert raised.value is error
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
@@ -453,11 +452,11 @@ async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
         assert not left.is_set()
-        assert worker_threads() == ["outrider-target"]
+        assert outrider_thread_names() == ["outrider-target"]
         gate.let_go_on()
     assert left.is_set()
     assert gate.is_done
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_leaving_takes_back_the_jobs_that_wait() -> None:
@@ -473,7 +472,7 @@ async def test_leaving_takes_back_the_jobs_that_wait() -> None:
             gate.let_go_on()
     assert scope.cancelled_caught
     assert ran == []
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_workers_that_follow_each_other_share_one_thread() -> None:
@@ -536,7 +535,7 @@ async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(ca
         with pytest.raises(JobError, match="HangError"):
             await worker.run(job(lambda: None))
     assert "the draft model hangs" in caplog.text
-    # What the thread says when it comes to its end is no longer heard.
+    # What the thread reports at its end is ignored.
     gate.let_go_on()
 
 
@@ -549,7 +548,7 @@ async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_threa
     with trio.CancelScope() as scope:
         async with ThreadWorker("draft", may_be_given_up=True) as worker:
             hung.append(await worker.run(job(threading.current_thread)))
-            # Nobody waits for it, as where its task was ended already.
+            # Nobody waits for this job, as if its task had already ended.
             worker._jobs.put(_QueuedJob(job(gate), trio.lowlevel.current_task()))
             await gate.begun()
             scope.cancel()
@@ -595,7 +594,7 @@ async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog
         assert not worker.is_alive
         thread = worker._thread
     assert "hangs" in caplog.text
-    # Where the thread comes back after all, it does not do what it was said not to have done.
+    # If the thread returns after all, it does not do the job that was reported as not done.
     gate.let_go_on()
     thread.end()
     assert behind == []
@@ -640,7 +639,7 @@ async def test_how_many_tokens_went_through_is_told_by_the_result() -> None:
 
 
 def deadly() -> Any:
-    """What the thread itself fails on, and not the job."""
+    """An error that ends the thread, and not only the job."""
     return "no step"
 
 
@@ -653,7 +652,7 @@ async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wa
         with pytest.raises(JobError, match="has died"):
             await worker.run_steps(steps_of(counting(lambda number: number, 3), []))
         assert not worker.is_alive
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_comes() -> None:
@@ -684,7 +683,7 @@ async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_
         assert not worker.is_alive
     assert len(errors) == 3
     assert all(isinstance(error.__cause__, AttributeError) for error in errors)
-    assert worker_threads() == []
+    assert outrider_threads() == []
 
 
 async def test_a_job_for_a_worker_that_was_left_is_an_error() -> None:

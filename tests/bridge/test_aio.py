@@ -24,10 +24,13 @@ import mlx.nn as nn
 import pytest
 import trio
 import uvloop
+from blocking_models import BlockingModel, released_on_exit
+from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
-from held_models import Held, let_go_on_after, until
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of
 from our_threads import outrider_threads
+from polling import until_in_asyncio
+from scripted import read_into
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -67,11 +70,6 @@ async def turns(number: int = 20) -> None:
     """Let the event loop make that many passes."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def read_into(got: list[int], stream: runtime.aio.TokenStream) -> None:
-    async for token in stream:
-        got.append(token.id)
 
 
 async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
@@ -186,7 +184,7 @@ def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made(run: 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-# A stream whose prompt was looked at by then, and would not do, is dropped without a warning.
+# A dropped stream whose prompt had been checked and rejected by then gets no warning.
 @pytest.mark.filterwarnings("ignore:.* was dropped unread:ResourceWarning")
 def test_settings_are_checked_at_once_and_prompts_before_the_first_token(run: Run) -> None:
     async def main() -> None:
@@ -298,15 +296,15 @@ def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
 
 def test_a_stream_has_one_consumer(run: Run) -> None:
     async def main() -> None:
-        held = Held(target())
+        held = BlockingModel(target())
         async with opened(held) as rt:
-            held.hold()
+            held.block()
             stream = rt.stream(PROMPT, **LONG)
             first = asyncio.create_task(anext(stream))
-            await held.is_in()
+            await held.blocked_in_asyncio()
             with pytest.raises(runtime.StreamBusyError):
                 await anext(stream)
-            held.let_go_on()
+            held.release()
             assert (await first).id == text(1)[0]
 
     run(main)
@@ -354,7 +352,7 @@ def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -
 
             thread = threading.Thread(target=elsewhere)
             thread.start()
-            await until(lambda: not thread.is_alive())
+            await until_in_asyncio(lambda: not thread.is_alive())
             assert all("another asyncio loop" in message for message in said[:4])
             assert all("use runtime.open" in message for message in said[4:8])
             assert "none is running here" in said[8]
@@ -484,42 +482,44 @@ WAYS = [
     [*(("prefill", way) for way in WAYS if way is not by_breaking_out), *(("decode", way) for way in WAYS)],
 )
 def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
-    trace, held = Trace(), Held(target())
+    trace, held = Trace(), BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held, trace=trace) as rt, let_go_on_after(held):
-            # The prompt has four chunks.
-            held.hold(after=1 if when == "prefill" else 6)
-            await way(rt, held.is_in())
-            # The consumer has returned while the forward pass still blocks.
-            assert trace.count("close", 0) == 0
-            before = trace.passes(0)
-            held.let_go_on()
-            await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
-            assert trace.passes(0) <= before + 1
+        async with opened(held, trace=trace) as rt:
+            with released_on_exit(held):
+                # The prompt has four chunks.
+                held.block(after=1 if when == "prefill" else 6)
+                await way(rt, held.blocked_in_asyncio())
+                # The consumer has returned while the forward pass still blocks.
+                assert trace.count("close", 0) == 0
+                before = trace.passes(0)
+                held.release()
+                await the_next_text_is_right(rt)
+                await until_in_asyncio(lambda: rt.num_streams == 0)
+                assert trace.passes(0) <= before + 1
         assert trace.is_put_away()
 
     run(main)
 
 
 def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
-    trace, held = Trace(), Held(target())
+    trace, held = Trace(), BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held, trace=trace, max_streams=1) as rt, let_go_on_after(held):
-            held.hold()
-            first = rt.stream(PROMPT, max_tokens=12)
-            await held.is_in()
-            waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
-            await until(lambda: rt.num_waiting == 1)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            await until(lambda: rt.num_waiting == 0)
-            held.let_go_on()
-            assert [token.id async for token in first] == text(12)
-            assert {event.session for event in trace.events} <= {None, 0}
+        async with opened(held, trace=trace, max_streams=1) as rt:
+            with released_on_exit(held):
+                held.block()
+                first = rt.stream(PROMPT, max_tokens=12)
+                await held.blocked_in_asyncio()
+                waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
+                await until_in_asyncio(lambda: rt.num_waiting == 1)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                await until_in_asyncio(lambda: rt.num_waiting == 0)
+                held.release()
+                assert [token.id async for token in first] == text(12)
+                assert {event.session for event in trace.events} <= {None, 0}
 
     run(main)
 
@@ -549,20 +549,20 @@ def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: R
 
 
 def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def use() -> None:
         async with opened(held) as rt:
-            held.hold(after=2)
+            held.block(after=2)
             await consume(rt)
 
     async def main() -> None:
-        async with let_go_on_after(held):
+        with released_on_exit(held):
             task = asyncio.create_task(use())
-            await held.is_in()
+            await held.blocked_in_asyncio()
             task.cancel()
             await turns()
-            # Once more, and it goes on to the end all the same.
+            # A second cancellation; the exit still goes on to the end.
             task.cancel()
             await turns()
             assert not task.done()
@@ -575,8 +575,8 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
 
 
 def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
-    held = Held(target())
-    held.hold()  # opening runs forward passes to time the models
+    held = BlockingModel(target())
+    held.block()  # opening runs forward passes to time the models
 
     async def use() -> None:
         async with opened(held):
@@ -584,11 +584,11 @@ def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> No
 
     async def main() -> None:
         task = asyncio.create_task(use())
-        await held.is_in()
+        await held.blocked_in_asyncio()
         task.cancel()
         await turns()
         assert not task.done()
-        held.let_go_on()
+        held.release()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert outrider_threads() == []
@@ -597,15 +597,15 @@ def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> No
 
 
 def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         with anyio.CancelScope() as scope:
             async with opened(held) as rt, rt.stream(PROMPT, **LONG) as stream:
                 await anext(stream)
-                held.hold()
-                await held.is_in()
-                asyncio.get_running_loop().call_later(0.01, held.let_go_on)
+                held.block()
+                await held.blocked_in_asyncio()
+                asyncio.get_running_loop().call_later(0.01, held.release)
                 scope.cancel()
                 await anext(stream)
         assert scope.cancelled_caught
@@ -614,17 +614,17 @@ def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
 
 
 def test_ctrl_c_ends_everything(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         async with opened(held) as rt:
-            held.hold(after=2)
+            held.block(after=2)
             stream = rt.stream(PROMPT, **LONG)
             waiting = asyncio.ensure_future(anext(stream))
-            await held.is_in()
+            await held.blocked_in_asyncio()
             loop = asyncio.get_running_loop()
             loop.call_soon(signal.raise_signal, signal.SIGINT)
-            loop.call_later(0.01, held.let_go_on)
+            loop.call_later(0.01, held.release)
             await waiting
 
     with pytest.raises(KeyboardInterrupt):
@@ -661,19 +661,19 @@ def test_closing_within_the_block_is_leaving_it(run: Run) -> None:
 
 
 def test_a_cancelled_closing_goes_on_to_the_end(run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
         rt = await opened(held)
-        held.hold(after=2)
+        held.block(after=2)
         waiting = asyncio.create_task(consume(rt))
-        await held.is_in()
+        await held.blocked_in_asyncio()
         closing = asyncio.create_task(rt.aclose())
         await turns()
         closing.cancel()
         await turns()
         assert not closing.done()
-        held.let_go_on()
+        held.release()
         with pytest.raises(asyncio.CancelledError):
             await closing
         with pytest.raises(runtime.RuntimeClosedError):
@@ -734,7 +734,7 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.close()
     for thread in threading.enumerate():
         if thread.name == "outrider-trio":  # the other threads belong to a pool, and stay idle
-            # Only so that a failing test does not hang.
+            # The timeout only keeps a failing test from hanging.
             thread.join(60)
             assert not thread.is_alive()
     kept.clear()
@@ -756,7 +756,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
     rts: list[Any] = []
     coroutine = use(rts)
     task = loop.create_task(coroutine)
-    loop.run_until_complete(until(lambda: len(rts) == 2))
+    loop.run_until_complete(until_in_asyncio(lambda: len(rts) == 2))
     coroutine.close()  # as the garbage collector does
     task.cancel()
     with pytest.raises(RuntimeError, match="already awaited"):
@@ -768,27 +768,27 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
             assert not thread.is_alive()
 
 
-# --- the loop, and what crosses -------------------------------------------------------------------
+# --- the loop, and what crosses threads -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 2, 7])
 def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     num_turns = 0
 
     async def main() -> None:
         nonlocal num_turns
-        held.hold(after=after)
+        held.block(after=after)
 
-        async def let_go_on_later() -> None:
+        async def release_later() -> None:
             nonlocal num_turns
-            await held.is_in()
+            await held.blocked_in_asyncio()
             while num_turns < 100:
                 await asyncio.sleep(0)
                 num_turns += 1
-            held.let_go_on()
+            held.release()
 
-        task = asyncio.create_task(let_go_on_later())
+        task = asyncio.create_task(release_later())
         async with opened(held) as rt:
             # The model blocks in one of these.
             streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
@@ -810,7 +810,7 @@ def test_a_slow_consumer_slows_the_models(run: Run) -> None:
             slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
             assert (await anext(slow)).id == text(1)[0]
             for num_read in (1, 3):
-                # The other stream has a round for each round that the slow one may have.
+                # Each round of the slow stream can alternate with a round of the other.
                 await rt.generate(PROMPT, max_tokens=60, lookahead=0)
                 buffered = trace.count("verdict", 0) - num_read
                 # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
@@ -864,7 +864,7 @@ def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stre
                             break
                     case 1:
                         with pytest.warns(ResourceWarning, match="dropped unread"):
-                            rt.stream(PROMPT, **LONG)  # nobody ever listens
+                            rt.stream(PROMPT, **LONG)  # no consumer
                     case 2:
                         async with rt.stream(PROMPT, **LONG):
                             pass
@@ -876,7 +876,7 @@ def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stre
                         with contextlib.suppress(TimeoutError):
                             await asyncio.wait_for(consume(rt), 0.001)
             await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
             assert threading.active_count() == threads
             del task
             gc.collect()
@@ -897,12 +897,12 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
             tokens = tokens_of(rt)
             assert await anext(tokens) == text(1)[0]
             await tokens.aclose()
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
 
             # A dropped async generator is closed by the loop.
             async for _ in tokens_of(rt):
                 break
-            await until(lambda: rt.num_streams == 0)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
 
     run(main)
 
@@ -910,10 +910,6 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
 # --- many prompts, and conversations --------------------------------------------------------------
 
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -> None:
@@ -951,35 +947,36 @@ def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
 def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
-        async with opened(held) as rt, let_go_on_after(held):
-            many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
-            if way == "break":
-                async for _ in many:
-                    break
-            held.hold()
-            await held.is_in()
-            match way:
-                case "cancel":
-                    task = asyncio.create_task(anext(many))
-                    await turns()
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-                case "aclose":
-                    await many.aclose()
-                    with pytest.raises(runtime.RuntimeClosedError):
-                        await anext(many)
-                case "leave":
-                    async with many:
-                        pass
-            del many
-            gc.collect()
-            held.let_go_on()
-            await the_next_text_is_right(rt)
-            await until(lambda: rt.num_streams == 0)
+        async with opened(held) as rt:
+            with released_on_exit(held):
+                many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
+                if way == "break":
+                    async for _ in many:
+                        break
+                held.block()
+                await held.blocked_in_asyncio()
+                match way:
+                    case "cancel":
+                        task = asyncio.create_task(anext(many))
+                        await turns()
+                        task.cancel()
+                        with pytest.raises(asyncio.CancelledError):
+                            await task
+                    case "aclose":
+                        await many.aclose()
+                        with pytest.raises(runtime.RuntimeClosedError):
+                            await anext(many)
+                    case "leave":
+                        async with many:
+                            pass
+                del many
+                gc.collect()
+                held.release()
+                await the_next_text_is_right(rt)
+                await until_in_asyncio(lambda: rt.num_streams == 0)
 
     run(main)
 
@@ -1011,7 +1008,7 @@ def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
             said = [message["content"] for message in conversation.messages]
             assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
-            # So is the withheld text, once no further tokens come.
+            # The withheld text is delivered too, once no further tokens come.
             expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
             stream = conversation.stream("\nclass ", stop=expected.text + "☂")
             async for token in stream:

@@ -1,4 +1,4 @@
-"""The example services, over real sockets, with clients that ask, cancel, hang up and send nonsense."""
+"""The example services over real sockets, with clients that ask, cancel, hang up and send garbage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ import trio
 import trio.lowlevel
 import trio_service
 import uvicorn
+from blocking_models import BlockingModel, released_on_exit
 from chat_models import target, tokenizer
 from command_line import environment
-from held_models import Held, let_go_on_after
 from models import Failing, near
+from polling import until_in_asyncio, until_in_trio
 
 import runtime
 
 ROOT = Path(__file__).parents[2]
 
-# Only so that a failing test does not hang.
+# Keeps a failing test from hanging.
 HANGS_S = 60
 
 LONG = {"prompt": "a prompt that takes the target several passes to read, since it reads it in short steps"}
@@ -86,11 +87,6 @@ async def service(of: Any, **options: Any) -> AsyncIterator[tuple[runtime.Runtim
             nursery.cancel_scope.cancel()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await trio.lowlevel.checkpoint()
-
-
 async def text_of(rt: runtime.Runtime, prompt: str, num_tokens: int) -> str:
     return (await rt.generate(prompt, max_tokens=num_tokens)).text
 
@@ -117,13 +113,13 @@ async def test_the_service_answers_many_clients_each_with_its_own_text() -> None
 @pytest.mark.parametrize("way", ["hangs up", "cancels", "asks anew"])
 @pytest.mark.parametrize("stage", ["reading", "writing"])
 async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     async with service(held) as (rt, connect):
         customer = await connect()
-        async with let_go_on_after(held):
-            held.hold(after=0 if stage == "reading" else 6)
+        with released_on_exit(held):
+            held.block(after=0 if stage == "reading" else 6)
             await customer.asks(**LONG, max_tokens=1000)
-            await until(held._is_in.is_set)
+            await held.blocked_in_trio()
             if way == "hangs up":
                 await customer.connection.aclose()
             elif way == "cancels":
@@ -135,8 +131,8 @@ async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None
                 assert end == {"end": "cancelled"}
                 assert bool(text) == (stage == "writing")
             # The target blocks in a forward pass, and nothing waits for it.
-            await until(lambda: rt.num_streams == (way == "asks anew"))
-            held.let_go_on()
+            await until_in_trio(lambda: rt.num_streams == (way == "asks anew"))
+            held.release()
             if way == "asks anew":
                 assert (await customer.hears_all())[1] == {"end": "length"}
             other = await connect()
@@ -162,7 +158,7 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
             assert said["end"] == "error"
             assert complaint in said["error"]
             assert await customer.hears() is None
-        # The runtime's errors are answers, too.
+        # The service answers with the runtime's errors.
         customer = await connect()
         await customer.asks(prompt="x", temperature=-1)
         assert "temperature" in (await customer.hears_all())[1]["error"]
@@ -170,7 +166,7 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
         assert "empty" in (await customer.hears_all())[1]["error"]
         await customer.asks(prompt="x = 1", max_tokens=3)
         assert (await customer.hears_all())[1] == {"end": "length"}
-        await until(lambda: rt.num_streams == 0)
+        await until_in_trio(lambda: rt.num_streams == 0)
 
 
 async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +268,6 @@ def in_asyncio(main: Callable[[], Any]) -> None:
     asyncio.run(bounded())
 
 
-async def comes_true(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 (other threads set no event)
-        await asyncio.sleep(0)
-
-
 def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
     async def main() -> None:
         async with served(target()) as (app, port):
@@ -295,23 +286,24 @@ def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
 @pytest.mark.parametrize("path", ["/generate", "/stream"])
 @pytest.mark.parametrize("stage", ["reading", "writing"])
 def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
 
     async def main() -> None:
-        async with served(held) as (app, port), let_go_on_after(held):
-            rt = app.state.runtime
-            held.hold(after=0 if stage == "reading" else 6)
-            reader, writer = await request(port, path, **LONG, max_tokens=1000)
-            await held.is_in()
-            if stage == "writing" and path == "/stream":
-                assert b"text" in await reader.readuntil(b"}\n")
-            assert rt.num_streams == 1
-            writer.close()
-            # The target blocks in a forward pass, and nothing waits for it.
-            await comes_true(lambda: rt.num_streams == 0)
-            held.let_go_on()
-            status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
-            assert (status, json.loads(body)["num_tokens"]) == (200, 4)
+        async with served(held) as (app, port):
+            with released_on_exit(held):
+                rt = app.state.runtime
+                held.block(after=0 if stage == "reading" else 6)
+                reader, writer = await request(port, path, **LONG, max_tokens=1000)
+                await held.blocked_in_asyncio()
+                if stage == "writing" and path == "/stream":
+                    assert b"text" in await reader.readuntil(b"}\n")
+                assert rt.num_streams == 1
+                writer.close()
+                # The target blocks in a forward pass, and nothing waits for it.
+                await until_in_asyncio(lambda: rt.num_streams == 0)
+                held.release()
+                status, body = await answered(port, "/generate", prompt="x = 1", max_tokens=4)
+                assert (status, json.loads(body)["num_tokens"]) == (200, 4)
 
     in_asyncio(main)
 

@@ -12,7 +12,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +22,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
+from blocking_models import BlockingModel, released_on_exit
+from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
+from our_threads import outrider_threads
 
 import runtime
 from protocol.trace import Event, Span
@@ -34,22 +37,8 @@ SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 LONG = {"max_tokens": 400, **SETTINGS}
 
 
-def outrider_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("outrider")]
-
-
-@pytest.fixture
-def no_thread_left() -> Iterator[None]:
-    yield
-    assert outrider_threads() == []
-
-
 def opened(ours: nn.Module | None = None, **options: Any) -> runtime.sync.Runtime:
     return runtime.open_sync((ours or target(), None), (drafter(), None), **options)
-
-
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
 
 
 Begin = Callable[..., runtime.sync.TokenStream | runtime.sync.TokenStreams]
@@ -86,45 +75,6 @@ class Passes:
         if isinstance(event, Span) and event.actor == "target" and event.kind in ("prefill", "verify", "decode"):
             assert event.session is not None
             self.num_of[event.session] = self.num_of.get(event.session, 0) + 1
-
-
-class Held(Wrapped):
-    """A model that, after `hold`, blocks in the middle of a forward pass until `let_go_on`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._holds_after = -1
-        self._when_in: Callable[[], object] = lambda: None
-        self._is_in = threading.Event()
-        self._may_go_on = threading.Event()
-
-    def hold(self, after: int = 0, when_in: Callable[[], object] = lambda: None) -> None:
-        """Block the next forward pass, or the one after `after` others, and call a function in it."""
-        self._when_in = when_in
-        self._holds_after = after
-
-    def wait_until_in(self) -> None:
-        self._is_in.wait()
-
-    def let_go_on(self) -> None:
-        self._may_go_on.set()
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._holds_after -= 1
-        if self._holds_after == -1:
-            self._is_in.set()
-            self._when_in()
-            self._may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
-@contextlib.contextmanager
-def let_go_on_after(held: Held) -> Iterator[None]:
-    """Release the model at the end, so that a failing test does not hang."""
-    try:
-        yield
-    finally:
-        held.let_go_on()
 
 
 def press_ctrl_c() -> None:
@@ -312,16 +262,16 @@ def test_several_threads_stream_at_once_over_one_handle() -> None:
 
 @one_or_many
 def test_a_stream_has_one_consumer(begin: Begin) -> None:
-    held = Held(target())
-    with opened(held) as rt, let_go_on_after(held), ThreadPoolExecutor(1) as pool:
-        held.hold()
+    held = BlockingModel(target())
+    with opened(held) as rt, released_on_exit(held), ThreadPoolExecutor(1) as pool:
+        held.block()
         stream = begin(rt, **LONG)
         waiting = pool.submit(lambda: [id_of(next(stream)) for _ in range(40)])
         while not stream._in_use.locked():
-            pass  # until that thread waits: no token comes before `let_go_on`
+            pass  # until that thread waits: no token comes before `release`
         with pytest.raises(runtime.StreamBusyError, match="another thread"):
             next(stream)
-        held.let_go_on()
+        held.release()
         assert waiting.result() == text(40)
 
 
@@ -344,12 +294,12 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it(begin: B
 
 @one_or_many
 def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once(begin: Begin) -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     with ThreadPoolExecutor(2) as pool:
-        with opened(held) as rt, let_go_on_after(held):
-            held.hold(after=3)
+        with opened(held) as rt, released_on_exit(held):
+            held.block(after=3)
             waiting = pool.submit(lambda: list(begin(rt, **LONG)))
-            held.wait_until_in()
+            held.wait_blocked()
             closing = pool.submit(rt.close)
         closing.result()
         with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
@@ -422,14 +372,14 @@ def by_raising(begin: Callable[[], Any], due: Callable[[], None]) -> None:
     "way", [by_close, by_close_while_another_thread_waits, by_leaving, by_dropping, by_breaking_out, by_raising]
 )
 def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, begin: Begin) -> None:
-    held, passes = Held(target()), Passes()
-    with opened(held, trace=passes) as rt, let_go_on_after(held):
-        held.hold(after=6)  # past the prompt
-        way(lambda: begin(rt, **LONG), held.wait_until_in)
+    held, passes = BlockingModel(target()), Passes()
+    with opened(held, trace=passes) as rt, released_on_exit(held):
+        held.block(after=6)  # past the prompt
+        way(lambda: begin(rt, **LONG), held.wait_blocked)
         while rt.num_streams > 0:
             pass  # until the trio thread has ended the session
         num_passes = passes.num_of[0]
-        held.let_go_on()
+        held.release()
         gc.collect()
         the_next_text_is_right(rt)
         # At most the running one: one job of the target may make two forward passes.
@@ -440,7 +390,7 @@ def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(w
 
 
 def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() -> None:
-    held, passes = Held(target()), Passes()
+    held, passes = BlockingModel(target()), Passes()
 
     def read(rt: runtime.sync.Runtime) -> None:
         for _ in rt.stream(PROMPT, **LONG):
@@ -450,7 +400,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
         for _ in rt.stream_many([PROMPT] * 3, **LONG):
             pass
 
-    with opened(held, trace=passes) as rt, let_go_on_after(held):
+    with opened(held, trace=passes) as rt, released_on_exit(held):
         acts = (
             read,
             read_many,
@@ -459,13 +409,12 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
         )
         for act in acts:
             passes.num_of.clear()
-            held._may_go_on.clear()
-            held.hold(after=6, when_in=press_ctrl_c)
+            held.block(after=6, when_blocked=press_ctrl_c)
             with pytest.raises(KeyboardInterrupt) as raised:
                 act(rt)
             # The model is still in its forward pass.
             assert sum(passes.num_of.values()) <= 6
-            held.let_go_on()
+            held.release()
             # The traceback keeps the frames of the call alive.
             del raised
             gc.collect()
@@ -473,7 +422,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
 
 
 def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_it_comes() -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     others: list[threading.Thread] = []
 
     def use() -> None:
@@ -483,22 +432,22 @@ def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_i
                 while not rt._bridge.thread._is_stopping:
                     pass
                 press_ctrl_c()
-                held.let_go_on()
+                held.release()
 
             others.append(threading.Thread(target=interrupt_the_leaving))
             others[0].start()
-            held.hold(after=6, when_in=press_ctrl_c)
+            held.block(after=6, when_blocked=press_ctrl_c)
             rt.generate(PROMPT, **LONG)
 
-    with let_go_on_after(held), pytest.raises(KeyboardInterrupt):
+    with released_on_exit(held), pytest.raises(KeyboardInterrupt):
         use()
     others[0].join()
     assert outrider_threads() == []
 
 
 def test_ctrl_c_while_models_are_being_opened_waits_for_that() -> None:
-    held = Held(target())
-    held.hold(when_in=lambda: (press_ctrl_c(), held.let_go_on()))  # opening runs forward passes to time the models
+    held = BlockingModel(target())
+    held.block(when_blocked=lambda: (press_ctrl_c(), held.release()))  # opening runs forward passes to time the models
     with pytest.raises(KeyboardInterrupt):
         opened(held)
     assert outrider_threads() == []

@@ -1,6 +1,6 @@
-"""The benchmark's harness: who runs when, on which thread, and how figures are made of what they did.
+"""The benchmark: order of the runs, threads, and how figures are computed from measurements.
 
-No speed is asserted here; tiny models have none worth the name.
+No speed is asserted: speeds of tiny models mean nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def small(**changes: Any) -> Plan:
     return Plan(**settings | changes)
 
 
-# --- what is to be measured -----------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -144,16 +144,16 @@ def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_back
         assert sorted(turn, key=everyone.index) == list(everyone)
     firsts = {turn[0] for turn in turns}
     assert firsts == set(everyone)
-    # So nobody always follows the same one.
+    # No contender always follows the same one.
     neighbours = {pair for turn in turns[:2] for pair in itertools.pairwise(turn)}
     assert any((b, a) in neighbours for a, b in neighbours)
 
 
-# --- what came when -------------------------------------------------------------------------------
+# --- figures of a run -----------------------------------------------------------------------------
 
 
 def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
-    """Tokens a second apart: d was drafted, t is the target's own."""
+    """Tokens a second apart: "d" is a drafted token, "t" the target's own."""
     return [TimedToken(i, flag == "d", start + i) for i, flag in enumerate(flags)]
 
 
@@ -171,7 +171,7 @@ def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
     ("flags", "num_draft_tokens", "rounds", "proposed"),
     [
         ("tttt", 0, 4, 0),
-        ("ddtdtt", 2, 3, 5),  # one token is wanted in the last round, and one proposed
+        ("ddtdtt", 2, 3, 5),  # the last round needs one token, and one is proposed
         ("ddtddtdd", 2, 3, 6),
         ("dddtdddd", 8, 2, 12),
     ],
@@ -199,7 +199,7 @@ def a_run(seconds: float, tokens: tuple[int, ...] = (7, 8, 9), **changes: Any) -
 
 
 def scripted(*, plan: Plan | None = None) -> Measured:
-    """Two repeats of two prompts: plain takes a second, mlx-lm's best half of it, ours a quarter of it."""
+    """Two repeats of two prompts. Plain decoding takes a second, mlx-lm's best half of it, Outrider a quarter of it."""
     measured = Measured(plan or small(num_draft_tokens=(2,), lookaheads=("auto",)))
     of_ours = {"hits": 3, "misses": 1, "verify_seconds": 0.2, "target_seconds": 0.225, "draft_seconds": 0.05}
     for repeat in range(2):
@@ -295,12 +295,6 @@ def test_who_cannot_run_holds_up_nobody():
 # --- real models ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = llama()
-    return target, near(target, noise=0.02)
-
-
 async def test_everyone_runs_and_writes_plain_decodings_text(pair):
     target, draft = pair
     measured = Measured(small())
@@ -329,7 +323,7 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair):
         else:
             assert (row.hit_rate, row.target_busy, row.limit, row.estimates) == (None, None, None, None)
     rows = by_name(result)
-    # Prices that plain decoding does not show: they were measured before, as `open` does.
+    # Prices that plain decoding does not show, because they were measured before, as `open` does.
     before = rows["outrider lookahead 0"].estimates
     assert before is not None
     assert before["verify_seconds"] > 0 < before["draft_seconds"]
@@ -348,13 +342,13 @@ def estimates_of(_: Any) -> Any:
 
 @pytest.mark.slow
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
-    # A drafter that is always wrong: each round proposes k tokens, or what is still wanted, and gives one.
+    # A drafter that is always wrong: each round proposes k tokens, or as many as are still due, and yields one.
     target, _ = pair
     plan = small(num_draft_tokens=(3,), lookaheads=(3,), prompts=PROMPTS[:1], repeats=1)
     result = await measure((target, None), (models.Shifted(llama()), None), plan)
     for row in result.rows[1:]:
         assert (row.acceptance, row.tokens_per_round) == (0.0, 1.0)
-    # One that is always right: 16 tokens are four rounds of three and one.
+    # A drafter that is always right: 16 tokens are four rounds of three and one.
     result = await measure((target, None), (target, None), plan)
     for row in result.rows[1:]:
         assert (row.acceptance, row.tokens_per_round) == (1.0, 4.0)
@@ -374,7 +368,7 @@ async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm
 
 
 class Watched(models.Wrapped):
-    """A model that notes on which thread, and as what, it is called."""
+    """A model that records the thread and the role of each call."""
 
     calls: ClassVar[list[tuple[str, str, bool]]] = []
 
@@ -407,7 +401,7 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
             seen.setdefault(name, set()).update(calls[since:])
         name, since = next((n for n in names if f": {n} (" in what), ""), len(calls)
 
-    # Ours come before theirs and between them, with a drafter far ahead.
+    # Outrider runs before mlx-lm and between its runs, with a drafter far ahead.
     plan = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=3)
     names = [contender.name for contender in plan.contenders]
     kinds = [type(layer) for layer in target.layers]
@@ -425,7 +419,7 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
 
 @pytest.mark.slow
 async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
-    # A late step of the drafter's, which ends some time after the text.
+    # A late draft step that ends some time after the text.
     ours, events, late, log = Contender("outrider", 0), EventSwitch(), threading.Event(), []
     async with AsyncExitStack() as stack:
         workers: dict[str, Any] = {}
@@ -494,7 +488,7 @@ async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread()
             return super().__call__(inputs, cache)
 
     class Late(Broken):
-        """Fails once it is asked for a text, and not while it is looked at."""
+        """Fails once it generates a text, but not in the probe."""
 
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
             if inputs.shape in ((1, 2), (1, 8)):
@@ -548,7 +542,7 @@ async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair)
 
 
 class OnThread:
-    """A worker that does its jobs on some thread or other."""
+    """A worker that runs its jobs on any thread."""
 
     async def run(self, job: Any) -> Any:
         return await trio.to_thread.run_sync(job.call)
@@ -565,7 +559,8 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
         try:
             for token in range(1000):
                 given.append(token)
-                # Each takes a turn of trio's, as a token takes time: the cancellation is heard within some of them.
+                # Each token takes a turn of trio's loop, as a real one takes time, so that the cancellation arrives in
+                # between.
                 trio.from_thread.run_sync(scope.cancel if token == 3 else threading.get_ident)
                 yield token, False
         finally:
@@ -580,13 +575,6 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a drafter as `mlx_lm.load` finds them."""
-    where, target = tmp_path_factory.mktemp("models"), llama()
-    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:
@@ -764,7 +752,7 @@ def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monk
     async def measure_then_signal(*arguments: Any, **options: Any) -> Benchmark:
         await measure(*arguments, **options)
         signal.raise_signal(signal.SIGINT)
-        await trio.sleep_forever()  # as long as it takes to let go of the models
+        await trio.sleep_forever()  # as long as it takes to close the models
         raise AssertionError
 
     monkeypatch.setattr(runtime.bench.one_stream, "measure", measure_then_signal)

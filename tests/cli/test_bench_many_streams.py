@@ -1,4 +1,4 @@
-"""The benchmark of many streams: who runs when, and how figures are made of what they did. No speed is asserted."""
+"""The benchmark of many streams: order of the runs, and how figures are computed. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 import pytest
 import trio
 from interrupts import Interrupted
-from models import greedy, llama, mamba, near, save
+from models import greedy, mamba, near
 from our_threads import outrider_threads
 
 import runtime
@@ -31,7 +31,7 @@ def small(**changes: Any) -> StreamsPlan:
     return StreamsPlan(**settings | changes)
 
 
-# --- what is to be measured -----------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ OF_OURS = {
 
 
 def scripted(**changes: Any) -> StreamsMeasured:
-    """Two repeats of two streams: one after another they take a second, at once half of it, in a batch a quarter."""
+    """Two repeats of two streams: in sequence they take a second, at once half of it, in a batch a quarter."""
     measured = StreamsMeasured(small(streams=(2,), **changes), alone=[(7, 8), (9, 9), (1,)])
     for repeat in range(2):
         measured.turns[repeat, 2] = {
@@ -166,12 +166,6 @@ def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up
 # --- real models ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    target = llama()
-    return target, near(target, noise=0.02)
-
-
 async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     target, draft = pair
     measured = StreamsMeasured(small(streams=(1, 4), lookaheads=("auto", 2)))
@@ -182,7 +176,7 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     for (_, streams), turn in measured.turns.items():
         assert set(turn) == set(measured.plan.contenders)
         for way, group in turn.items():
-            # The fourth begins with the first prompt again.
+            # The fourth stream begins with the first prompt again.
             assert group.texts == (*alone, alone[0])[:streams], way
     for row in result.rows:
         assert (row.same_texts, row.num_texts, row.failure) == (2 * row.streams, 2 * row.streams, None)
@@ -257,13 +251,6 @@ async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair)
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and a drafter as `mlx_lm.load` finds them."""
-    where, target = tmp_path_factory.mktemp("models"), llama()
-    return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `chat`: what is typed, what is answered, and what ends an answer, or everything."""
+"""The command `chat`: input, answers, and what ends an answer or the command."""
 
 from __future__ import annotations
 
@@ -25,20 +25,8 @@ from runtime.terminal.display import CommandOutcome, Display, Output
 MAX = ("--max-tokens", "6")
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends by `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that has room for 32 tokens."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
-
-
 async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
-    """What a conversation answers."""
+    """The answers of a conversation in Python."""
     async with runtime.open(target) as rt:
         conversation = rt.conversation()
         return [(await conversation.generate(turn, max_tokens=num_tokens)).text for turn in turns]
@@ -46,7 +34,7 @@ async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
 
 @attrs.define
 class Person:
-    """Somebody at a terminal."""
+    """A person at a terminal."""
 
     process: trio.Process
     screen: Any
@@ -56,7 +44,7 @@ class Person:
         await self.screen.send_all(keys.encode())
 
     async def sees(self, wanted: str) -> str:
-        """What comes, up to and including some text, from where it was looked last."""
+        """Read up to and including a text; returns what has come since the last call."""
         while wanted not in self._unseen:
             part = await self.screen.receive_some()
             assert part, f"{wanted!r} never came, but {self._unseen!r}"
@@ -81,7 +69,7 @@ async def at_a_terminal(*arguments: str) -> AsyncIterator[Person]:
         yield Person(process, screen)
 
 
-# --- lines of a pipe ------------------------------------------------------------------------------
+# --- pipes ----------------------------------------------------------------------------------------
 
 
 async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:
@@ -208,7 +196,7 @@ async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
 
 
 async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
-    # What is pasted comes between two marks of the terminal's.
+    # A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
     async with at_a_terminal("--target", endless, *MAX) as person:
@@ -228,7 +216,7 @@ async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
 
 
 def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
-    """A person's lines, of which nothing is edited."""
+    """A reader of typed lines without line editing."""
     lines = LineReader()
     lines.is_interactive = True
     rest = iter(typed)
@@ -306,7 +294,7 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
         person.interrupts()
         second = await person.sees("were cached")
         num_asked = int(second.rpartition("after a prompt of ")[2].partition(", of which")[0].replace(",", ""))
-        # The running text: what was said, answered, and said then; where they meet, two words are one.
+        # The conversation so far: prompt, answer and prompt. Where two of them meet, two words form one token.
         assert num_asked == 2 + num_said + 1 - 2
         await person.sees("> ")
         await person.types("\x04")
@@ -321,12 +309,12 @@ async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endle
         await person.types("/nope")
         await person.sees("/nope")
         person.interrupts()
-        # Also where the signal comes a moment before the line is waited for.
+        # Also if the signal comes just before the command waits for the line.
         await person.types("\r")
         seen = await person.sees(chat_command.HOW_TO_LEAVE)
         assert "there is no command" not in seen
         await person.sees("> ")
-        # Something else in between, and it is the first again.
+        # After another input it is the first Ctrl-C again.
         await person.types("/help\r")
         await person.sees("stops an answer, which stays in the conversation")
         await person.sees("> ")
@@ -367,7 +355,7 @@ async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
 
 @pytest.mark.slow
 async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
-    # A load that goes on until the test lets go of the other side, and then fails.
+    # A load that blocks until the test closes the other side, and then fails.
     model = save_model(tmp_path / "model", context=32)
     broken_weights(model)
     os.mkfifo(model / "generation_config.json")
@@ -389,18 +377,18 @@ async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
 
 
 class Typed(LineReader):
-    """Lines that nobody needs to type."""
+    """A reader that returns given lines."""
 
     def __init__(self, *lines: str) -> None:
         self.is_interactive = False
-        self._left = list(lines)
+        self._lines = list(lines)
 
     def read(self) -> str | None:
-        return self._left.pop(0) if self._left else None
+        return self._lines.pop(0) if self._lines else None
 
 
 async def shown(output: Output) -> None:
-    """Have an answer with thinking in it shown."""
+    """Show an answer with reasoning in it."""
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
     processor = says(wrapped, "<think>\nHm.\n</think>\n\nimport os")
     async with runtime.open(*pair(thinks=True, template=THINKING_TEMPLATE)) as rt:

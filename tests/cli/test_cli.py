@@ -1,4 +1,4 @@
-"""The command line: what it writes where, and how it ends."""
+"""The command line: output, streams, and exit statuses."""
 
 from __future__ import annotations
 
@@ -30,20 +30,8 @@ from runtime.terminal.signals import ECHO_S, SignalScope
 PROMPT = "w1 w2 w3"
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends by `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that has room for 32 tokens."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
-
-
 async def read_until(stream: Any, wanted: str) -> str:
-    """What comes, up to and including some text."""
+    """Read up to and including a text."""
     parts = bytearray()
     while wanted.encode() not in parts:
         part = await stream.receive_some()
@@ -72,7 +60,7 @@ def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, ca
 
 
 async def test_the_demo_pair_is_the_default():
-    # With a lookahead: on a busy machine, the drafter may rest on its own judgement.
+    # With a fixed lookahead, because "auto" may let the drafter rest on a busy machine.
     arguments = ["--max-tokens", "12", "--lookahead", "2", "--json"]
     async with outrider("generate", "def quicksort(items):", *arguments, stdout=-1, stderr=-1) as p:
         said = json.loads(await read_all(p.stdout))
@@ -89,7 +77,7 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
     assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
     assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
-    # Cut off, it is no JSON, and that is said.
+    # The text is cut off and no JSON, which is reported.
     assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json"), "--max-tokens", "3") == 0
     assert "the JSON is incomplete, cut off at 3 tokens; raise --max-tokens" in capfd.readouterr().err
 
@@ -122,7 +110,7 @@ def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
 
 
 def test_lookahead_reaches_the_drafter(endless, capfd):
-    # A drafter that is the target is always right, so a round commits what it proposes and one more.
+    # A drafter equal to the target is always right, so a round commits its proposal and one more token.
     arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--json"]
     assert run_here(*arguments, "--lookahead", "3") == 0
     statistics = json.loads(capfd.readouterr().out)["statistics"]
@@ -183,7 +171,7 @@ def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
 
 
 def test_acceptance_reaches_the_runtime(endless, capfd):
-    # Under the match rule a seed alone decides the text; under rejection, the drafter has a say.
+    # Under the match rule, a seed alone determines the text. Under rejection, the drafter matters too.
     def text(*arguments: str) -> str:
         settings = ["--seed", "5", "--temperature", "1.5", "--max-tokens", "30", "--lookahead", "3"]
         assert run_here(PROMPT, "--target", endless, "--draft", endless, *settings, *arguments) == 0
@@ -196,7 +184,7 @@ def test_no_limit_goes_on_to_the_end_of_the_context(short, capfd):
     assert run_here(PROMPT, "--target", short, "--max-tokens", "none", "--json") == 0
     said = json.loads(capfd.readouterr().out)
     assert said["finish_reason"] == "length"
-    assert len(said["tokens"]) in (29, 30)  # the last token may be one that is never fed
+    assert len(said["tokens"]) in (29, 30)  # the last token may never be fed
 
 
 def test_json_is_one_object_with_everything_in_it(endless, capfd):
@@ -368,7 +356,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
     assert "\x1b" not in err
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -414,7 +402,7 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
     said = str(refusal.value)
     assert said.startswith(setting) or setting == "stop"
-    # By the name that was typed, and what is None in Python.
+    # With the option's name, and "none" for Python's None.
     typed = said.replace(setting, option, 1).replace("None", '"none"')
     assert capfd.readouterr() == ("", f"outrider: error: {typed}\n")
 
@@ -552,7 +540,7 @@ def test_help_names_every_option_and_its_default(capfd):
         cli.main(["generate", "--help"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    # Functions are for Python; and a single generation has nothing to reuse.
+    # Functions exist only in Python; and a single generation has nothing to reuse.
     beyond = {"logits_processors", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
@@ -576,7 +564,7 @@ def test_version(monkeypatch, capfd):
 async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_printed(sent, status, endless):
     arguments = ["generate", PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "none", "--stats"]
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:
-        # The text comes while it is being generated: it has no end.
+        # The text is streamed: it has no end.
         first = await process.stdout.receive_some()
         assert first.startswith(b"w")
         process.send_signal(sent)
@@ -590,7 +578,7 @@ async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_print
 
 
 class Interrupted(runtime.terminal.display.Display):
-    """Has a signal sent to the process at the first event of a kind."""
+    """A display that sends a signal to the process at the first event of a kind."""
 
     kind = ""
     number = signal.SIGINT
@@ -606,7 +594,7 @@ class Interrupted(runtime.terminal.display.Display):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
-    # Not "auto", which may let so slow a drafter rest until the machine has other things to do.
+    # Not "auto", which may let so slow a drafter rest as long as the machine is busy.
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
     out, err = capfd.readouterr()
@@ -627,7 +615,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
     async def work() -> None:
         generated.finish_reason = "length"
         signal.raise_signal(signal.SIGINT)
-        await trio.sleep(1)  # as the way out of a runtime is
+        await trio.sleep(1)  # as the exit from a runtime may take
         raise AssertionError("the signal was not heard")
 
     await SignalScope(generated, runtime.terminal.display.Display()).run(work)
@@ -647,7 +635,7 @@ def test_a_signal_while_the_prompt_is_typed_ends_it(monkeypatch, capfd):
 
 
 async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tmp_path):
-    # A load that goes on until the test lets go of the other side, and then fails.
+    # A load that blocks until the test closes the other side, and then fails.
     model = save_model(tmp_path / "model", context=32)
     broken_weights(model)
     os.mkfifo(model / "generation_config.json")
@@ -675,7 +663,7 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
     generated, statuses = generate_command.Generated(), []
 
     async def work() -> None:
-        with trio.CancelScope(shield=True):  # as a load is
+        with trio.CancelScope(shield=True):  # a load is shielded
             signal.raise_signal(signal.SIGINT)
             await trio.sleep(ECHO_S / 2)
             signal.raise_signal(signal.SIGINT)
@@ -739,7 +727,7 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
                 await trio.testing.wait_all_tasks_blocked()
                 scope.cancel()
         assert scope.cancelled_caught
-        # Let go of the thread that is still writing.
+        # Unblock the thread that is still writing.
         os.set_blocking(reading, False)
         with contextlib.suppress(BlockingIOError):
             while os.read(reading, 65536):
@@ -776,7 +764,7 @@ async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endl
     assert "loading endless" in shown
     for done in ("0", "2,048", "4,096", "4,999"):
         assert f"{done} of 4,999 tokens" in shown
-    # What moves is gone when the table comes: its line is erased, and the cursor is back.
+    # When the table comes, the progress line is erased and the cursor is shown again.
     moving, _, table = shown.rpartition("\x1b[2K")
     assert "4,999" in moving
     assert "4,999" not in table

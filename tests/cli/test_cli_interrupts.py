@@ -18,7 +18,7 @@ from protocol.errors import OutriderError
 from runtime.terminal.display import CommandOutcome, Display
 from runtime.terminal.signals import ACKNOWLEDGE_S, SignalScope, exit_on_signal
 
-# Modules of which the import, wherever it is, ends in a Ctrl-C.
+# The source of modules whose import is interrupted by Ctrl-C.
 INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the signal was not heard')\n"
 COMMANDS = (("generate", "hi"), ("chat",), ("serve", "--port", "0"), ("doctor",), ("bench",))
 
@@ -66,7 +66,7 @@ def test_whoever_ignores_ctrl_c_in_the_background_goes_on_doing_so() -> None:
 
 
 def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
-    """How Python ends, with what it says, that finds some modules in a directory before all others."""
+    """Run Python with a directory that comes first in its module search. Returns its exit status, stdout and stderr."""
     path = f"{first}{os.pathsep}{ROOT}"
     process = subprocess.run(
         [sys.executable, *arguments],
@@ -80,11 +80,11 @@ def ended(first: Path, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, process.stdout, process.stderr
 
 
-# --- what it waits for ----------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 class Terminal:
-    """Stderr, as far as the display asks."""
+    """A stand-in for stderr, as far as the display uses it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -101,21 +101,21 @@ class Terminal:
 
 
 class Still(Display):
-    """Nothing moves."""
+    """A display without animation."""
 
     def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
         pass
 
 
 def on_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal in the place of stderr; to be called in the test itself, which pytest gives a stderr of its own."""
+    """Replace stderr by a terminal. Call it in the test itself: pytest gives each phase a stderr of its own."""
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
     return made
 
 
 async def interrupted(display: Display, waits_s: float) -> CommandOutcome:
-    """A piece of work is interrupted that cannot end for some seconds."""
+    """Interrupt work that takes `waits_s` seconds to end."""
     outcome = CommandOutcome()
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What the commands ask of models: options of caches and devices, chat templates, and messages in flags."""
+"""Model options of the commands: caches, devices, chat templates, and error messages in terms of flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.cli import main as cli
 from runtime.cli.flags import in_flags
 from runtime.cli.model_arguments import OPTIONS
 
-# In words that the tiny model has.
+# In words of the tiny model's vocabulary.
 TEMPLATE = (
     "{% for m in messages %}{{ 'w7 ' if m.role == 'system' else 'w8 ' }}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}w9{% endif %}"
@@ -41,7 +41,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generated(capfd: Any, *arguments: str) -> tuple[list[int], int, str]:
-    """The tokens that `generate` gives, the length of the prompt that it read, and what it said."""
+    """The tokens that `generate` writes, the length of the prompt, and its stderr."""
     assert cli.main(["generate", *arguments, "--max-tokens", "6", "--json"]) == 0
     out, err = capfd.readouterr()
     said = json.loads(out)
@@ -102,12 +102,12 @@ DEVICES = ["--target-device", "cpu", "--draft-device", "cpu"]
 
 
 class OpenedError(runtime.OutriderError):
-    """The runtime was to be opened."""
+    """Raised instead of opening a runtime."""
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options that a runtime is opened with; it is not opened."""
+    """The options that a runtime would be opened with; opening it raises `OpenedError`."""
     options: dict[str, Any] = {}
 
     def open(target: Any, draft: Any, **given: Any) -> Any:
@@ -140,7 +140,7 @@ def test_options_of_open_reach_it(command: list[str], more: dict[str, int], open
 
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
-    # --max-streams is of `serve` alone, and --trace of `generate`; the defaults of settings are for programs.
+    # --max-streams belongs to `serve`, --trace to `generate`; defaults of settings are for programs.
     elsewhere = {"target", "draft", "max_streams", "trace", "defaults"}
     assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
 

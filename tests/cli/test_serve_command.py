@@ -1,4 +1,4 @@
-"""The command `serve` as a process, on the demo pair: official clients, signals, and addresses."""
+"""The command `serve` as a process with the demo pair: official clients, signals, and addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What the pair says to the prompt."""
+    """The pair's text after the prompt."""
     return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
 
 
@@ -213,7 +213,7 @@ def test_curl_gets_an_answer_whole_and_by_and_by(curl: Callable[..., str], expec
 
 
 def test_curl_is_told_what_is_wrong(curl: Callable[..., str]) -> None:
-    # Without being told, curl says that it sends a form.
+    # By default, curl declares a form.
     assert "Content-Type: application/json" in json.loads(curl("/v1/completions", "-d", "{}"))["error"]["message"]
     assert json.loads(curl("/health"))["ok"] is True
     assert "outrider_requests_total" in curl("/metrics")
@@ -225,7 +225,7 @@ def test_curl_is_told_what_is_wrong(curl: Callable[..., str]) -> None:
 
 @contextmanager
 def streaming(server: Server, **asked: Any) -> Iterator[Iterator[str]]:
-    """The lines of an answer's stream, the first of which has come."""
+    """The lines of a streamed answer, after the first has come."""
     asked = {"prompt": PROMPT, "stream": True, **asked}
     with httpx.stream("POST", f"{server.url}v1/completions", json=asked, timeout=HANGS_S) as answer:
         assert answer.status_code == 200
@@ -288,7 +288,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
             heard_at = time.monotonic()
 
             def insist() -> None:
-                # One that comes at once would be taken for an echo of the first.
+                # A second signal that comes at once counts as an echo of the first.
                 if time.monotonic() > heard_at + 1.0:
                     server.process.send_signal(signal.SIGINT)
 
@@ -330,7 +330,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def refused(capfd: Any, *arguments: str, status: int = 2) -> str:
-    """What is said where the command fails before it serves."""
+    """The error message of a command that fails before it serves."""
     assert cli.main(["serve", *arguments]) == status
     said: str = capfd.readouterr().err
     return said

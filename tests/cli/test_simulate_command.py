@@ -1,4 +1,4 @@
-"""What `outrider simulate` prints, writes and refuses."""
+"""`outrider simulate`: output, files, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUICK = ("--tokens", "60", "--lookahead", "1,3")
 
 
 def simulate(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is printed, where all goes well."""
+    """The output; asserts success."""
     assert cli.main(["simulate", *SCENARIO, *QUICK, *arguments]) == 0
     printed = capfd.readouterr()
     assert printed.err == ""
@@ -44,7 +44,7 @@ def simulate(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = cli.MISUSED) -> str:
-    """The one line on stderr, where an argument is refused."""
+    """The one line on stderr when an argument is rejected."""
     assert cli.main(["simulate", *SCENARIO, *arguments]) == status
     printed = capfd.readouterr()
     assert printed.out == ""
@@ -111,7 +111,7 @@ def test_speeds_are_relative_to_plain_decoding_with_its_overhead():
     plain, sequential = comparison.contenders[:2]
     assert plain.speed == 1.0
     assert plain.result.speed == pytest.approx(0.5)
-    # Three tokens for two steps of 1.5 and a pass of 2, where decoding takes 2 for each.
+    # Three tokens for two draft steps of 1.5 and a pass of 2; plain decoding takes 2 for each token.
     assert sequential.speed == pytest.approx(3 * 2 / (2 * 1.5 + 2))
 
 
@@ -148,7 +148,7 @@ def test_only_drafting_ahead_has_hits():
 
 
 def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
-    # Where the first choice is always wrong and the second always right, a single chain never hits.
+    # If the first choice is always wrong and the second always right, a single chain never hits.
     comparison = compare(Scenario(0.3, 0.01, second_choice=1.0, spread=1000.0, seed=1), 100, [1])
     single_chain, tree = comparison.contenders[2:]
     assert tree.hit_rate > 1.5 * single_chain.hit_rate
@@ -233,7 +233,7 @@ def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
 
 
 def drawn(capfd: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict[str, Any]:
-    """The figures behind a plot that is written."""
+    """The figures behind a plot that the command writes."""
     found: dict[str, Any] = json.loads(simulate(capfd, "--json", "--plot", str(path), *arguments))
     return found
 
@@ -289,7 +289,7 @@ def test_labels_do_not_cover_each_other(capfd, tmp_path):
     texts = root.iter("{http://www.w3.org/2000/svg}text")
     heights = sorted(float(text.get("y", "")) for text in texts if (text.text or "").endswith("×"))
     assert len(heights) == 4
-    assert all(below - above > 10 for above, below in itertools.pairwise(heights))  # in points, as the font
+    assert all(below - above > 10 for above, below in itertools.pairwise(heights))  # in points, like the font size
 
 
 def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, monkeypatch):

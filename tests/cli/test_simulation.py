@@ -1,4 +1,4 @@
-"""The simulator: its pair of models says what the scenario says, and its times are the ones that follow from it."""
+"""The simulator: its models behave as the scenario says, and its times follow from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def argmaxes(rows: mx.array) -> list[int]:
 
 @attrs.frozen
 class Drafted:
-    """What a draft said along the true text: its two likeliest tokens and their probabilities."""
+    """A draft along the true text: its two likeliest tokens and their probabilities, by position."""
 
     text: tuple[int, ...]
     first: list[int]
@@ -96,7 +96,7 @@ def test_the_draft_is_right_as_often_as_it_is_sure_of(spread):
         for of_bin in bins.values():
             expected = sum(confidence for confidence, _ in of_bin)
             variance = sum(confidence * (1 - confidence) for confidence, _ in of_bin)
-            # An argmax has at least an equal share of the probability, also where it has no chance at all.
+            # The most likely token has at least an equal share of the probability, even if it is never right.
             queue_slack_s = 5 * math.sqrt(variance) + len(of_bin) / VOCAB_SIZE + 1
             assert abs(sum(outcome for _, outcome in of_bin) - expected) < queue_slack_s
 
@@ -148,7 +148,7 @@ def test_the_text_depends_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
-def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
+def test_a_sequence_says_the_same_however_it_came_to_hold_its_tokens(model):
     scenario = Scenario(0.6, 0.1)
     tokens = text(scenario, 12)
     at_once = opened(model(scenario)).feed(tokens, len(tokens))
@@ -169,7 +169,7 @@ def test_a_line_says_the_same_however_it_came_to_hold_its_tokens(model):
 
 
 @pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
-def test_a_line_knows_what_it_holds(model):
+def test_a_sequence_checks_its_length(model):
     sequence = opened(model(Scenario(0.6, 0.1)))
     assert sequence.feed((1, 2, 3), 0) is None
     with pytest.raises(RewindError, match="asked a script for length 5, it holds 4"):
@@ -212,7 +212,8 @@ def test_contention_costs_speed():
 
 @pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
 def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
-    # Times that would be sums of powers of two, so that jobs would end at the same moment all the time.
+    # With these round numbers, times would be sums of powers of two, and jobs would often end at the same moment, if
+    # the simulator did not prevent that.
     scenario = Scenario(0.75, 0.25, contention=kappa, verify_slope=0.0)
     results = set()
     for dice in range(5):
@@ -226,16 +227,16 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
 def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
     """Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8, for a verify pass that costs more than decoding."""
     acceptance, num_tokens = 0.8, 3000
-    # Confidence says nothing here, so positions are alike, as they are in theory.
+    # With this spread, confidence carries no information, so all positions are alike, as in the theory.
     scenario = Scenario(acceptance, 0.25, verify_slope=0.125, draft_slope=0.0, spread=1e6, seed=1)
     result = run_simulation(
         scenario, num_tokens=num_tokens, make_policy=lambda *_: ChainPolicy(lookahead, overlaps=False)
     )
     round_seconds = lookahead * 0.25 + 1.0 + 0.125 * lookahead
-    # The last round may be a shorter one.
+    # The last round may be shorter.
     assert result.seconds == pytest.approx(result.statistics.rounds * round_seconds, abs=round_seconds)
     tokens_per_round = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
-    # Five standard errors, the tokens of a round being between 1 and lookahead + 1.
+    # Five standard errors; a round has between 1 and lookahead + 1 tokens.
     error = 5 * 0.5 * lookahead / math.sqrt(result.statistics.rounds)
     assert result.statistics.tokens_per_round == pytest.approx(tokens_per_round, abs=error)
     assert result.speed == pytest.approx(tokens_per_round / round_seconds, rel=0.1)

@@ -1,4 +1,4 @@
-"""Tables are whole on a terminal of any width: they are split or stacked, and nothing in them is cut."""
+"""Tables fit a terminal of any width: they are split or stacked, and no cell is cut."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_heading_and_every_number_survives_whatever_the_width(name, width)
     assert "…" not in "".join(lines)
     for text in (*sheet.headings[sheet.num_labels :], *(cell for row in sheet.rows for cell in row.cells)):
         assert set(text.split()) <= set(words), text
-    # Each row's numbers are there as often as there are such numbers.
+    # Each number is there as often as it occurs in the rows.
     for cell in {cell for row in sheet.rows for cell in row.cells[sheet.num_labels :] if cell and " " not in cell}:
         assert words.count(cell) >= sum(row.cells.count(cell) for row in sheet.rows)
 

@@ -1,7 +1,7 @@
-"""Which BLAS MLX computes with: what is decided, and that a process does what was decided.
+"""The BLAS that MLX computes with: the decision, and its effect in a process.
 
-Libraries get in front of mlx in processes of their own, since it can be done once, and before mlx is imported.
-Where no OpenBLAS is to be had, a copy of the reference BLAS that MLX's own wheel brings stands in for it.
+A library can be loaded in front of mlx only once, and before mlx is imported; so these tests start processes. Where no
+OpenBLAS is installed, a copy of the reference BLAS in MLX's wheel stands in for it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX has a 
 
 
 def openblas() -> str | None:
-    """The OpenBLAS of this machine."""
+    """The path of this machine's OpenBLAS, if there is one."""
     return next(filter(os.path.exists, candidates(os.uname().machine)), None)
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A Python process of its own, with a clean environment but for these variables."""
+    """A Python process with a clean environment, except for these variables."""
     inherited = {k: v for k, v in os.environ.items() if k not in (VARIABLE, *THREAD_VARIABLES, "PYTHONWARNINGS")}
     environment = inherited | {"PYTHONPATH": str(ROOT)} | variables
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
@@ -41,7 +41,7 @@ def outrider(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     return run(f"import sys; from runtime.cli.main import main; sys.exit(main({list(arguments)!r}))", **variables)
 
 
-# What a process that computes in float32 finds; the symbol is looked for among all that is global.
+# Computes in float32, and looks up a BLAS symbol among the global ones.
 LOOK_AROUND = """
 import ctypes, json, os, sys
 import mlx.core as mx
@@ -67,7 +67,7 @@ def look_around(
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The reference BLAS of MLX's wheel, at a path of its own; what it needs lies beside it."""
+    """A copy of the reference BLAS in MLX's wheel, at a path of its own; its dependencies lie beside it."""
     import mlx.core as mx
 
     wheels = Path(mx.__file__).parent.parent / "mlx_cpu.libs"
@@ -179,7 +179,7 @@ def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
     assert blas.num_usable_cores() == 1
 
 
-# --- what it is called ----------------------------------------------------------------------------
+# --- names of libraries ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_threads_that_the_user_set_are_left_alone(copy):
 
 @linux
 def test_mlx_calls_the_library_that_was_put_in_front(copy, tmp_path):
-    # The dynamic linker's own account of what was bound to what.
+    # The dynamic linker's log of symbol bindings.
     log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
     look_around(**{VARIABLE: copy}, **log)
     bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
@@ -283,7 +283,7 @@ def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy
     assert done.returncode == 0
     assert done.stdout.startswith("reference BLAS")
     (line,) = done.stderr.splitlines()
-    # It is the line that imports the package that is shown.
+    # The warning points to the line that imports the package.
     assert line.startswith("<string>:2: RuntimeWarning: OUTRIDER_BLAS=")
     assert "has no effect, since mlx was imported first; import runtime before mlx and mlx_lm" in line
 
@@ -317,7 +317,7 @@ def no_library(where: Path) -> str:
 
 
 def no_blas(_: Path) -> str:
-    # Any library of the system will do, given by its path; this is one that Python itself needs.
+    # Any system library will do, by its path; Python itself needs this one.
     (line,) = [
         line for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line and "r-xp" in line
     ]

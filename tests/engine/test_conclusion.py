@@ -1,4 +1,4 @@
-"""What the doctor concludes, in words, from prices that were measured."""
+"""The doctor's conclusions, in words, from measured prices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WIDTHS = (1, 2, 3, 5, 9)
 
 
 def passes(first_s: float, slope: float) -> dict[int, float]:
-    """Seconds of passes of which each further token costs a part of the first."""
+    """Seconds of passes by number of tokens; each further token costs the share `slope` of the first."""
     return {width: first_s * (1 + slope * (width - 1)) for width in WIDTHS}
 
 
 def findings(slope: float = 0.06, draft: float | None = 0.1, **changes: Any) -> Findings:
-    """A target that takes 20 ms for a token, and a drafter that takes a part of that."""
+    """Findings for a target that takes 20 ms for a token, and a drafter that takes the share `draft` of that."""
     return Findings(
         **{
             "verify_seconds": passes(0.02, slope),

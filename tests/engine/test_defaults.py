@@ -1,4 +1,4 @@
-"""The `defaults` of `open`: settings of every stream that is not given others."""
+"""The `defaults` of `open`: settings of every stream that does not set others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_defaults_that_cannot_be_keep_the_block_from_being_entered(default
             raise AssertionError("should not be reached")
 
 
-# --- settings of a prompt's own -------------------------------------------------------------------
+# --- settings per prompt --------------------------------------------------------------------------
 
 
 async def test_each_prompt_may_have_settings_of_its_own() -> None:

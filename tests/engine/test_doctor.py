@@ -1,4 +1,4 @@
-"""What the doctor says of a model, or of a pair, and that it says so of what is there."""
+"""The doctor's report on a model or a pair, compared with the facts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No finding is broken over lines."""
+    """Wide enough that no finding is wrapped."""
     monkeypatch.setenv("COLUMNS", "300")
 
 
 def sections(printed: str) -> dict[str, dict[str, str]]:
-    """What was printed, by title and name."""
+    """The printed report, by title and name."""
     found: dict[str, dict[str, str]] = {}
     for line in filter(str.strip, printed.splitlines()):
         name, *finding = [part.strip() for part in line.split("  ") if part.strip()]
@@ -46,7 +46,7 @@ def sections(printed: str) -> dict[str, dict[str, str]]:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, str]]:
-    """What `outrider doctor` prints, where all goes well."""
+    """The report that `outrider doctor` prints; asserts that it succeeds."""
     assert cli.main(["doctor", *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -58,7 +58,7 @@ def rows(diagnosis: Diagnosis, section: str) -> dict[str, str]:
 
 
 def assert_measured(passes: Passes) -> None:
-    """Each width was timed, and the numbers fit together."""
+    """Assert that each width was timed, and that the figures are consistent."""
     assert tuple(passes.seconds) == tuple(passes.spread) == WIDTHS
     for width, seconds in passes.seconds.items():
         low, high = passes.spread[width]
@@ -99,7 +99,7 @@ def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.Captu
 
 def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:
     found = doctor(capsys, target)
-    # What there is no pair for is not spoken of.
+    # Without a pair, the report has no section about one.
     assert list(found) == ["target", "machine", "conclusion"]
     assert found["target"]["caches"] == "2 × KVCache"
     assert "float32" in found["target"]["weights"]
@@ -131,7 +131,7 @@ def test_different_vocabularies_are_said_to_be_different(
     found = doctor(capsys, target, "--draft", save(tmp_path / "draft", llama(seed=1), word="v"))
     assert found["pair"]["vocabularies"].startswith("DIFFERENT: ")
     assert f"{VOCAB_SIZE} of {VOCAB_SIZE} ids differ (id 0 is 'w0' and 'v0'" in found["pair"]["vocabularies"]
-    # The rest is of use all the same.
+    # The rest of the report is complete.
     assert "cost ratio" in found["pair"]
 
 
@@ -154,7 +154,7 @@ def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "has no config.json; give a directory" in line
 
 
-# --- what is examined -----------------------------------------------------------------------------
+# --- models under examination ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_a_model_with_a_sliding_window_is_trimmed_until_that_is_full(windo
         window,
         RewindMode.CHECKPOINT,
     )
-    # The text at which passes are timed may be beyond it or not.
+    # The text at which passes are timed may or may not exceed the window.
     assert_measured(diagnosis.target.passes)
     said = rows(diagnosis, "target")
     assert said["rewinds by"].startswith("trim: ")
@@ -241,7 +241,7 @@ async def test_the_weights_are_counted() -> None:
 
 
 class Counting(models.Wrapped):
-    """A model that notes how many tokens each pass has."""
+    """A model that records the number of tokens of each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -259,7 +259,7 @@ class Counting(models.Wrapped):
 async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
     model = Counting(llama())
     await examine((model, None))
-    # The first pass, of two tokens, is for whether it is a model at all.
+    # The first pass, of two tokens, is the probe.
     fed = model.widths[1:]
     timed = fed[-len(WIDTHS) * (len(fed) // len(WIDTHS) - 1) :]
     assert tuple(timed[-len(WIDTHS) :]) == WIDTHS
@@ -267,7 +267,7 @@ async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
     assert fed.count(WIDTHS[-1]) > 3
 
 
-# --- what is left behind --------------------------------------------------------------------------
+# --- cleaning up ----------------------------------------------------------------------------------
 
 
 class Broken(models.Wrapped):

@@ -1,4 +1,4 @@
-"""Draft models that are proposed: on the disk, of the right vocabulary and size, then those of a table."""
+"""Suggested draft models: models on the disk with the right vocabulary and size first, then those of a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 
 
 def model(where: Path, num_bytes: int, *, word: str = "w", **config: Any) -> Path:
-    """What looks like a model on the disk, as far as anybody looks."""
+    """A directory that looks like a model, as far as suggestions look at it."""
     where.mkdir(parents=True)
     (where / "config.json").write_text(json.dumps(QWEN3 | config))
     (where / "model.safetensors").write_bytes(b"\0" * num_bytes)

@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
-from models import Wrapped, greedy, llama, near, prompt_of, save
+from blocking_models import BlockingModel
+from models import greedy, llama, near, prompt_of, save
 from scripted import (
     ScriptedModel,
     agreeing,
@@ -53,32 +53,12 @@ def drafter() -> nn.Module:
     return near(llama(), noise=0.05)
 
 
-class Held(Wrapped):
-    """A model whose forward passes wait until a test lets them go on."""
-
-    def __init__(self, model: nn.Module, *, holds: bool = True) -> None:
-        super().__init__(model)
-        self.may_go_on = threading.Event()
-        self._is_in = threading.Event()
-        if not holds:
-            self.may_go_on.set()
-
-    async def is_in(self) -> None:
-        await trio.to_thread.run_sync(self._is_in.wait)
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if not self.may_go_on.is_set():
-            self._is_in.set()
-            self.may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
 def draft_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "outrider-draft"]
 
 
 async def drafted(rt: runtime.Runtime) -> int:
-    """How many tokens of a text were drafted; the text is right."""
+    """The number of drafted tokens of a text; asserts that the text is right."""
     completion = await rt.generate(PROMPT, **SETTINGS)
     assert [token.id for token in completion.tokens] == text()
     assert completion.statistics.draft_failures == 0
@@ -147,59 +127,61 @@ async def test_what_cannot_be_attached_leaves_the_runtime_as_it_was(tmp_path: Pa
 
 
 async def test_attaching_can_be_cancelled_in_the_middle_and_tried_again() -> None:
-    cached_tokens = Held(drafter())
+    draft_model = BlockingModel(drafter())
+    draft_model.block()
     async with runtime.open((target(), None)) as rt, trio.open_nursery() as nursery:
         scope = trio.CancelScope()
 
         @nursery.start_soon
         async def attach() -> None:
             with scope:
-                await rt.attach_draft((cached_tokens, None))
+                await rt.attach_draft((draft_model, None))
 
-        await cached_tokens.is_in()
+        await draft_model.blocked_in_trio()
         with pytest.raises(runtime.DrafterAttachedError, match="loading"):
             await rt.attach_draft("ngram")
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
-        cached_tokens.may_go_on.set()
+        draft_model.release()
         while rt._drafter._is_attaching:
             await trio.lowlevel.checkpoint()
         assert scope.cancelled_caught
         assert draft_threads() == []
         assert await drafted(rt) == 0
-        await rt.attach_draft((cached_tokens, None))
+        await rt.attach_draft((draft_model, None))
         assert await drafted(rt) > 0
 
 
 async def test_closing_in_the_middle_of_attaching_says_so() -> None:
-    cached_tokens = Held(drafter())
+    draft_model = BlockingModel(drafter())
+    draft_model.block()
     async with trio.open_nursery() as nursery:
         rt = await nursery.start(runtime.keep_open, (target(), None))
 
         @nursery.start_soon
         async def attach() -> None:
             with pytest.raises(runtime.RuntimeClosedError, match="open another"):
-                await rt.attach_draft((cached_tokens, None))
+                await rt.attach_draft((draft_model, None))
 
-        await cached_tokens.is_in()
+        await draft_model.blocked_in_trio()
         nursery.start_soon(rt.aclose)
         await trio.testing.wait_all_tasks_blocked()
-        cached_tokens.may_go_on.set()
+        draft_model.release()
     assert draft_threads() == []
 
 
 async def test_closing_in_the_middle_of_detaching_ends_both() -> None:
-    cached_tokens = Held(drafter(), holds=False)
+    draft_model = BlockingModel(drafter())
     async with trio.open_nursery() as nursery:
-        rt = await nursery.start(runtime.keep_open, (target(), None), (cached_tokens, None))
-        cached_tokens.may_go_on.clear()
+        rt = await nursery.start(runtime.keep_open, (target(), None), (draft_model, None))
+        draft_model.block()
         stream = rt.stream(PROMPT, **SETTINGS)
-        await cached_tokens.is_in()
+        await draft_model.blocked_in_trio()
         nursery.start_soon(rt.detach_draft)
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(rt.aclose)
         await trio.testing.wait_all_tasks_blocked()
-        cached_tokens.may_go_on.set()
+        draft_model.release()
     assert draft_threads() == []
     await rt.detach_draft()
     del stream
@@ -244,7 +226,7 @@ SHORT_TEXT = continuation(SHORT_PROMPT, 10)
 
 
 async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
-    """Detach the drafter at the n-th event of three streams, and attach another; the number of events."""
+    """Detach the drafter at the n-th event of three streams, and attach another. Returns the number of events."""
     events: list[Event] = []
     replacement = ScriptedModel(agreeing(0.9))
 

@@ -1,4 +1,4 @@
-"""The types of the public face: what type checkers and completion see, and what a user can import by name."""
+"""The types of the public modules: what type checkers and completion see, and what a user can import."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from runtime.engine.opening import open as open_runtime
 from runtime.loading.model_sources import Source
 
 FACES = (runtime, runtime.aio, runtime.sync)
-# What `Settings` converts may be given more widely.
+# Arguments that `Settings` converts have wider types.
 WIDER = {"logit_bias": "Mapping[int, float] | None", "stop": "str | Iterable[str] | None"}
-# Methods that Python calls by itself.
+# Methods that Python calls implicitly.
 CALLED = {"__aenter__", "__aiter__", "__anext__", "__await__", "__call__", "__enter__", "__iter__", "__next__"}
 
 
@@ -33,7 +33,7 @@ def spelled(annotation: Any) -> str:
 
 
 def as_given(name: str, type_: str) -> str:
-    """The type of a setting's argument, by that of its field."""
+    """The type of a setting's argument, derived from the type of its field."""
     if name in WIDER:
         return WIDER[name]
     if type_.startswith("tuple["):
@@ -76,7 +76,7 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"), TYPED, ids=lambda each: getattr(each, "__module__", "") + "." + str(each)
+    ("function", "expected"), TYPED, ids=[f"{each.__module__}.{each.__qualname__}" for each, _ in TYPED]
 )
 def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None:
     (keywords,) = (
@@ -87,13 +87,13 @@ def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None
 
 NAMES = {
     **{name: getattr(runtime, name) for name in runtime.__all__},
-    # Imported for type checkers alone.
+    # Names that modules import for type checkers only.
     **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenOptions": OpenOptions},
 }
 
 
 def classes(annotation: Any) -> Iterator[type]:
-    """The classes that an annotation is made of."""
+    """The classes that an annotation consists of."""
     for part in (annotation, typing.get_origin(annotation)):
         if isinstance(part, type):
             yield part
@@ -102,7 +102,7 @@ def classes(annotation: Any) -> Iterator[type]:
 
 
 def returned(face: Any) -> Iterator[tuple[str, type]]:
-    """What the functions, methods, properties and fields of a public module's names give, by where."""
+    """The classes that a public module's functions, methods, properties and fields return, with their places."""
     for name in face.__all__:
         item = getattr(face, name)
         functions = [(name, item)] if inspect.isfunction(item) else []
@@ -117,7 +117,7 @@ def returned(face: Any) -> Iterator[tuple[str, type]]:
                 for field, annotation in typing.get_type_hints(item, localns=NAMES).items():
                     yield from ((f"{name}.{field}", found) for found in classes(annotation))
         for where, function in functions:
-            # What a module imports itself goes before what it imports for type checkers alone.
+            # A module's own imports take precedence over those for type checkers.
             names = {**NAMES, **{each: getattr(face, each) for each in face.__all__}, **function.__globals__}
             hints = typing.get_type_hints(function, localns=names)
             yield from ((where, found) for found in classes(hints.get("return")))
@@ -125,12 +125,12 @@ def returned(face: Any) -> Iterator[tuple[str, type]]:
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
 def test_every_type_that_the_public_face_gives_can_be_imported_from_it(face: Any) -> None:
-    # The handles' types are `runtime.aio.Runtime` and the like.
+    # The types of the handles are `runtime.aio.Runtime` and the like.
     public = {getattr(home, name) for home in FACES for name in home.__all__}
     missing = {
         f"{where}: {found.__name__}"
         for where, found in returned(face)
         if found.__module__.split(".")[0] in ("runtime", "actors", "protocol") and found not in public
     }
-    # A processor's state is nobody's but its own.
+    # The type of a processor's state is private to it.
     assert missing - {"Grammar.save: _State"} == set()

@@ -1,4 +1,4 @@
-"""A `Settings` in the place of keywords, wherever a generation takes settings; and keywords beside it."""
+"""A `Settings` instead of keywords, wherever a generation takes settings; and keywords beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import runtime
 import runtime.aio
 
 PROMPT = [1, 2, 3]
-# What shows that every field of it counts, and not the defaults of the runtime.
+# Settings that differ from the runtime's defaults, so that an ignored field shows.
 FIVE = runtime.Settings(max_tokens=5, ignore_eos=True)
 DEFAULTS = {"max_tokens": 2}
 

@@ -1,4 +1,4 @@
-"""Trained drafters are told from language models, and the error says what to use instead."""
+"""Trained drafters are recognised, and the error says what to use instead."""
 
 from __future__ import annotations
 

@@ -7,13 +7,11 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 import trio.testing
@@ -30,6 +28,9 @@ from protocol.trace import Event
 INFINITY, NOT_A_NUMBER = math.inf, math.nan
 
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+
 @functools.cache
 def target() -> nn.Module:
     return llama()
@@ -40,13 +41,8 @@ def drafter() -> nn.Module:
     return llama(seed=1)
 
 
-@functools.cache
-def demo_tokenizer() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-
-
 def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> TokenizerWrapper:
-    """A token a word."""
+    """A tokenizer with one token per word."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=chat_template)
@@ -58,14 +54,8 @@ CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assist
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert outrider_threads() == []
-
-
-@pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub id that is not on this machine is an error at once."""
+    """Make models that are not on this machine an error at once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -240,7 +230,7 @@ async def test_a_device_that_is_not_there_is_refused(role: str, device: Any, mon
 
 
 async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened() -> None:
-    # Heads of 16, which no group of 32 can be made of.
+    # Heads of 16 cannot be quantised in groups of 32.
     with pytest.raises(runtime.ModelError, match=r"^kv_bits=4 with kv_group_size=32 does not fit this model"):
         async with runtime.open((target(), None), kv_bits=4, kv_group_size=32):
             raise AssertionError("should not be reached")
@@ -274,7 +264,7 @@ async def test_options_that_cannot_be_are_refused_before_any_model_work(options:
     assert events == []
 
 
-# --- models that are not there, or not whole ------------------------------------------------------
+# --- missing and damaged models -------------------------------------------------------------------
 
 
 async def opening_is_refused(kind: type[Exception], says: str, *pair: Any) -> Exception:
@@ -311,7 +301,7 @@ async def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of a model to be damaged."""
+    """A copy of a model, to be damaged."""
     return Path(shutil.copytree(runtime.DEMO_DRAFT, tmp_path / "copy"))
 
 
@@ -430,7 +420,7 @@ async def test_two_consumers_of_one_stream() -> None:
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(runtime.StreamBusyError, match="a stream has one consumer"):
                 await anext(stream)
-        # The first one did not notice.
+        # The first stream was not affected.
         assert len(tokens) == 4
 
 
@@ -444,7 +434,7 @@ async def test_a_stream_that_is_over_stays_over() -> None:
         assert [token async for token in stream] == []
 
 
-# --- options that are none ------------------------------------------------------------------------
+# --- unknown options ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""Cancellation on real threads and real models: at every point where it can strike, and by every way there is.
+"""Cancellation on real threads and real models, at every point where it can strike and in every way.
 
-Where it strikes is decided by the trace, which is called in trio's thread at each event, and by a model
-that stops in the middle of its forward pass until it is let go on.
+The trace, called in trio's thread at each event, and a model that blocks in a forward pass determine the moment.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
+from blocking_models import BlockingModel
 from greedy_pair import PROMPT, drafter, target, text
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
@@ -26,7 +25,7 @@ from protocol.trace import Event, Instant, Span
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
-# A lookahead of its own choice might leave such small models undrafted, and nothing would hit or miss.
+# With "auto", such small models might run without a drafter, and there would be no hit or miss.
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
 
 EVENTS = [
@@ -61,14 +60,14 @@ def name_of(event: Kind) -> str:
 
 
 class Trigger:
-    """A trace that does something at an event that it waits for."""
+    """A trace that does something at a chosen event."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._act: Callable[[], object] | None = None
 
     def at(self, event: Kind, act: Callable[[], object], *, nth: int = 1) -> None:
-        """From now on, wait for the nth event of a kind."""
+        """Act at the nth event of this kind from now on."""
         self._awaited, self._act, self._nth = event, act, nth
 
     @property
@@ -101,7 +100,7 @@ async def the_next_text_is_right(rt: runtime.Runtime) -> None:
 
 
 def nothing_is_left(trigger: Trigger) -> None:
-    """After `open`: no thread, and each cache that was opened was let go of."""
+    """Assert, after `open`, that no thread is left and that every cache that was opened was closed."""
     assert outrider_threads() == []
     for actor in ("target", "draft"):
         opened = [span.session for span in trigger.spans(actor, "open")]
@@ -174,13 +173,13 @@ WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
 @pytest.mark.parametrize("event", EVENTS, ids=name_of)
 async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
     trigger = Trigger()
-    # Only a drafter that is always right is sure to hit before the stream's buffer is full.
+    # Only a drafter that is always right surely hits before the stream's buffer is full.
     draft = target() if event[2] == "hit" else drafter()
     async with runtime.open((target(), None), (draft, None), trace=trigger) as rt:
         await way(rt, lambda act: trigger.at(event, act))
         assert trigger.has_struck
         await the_next_text_is_right(rt)
-        # Both let go there and then, not when the runtime is left, of what they had opened by then, if anything.
+        # Both models close what they had opened at once, and not when the runtime is left.
         for actor in ("target", "draft"):
             opened, closed = (trigger.spans(actor, kind, session=0) for kind in ("open", "close"))
             assert len(opened) == len(closed) <= 1, actor
@@ -225,7 +224,7 @@ async def test_cancelling_when_the_text_is_over_already(event: Kind) -> None:
 
             trigger.at(event, strike)
             tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **SETTINGS)]
-            # What was given before is right; with the text over, nothing more can be cut off.
+            # The tokens before the cancellation are right; a complete text cannot be cut off.
             assert tokens == text(6)
             await trio.sleep_forever()
         assert struck.is_set()
@@ -323,7 +322,7 @@ async def test_a_stream_may_be_dropped_on_another_thread() -> None:
         await anext(holder[0])
         await trio.to_thread.run_sync(holder.clear)
         await the_next_text_is_right(rt)
-        while rt.num_streams:  # a stream that is over is put away in the next turn of the event loop
+        while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
     nothing_is_left(trigger)
 
@@ -331,59 +330,31 @@ async def test_a_stream_may_be_dropped_on_another_thread() -> None:
 # --- in the middle of a forward pass --------------------------------------------------------------
 
 
-class Held(Wrapped):
-    """A model whose forward pass, once that is asked for, stops in the middle until it is let go on."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._holds = threading.Event()
-        self._is_in = threading.Event()
-        self._may_go_on = threading.Event()
-
-    def hold(self) -> None:
-        """Stop the next forward pass."""
-        self._holds.set()
-
-    async def is_in(self) -> None:
-        """Wait until a forward pass has been stopped."""
-        await trio.to_thread.run_sync(self._is_in.wait)
-
-    def let_go_on(self) -> None:
-        self._may_go_on.set()
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if self._holds.is_set():
-            self._holds.clear()
-            self._is_in.set()
-            self._may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
 @pytest.mark.parametrize("who", ["target", "draft"])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
-    held = Held(target() if who == "target" else drafter())
+    held = BlockingModel(target() if who == "target" else drafter())
     trigger = Trigger()
     ours, theirs = (held, drafter()) if who == "target" else (target(), held)
     async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
         if when == "prefill":
-            held.hold()
+            held.block()
         else:
-            trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+            trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
         async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-            await held.is_in()
-        # Here the consumer is back, and the forward pass has not moved.
+            await held.blocked_in_trio()
+        # Here the consumer is back, and the forward pass still blocks.
         assert outrider_threads() != []
         await trio.testing.wait_all_tasks_blocked()
         assert trigger.spans(who, "close") == []
-        held.let_go_on()
+        held.release()
         await the_next_text_is_right(rt)
     nothing_is_left(trigger)
 
 
 @pytest.mark.parametrize("who", ["target", "draft"])
 async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str) -> None:
-    held = Held(target() if who == "target" else drafter())
+    held = BlockingModel(target() if who == "target" else drafter())
     trigger = Trigger()
     ours, theirs = (held, drafter()) if who == "target" else (target(), held)
     left = trio.Event()
@@ -394,22 +365,22 @@ async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str
         async def use() -> None:
             with scope:
                 async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
-                    trigger.at((Span, who, "verify" if who == "target" else "draft"), held.hold)
+                    trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
                     async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
                         pass
             left.set()
 
-        await held.is_in()
+        await held.blocked_in_trio()
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
         assert not left.is_set()
         assert outrider_threads() != []
-        held.let_go_on()
+        held.release()
     assert scope.cancelled_caught
     nothing_is_left(trigger)
 
 
-# --- leaving, and what is left --------------------------------------------------------------------
+# --- leaving the runtime --------------------------------------------------------------------------
 
 
 def layer_classes(model: nn.Module) -> list[type]:
@@ -535,7 +506,7 @@ async def test_two_runtimes_over_one_model_nested() -> None:
     right = greedy(model, PROMPT, 8)
     async with runtime.open((model, None), (drafter(), None)) as outer:
         async with runtime.open((drafter(), None), (model, None)) as inner:
-            async with runtime.stream([1]):  # the inner one's
+            async with runtime.stream([1]):  # the inner runtime
                 assert (outer.num_streams, inner.num_streams) == (0, 1)
             completion = await outer.generate(PROMPT, max_tokens=8)
             assert [token.id for token in completion.tokens] == right
@@ -568,7 +539,7 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
 
 
 class Broken(Wrapped):
-    """A model that cannot even be tried out."""
+    """A model whose probe fails."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         raise RuntimeError("no such kernel")

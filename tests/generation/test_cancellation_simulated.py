@@ -1,8 +1,8 @@
-"""However and whenever a generation is cancelled, its consumer is back at once and the models soon after.
+"""Whenever and however a generation is cancelled, its consumer is back at once, and the models are free soon after.
 
-Each way of cancelling is tried at every event of a generation, and at a grid of times that is finer than what
-happens in it. Afterwards the consumer must be back at the same instant; of the session's jobs none may begin that
-was not running; the next stream must be right; and on leaving, `simulated` finds any task or cached sequence left over.
+Each way of cancelling is tried at every event of a generation, and at times on a grid that is finer than the events.
+After the cancellation, the consumer must be back at the same instant. No job of the session may begin. The next stream
+must be right. On exit, `simulated` finds any task or sequence that is left over.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def settings_of(lookahead: Any) -> dict[str, Any]:
 
 
 def assert_ended(simulation: Simulation, at: float, *, session: int = 0) -> None:
-    """Nothing of a session began after an instant, at most one job an actor was still running, nothing was decided."""
+    """Assert that, after an instant, a session began no job, ran at most one per actor, and decided nothing."""
     for actor in ("target", "draft"):
         jobs = simulation.spans(actor, *MODEL_WORK, session=session)
         assert [job for job in jobs if job.began > at] == []
@@ -151,7 +151,7 @@ def assert_ended(simulation: Simulation, at: float, *, session: int = 0) -> None
 
 
 def assert_free(simulation: Simulation, at: float, *, session: int = 0) -> None:
-    """The models were free of a session as soon as the jobs that were running were done."""
+    """Assert that the models were free of a session as soon as the running jobs were done."""
     for actor in ("target", "draft"):
         running = [job.ended for job in simulation.spans(actor, *MODEL_WORK, session=session) if job.ended > at]
         for close in simulation.spans(actor, "close", session=session):
@@ -159,7 +159,7 @@ def assert_free(simulation: Simulation, at: float, *, session: int = 0) -> None:
 
 
 async def count_events(way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, schedule: int) -> int:
-    """How many events a generation has, until its consumer is back or everything is at rest."""
+    """The number of events of a generation until its consumer is back or everything is at rest."""
     is_over = False
     num_events = 0
 
@@ -178,7 +178,7 @@ async def count_events(way: Callable[..., Awaitable[TokenStream | None]], lookah
 async def cancel_at_event(
     way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, n: int, *, schedule: int, goes_on_at_once: bool
 ) -> str:
-    """Cancel a generation at its n-th event and check what comes of it; the kind of that event."""
+    """Cancel a generation at its n-th event, and check the consequences. Returns the kind of that event."""
     scope, due = trio.CancelScope(), trio.Event()
     events: list[Event] = []
     struck_at = None
@@ -276,11 +276,11 @@ def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> 
     timeout = 0.0
     while run(give_up_after, timeout):
         timeout += 0.5 if way == "stream" else 0.75
-    # Two chunks of prefill before, and five rounds at least.
+    # Two chunks of prefill, and at least five rounds.
     assert timeout > 3 * 4 + 5 * 8
 
 
-# --- what a cancelled stream is afterwards --------------------------------------------------------
+# --- a cancelled stream afterwards ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [None, 2])
@@ -290,7 +290,7 @@ def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(looka
             stream = simulation.runtime.stream(PROMPT, **settings_of(lookahead))
             await trio.sleep(delay)
             await stream.aclose()
-            # At once, and also when the job that was running is done.
+            # At once, and also when the running job is done.
             for wait in (0, 100):
                 await trio.sleep(wait)
                 with pytest.raises(RuntimeClosedError):
@@ -329,7 +329,7 @@ async def test_a_cancelled_stream_has_counted_the_tokens_it_gave(autojump_clock:
         await trio.sleep(100)
         assert statistics.generated_tokens == 4
         assert statistics.accepted == sum(token.from_draft for token in given)
-        # But for the prices, which are the runtime's, and of which the last jobs to end still have something to say.
+        # Except the prices: they belong to the runtime, and the last jobs still change them.
         assert attrs.evolve(stream.statistics(), estimates=statistics.estimates) == statistics
         assert simulation.runtime.statistics().generated_tokens == 4
 
@@ -376,7 +376,7 @@ async def test_a_stream_that_is_never_looked_at_and_dropped_leaves_nothing(autoj
         assert await text_of(simulation, OTHER_PROMPT, max_tokens=8) == OTHER_TEXT
         await trio.testing.wait_all_tasks_blocked()
         assert simulation.runtime.num_streams == 0
-        # They were taken back before the models heard of them.
+        # The others were taken back before the models heard of them.
         assert {span.session for span in simulation.spans("target", *MODEL_WORK)} == {20}
 
 
@@ -403,7 +403,7 @@ def test_a_stream_may_outlive_its_event_loop() -> None:
 
     stream = run(leave_with_a_stream)
     assert stream.finish_reason is None
-    # What dropping it raised, if anything, pytest would show as an error.
+    # pytest would show an error that dropping it raised.
     del stream
     gc.collect()
 
@@ -415,7 +415,7 @@ async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_b
         await trio.sleep(1)
         cancelled = simulation.runtime.stream(PROMPT, **settings_of(2))
         await trio.sleep(1)
-        # Both models are at the other's prefill, and this one's jobs wait.
+        # Both models are in the other session's prefill, and this one's jobs wait.
         await cancelled.aclose()
         await trio.sleep(200)
         assert simulation.spans("target", *MODEL_WORK, session=1) == []
@@ -452,14 +452,14 @@ def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim
 
 def line_prompt(simulation: Simulation, session: int) -> tuple[int, ...]:
     """The prompt of a session."""
-    return simulation.target_worker.sessions.ever[session].shared.opened.prompt
+    return simulation.target_worker.sessions.all_states[session].shared.opened.prompt
 
 
 # --- leaving the runtime --------------------------------------------------------------------------
 
 
 def latest_end(simulation: Simulation, at: float) -> float:
-    """When the last of the jobs was done that were running at an instant."""
+    """The end of the last job that was running at an instant."""
     work = [*simulation.spans("target", *MODEL_WORK), *simulation.spans("draft", *MODEL_WORK)]
     assert [span for span in work if span.began > at] == []
     return max([at, *(span.ended for span in work)])
@@ -503,7 +503,7 @@ def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_runnin
                 await trio.sleep_forever()
         assert trio.current_time() == latest_end(simulation, delay)
         assert trio.lowlevel.current_statistics().tasks_living == num_tasks
-        simulation.assert_put_away()
+        simulation.assert_all_closed()
         assert simulation.runtime.num_streams == 0
 
     for i in range(60):

@@ -1,4 +1,4 @@
-"""Chat messages are looked at before any model work: what is wrong, in which of them, and what would be right."""
+"""Chat messages are checked before any model work; errors name the message, the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = """\
 
 
 def tokenizer(template: str = CHAT, **options: Any) -> TokenizerWrapper:
-    """A token a word."""
+    """A tokenizer with one token per word."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=WORDS[0], chat_template=template, **options)

@@ -1,17 +1,15 @@
-"""A runtime that is closed by its own method, in trio."""
+"""Closing a runtime with its own method, in trio."""
 
 from __future__ import annotations
 
 import functools
-import threading
-from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
-from models import Wrapped, greedy, llama, prompt_of
+from blocking_models import BlockingModel
+from models import greedy, llama, prompt_of
 from our_threads import outrider_threads
 
 import runtime
@@ -24,31 +22,12 @@ def target() -> nn.Module:
     return llama()
 
 
-class Held(Wrapped):
-    """A model each of whose forward passes waits until it is let go on, once that is asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self._is_in = threading.Event()
-
-    async def is_in(self) -> None:
-        await trio.to_thread.run_sync(self._is_in.wait)
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        if not self.may_go_on.is_set():
-            self._is_in.set()
-            self.may_go_on.wait()
-        return super().__call__(inputs, cache)
-
-
 async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     closed: list[int] = []
     async with trio.open_nursery() as nursery:
         rt = await nursery.start(runtime.keep_open, (held, None))
-        held.may_go_on.clear()
+        held.block()
 
         @nursery.start_soon
         async def read() -> None:
@@ -59,11 +38,11 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
             await rt.aclose()
             closed.append(len(outrider_threads()))
 
-        await held.is_in()
+        await held.blocked_in_trio()
         with trio.CancelScope() as scope:
             scope.cancel()
             await rt.aclose()
-        # Only the waiting was cancelled.
+        # Only the wait was cancelled.
         assert scope.cancelled_caught
         with pytest.raises(runtime.RuntimeClosedError, match="open another"):
             rt.stream(PROMPT)
@@ -71,8 +50,8 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
         nursery.start_soon(close)
         await trio.testing.wait_all_tasks_blocked()
         assert closed == []
-        held.may_go_on.set()
-    # And the task that served it has ended by itself, or the nursery would still be open.
+        held.release()
+    # The task that served the runtime has ended by itself, or the nursery would still be open.
     assert closed == [0, 0]
     await rt.aclose()
 

@@ -1,4 +1,4 @@
-"""Conversations: what the model is asked in each turn, what is remembered of it, and how turns end."""
+"""Conversations: the prompt of each turn, the messages that are kept, and the ends of turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def recurrent() -> nn.Module:
 
 @runtime.stateless
 def speaks(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Never ends by itself, and never says what only a template may say."""
+    """Never ends the text, and never says a special token."""
     return mx.where(
         mx.arange(logits.shape[-1]) < 4096, mx.where(mx.arange(logits.shape[-1]) == 0, -mx.inf, logits), -mx.inf
     )
@@ -64,7 +64,7 @@ async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_ne
         known = 0
         for text in ("def f(x):", "import os, and more of it", "class A"):
             completion = await conversation.generate(text)
-            # Without a conversation, and without a cache.
+            # Without a conversation, and without a prefix cache.
             alone = await rt.generate([*messages, user(text)], **SETTINGS)
             assert completion.text == alone.text
             assert completion.statistics.prompt_tokens == alone.statistics.prompt_tokens
@@ -106,7 +106,7 @@ async def test_two_conversations_know_nothing_of_each_other() -> None:
             said = await one.generate(text)
             heard = await other.generate(text + " and more")
             assert (await alone.generate(text)).text == said.text
-            # Each has its own from its turn before, and does not lose it to the other.
+            # Each has cached tokens from its last turn, and does not lose them to the other.
             if turn == 2:
                 for completion in (said, heard):
                     statistics = completion.statistics
@@ -124,7 +124,7 @@ async def test_a_reset_leaves_the_system_message() -> None:
         assert again.text == first.text
 
 
-# --- how turns end --------------------------------------------------------------------------------
+# --- ends of turns --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_given", [1, 2, 5])
@@ -157,7 +157,7 @@ async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered() ->
                 async for _ in stream:
                     if stream.tail == tail:
                         break
-                # While more may come, it is not known yet what is withheld.
+                # While more text may come, it is not known yet what is withheld.
                 assert conversation.messages[-1].items() >= before.items()
             assert stream.tail == tail
             assert conversation.messages[-1] == after
@@ -176,7 +176,7 @@ async def test_half_a_character_of_a_turn_that_is_broken_off_is_remembered() -> 
         assert conversation.messages[-1] == assistant(given)
         await stream.aclose()
         assert conversation.messages[-1] == assistant(given + stream.tail) == assistant(given + "\ufffd")
-        # Likewise where the stream is dropped.
+        # The same for a dropped stream.
         async for again in conversation.stream("And now?", logits_processors=(says(tokenizer(), "", "A 🙂"),)):
             if again.index == token.index:
                 break
@@ -187,7 +187,7 @@ async def test_no_moment_shows_an_exchange_twice() -> None:
     seen: list[int] = []
 
     class Watched(runtime.Conversation):
-        """Another thread may look after every step."""
+        """A conversation that lets another thread look after every assignment."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
@@ -275,7 +275,7 @@ async def test_a_conversation_ends_with_its_runtime() -> None:
     assert len(conversation.messages) == 2
 
 
-# --- what cannot be a conversation ----------------------------------------------------------------
+# --- invalid conversations ------------------------------------------------------------------------
 
 
 async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
@@ -339,7 +339,7 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
 
 
 def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[ReasoningTracker, list[bool]]:
-    """A text told apart, and which of its tokens are thinking."""
+    """The reasoning tracker of a text, and which of its tokens are reasoning."""
     wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
     answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
     flags = [
@@ -438,7 +438,7 @@ async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> Non
         assert (second.text, second.thinking) == ("import sys", "")
         prompt = apply_chat_template([user("What now?"), assistant("import os"), user("And now?")], wrapped)
         assert second.statistics.prompt_tokens == len(prompt)
-        # All of the first prompt: the reasoning after it is left out.
+        # All of the first prompt. The reasoning after it is left out.
         assert second.statistics.cached_tokens == completion.statistics.prompt_tokens
 
 

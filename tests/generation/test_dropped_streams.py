@@ -1,4 +1,4 @@
-"""A token stream that is dropped unread: it warns, since nobody can have meant that."""
+"""Dropping an unread token stream warns, because it is never intended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught
-        # What is shown may keep the streams.
+        # Recorded warnings may hold references to the streams.
         caught.clear()
 
 

@@ -1,4 +1,4 @@
-"""A runtime that lives long: after many streams nothing is left of them."""
+"""A runtime that lives long: finished streams leave nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 async def use(rt: runtime.Runtime, number: int) -> None:
-    """One stream, ended in one of the ways in which streams end."""
+    """Run one stream, and end it in one of the ways in which streams end."""
     match number % 5:
         case 0:
             await rt.generate(PROMPT, max_tokens=6)
@@ -36,19 +36,19 @@ async def use(rt: runtime.Runtime, number: int) -> None:
                 await anext(stream)
         case 4:
             with pytest.warns(ResourceWarning, match="dropped unread"):
-                rt.stream(PROMPT, max_tokens=50)  # nobody ever listens
+                rt.stream(PROMPT, max_tokens=50)  # no consumer
 
 
 def resident_bytes() -> int:
-    """What the process holds in memory, as Linux counts it; 0 elsewhere."""
+    """The resident memory of the process in bytes, on Linux; 0 elsewhere."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
 
 
 async def settled(rt: runtime.Runtime) -> None:
-    """Wait until the models are free: a stream that begins now ends after all that were before it."""
+    """Wait until the models are free: a stream that begins now ends after all earlier ones."""
     await rt.generate(PROMPT, max_tokens=2)
-    while rt._sessions:  # a stream that is over is put away in the next turn of the event loop
+    while rt._sessions:  # a finished stream is removed in the next turn of the event loop
         await trio.lowlevel.checkpoint()
     gc.collect()
     mx.clear_cache()
@@ -73,5 +73,5 @@ async def test_a_thousand_streams_leave_no_memory_no_task_and_no_thread() -> Non
         assert rt.num_streams == 0
         assert mx.get_active_memory() <= active + 64 * 1024
         assert resident_bytes() <= resident + 8 * 1024 * 1024
-        # The very last one may be about to be put away.
+        # The very last one may not be removed yet.
         assert len([thing for thing in gc.get_objects() if isinstance(thing, Session)]) <= 1

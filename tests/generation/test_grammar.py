@@ -1,4 +1,4 @@
-"""Structured output: what a grammar allows, that it can go back, and that texts come out as asked."""
+"""Structured output: the tokens that a grammar allows, its rewind, and generated texts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PERSON = {
 
 
 def allowed(grammar: Grammar, text: list[int], width: int = VOCAB_SIZE) -> set[int]:
-    """The tokens that a grammar leaves after a text."""
+    """The tokens that a grammar allows after a text."""
     (row,) = grammar(mx.array(text), mx.zeros((1, width))).tolist()
     assert set(row) <= {0.0, -mx.inf}
     return {token for token, logit in enumerate(row) if logit == 0.0}
@@ -66,7 +66,7 @@ def encode(text: str) -> list[int]:
 
 
 def after(grammar: Grammar, text: str) -> set[int]:
-    """The tokens that a grammar leaves after a text that was written token by token."""
+    """The tokens that a grammar allows after a text that was fed token by token."""
     ids = encode(text)
     for length in range(len(ids)):
         assert ids[length] in allowed(grammar, PROMPT + ids[:length])
@@ -78,7 +78,7 @@ def texts(tokens: set[int]) -> set[str]:
 
 
 def written(grammar: Grammar, seed: int, *, at_most: int = 400) -> str:
-    """A text by a model that knows nothing, to its end."""
+    """A whole text of random allowed tokens."""
     draw, text = random.Random(seed), list(PROMPT)
     while text[-1] != END:
         assert len(text) < at_most
@@ -86,7 +86,7 @@ def written(grammar: Grammar, seed: int, *, at_most: int = 400) -> str:
     return TOKENIZER.decode(text[len(PROMPT) : -1])
 
 
-# --- what is allowed ------------------------------------------------------------------------------
+# --- allowed tokens -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "a", "ba", "abab", "bbb"])
@@ -187,7 +187,7 @@ def test_a_model_that_knows_nothing_writes_what_the_schema_describes(seed):
 
 
 def bounded(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Schemas of what holds other things."""
+    """Schemas of containers."""
     objects = st.dictionaries(st.text(max_size=5), inner, max_size=3).flatmap(
         lambda properties: st.fixed_dictionaries(
             {
@@ -199,7 +199,7 @@ def bounded(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         )
     )
     arrays = st.builds(
-        lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 3)
+        lambda items, max_items: {"type": "array", "items": items, "maxItems": max_items}, inner, st.integers(0, 3)
     )
     return objects | arrays | st.lists(inner, min_size=1, max_size=3).map(lambda schemas: {"anyOf": schemas})
 
@@ -313,7 +313,7 @@ GRAMMARS: list[Callable[[], Grammar]] = [
 
 
 def straight(make: Callable[[], Grammar], text: tuple[int, ...]) -> mx.array:
-    """What a grammar of its own leaves after a text, as plain decoding would call it."""
+    """What a fresh grammar allows after a text, called as in plain decoding."""
     grammar = make()
     for length in range(len(text)):
         grammar(mx.array([*PROMPT, *text[:length]]), ZEROS)
@@ -332,10 +332,10 @@ def test_in_whatever_order_texts_come_each_gets_what_it_would_get_in_plain_decod
 
 
 def play(make: Callable[[], Grammar], data: st.DataObject) -> None:
-    """Texts that go on from one another, from an earlier one or from none, and from what is not allowed too."""
+    """Feed texts that continue each other, an earlier text or none, including tokens that are not allowed."""
     grammar = make()
     states = {None: grammar.save()}
-    # Of each text the tokens that are left after it; None stands for the text before the prompt was seen.
+    # For each text, the tokens that are allowed after it; None stands for the text before the prompt was seen.
     known: dict[tuple[int, ...], list[int]] = {}
     for _ in range(data.draw(st.integers(1, 25), label="calls")):
         parent = data.draw(st.sampled_from([None, *known]), label="after")
@@ -345,7 +345,7 @@ def play(make: Callable[[], Grammar], data: st.DataObject) -> None:
             one_of_these = st.sampled_from(known[parent]) if known[parent] else anything
             text = (*parent, data.draw(one_of_these | one_of_these | anything, label="token"))
         grammar.restore(states[parent])
-        # A state is had from replay as well, in which logits are not known.
+        # A state also comes from a replay, which has no logits.
         logits = data.draw(st.sampled_from([ZEROS, ZEROS + 1]), label="logits")
         masked = grammar(mx.array([*PROMPT, *text]), logits)
         states[text] = grammar.save()
@@ -355,7 +355,7 @@ def play(make: Callable[[], Grammar], data: st.DataObject) -> None:
 
 
 def test_llguidance_s_own_way_back_is_still_not_to_be_trusted():
-    """Why a state is a copy: the day that this fails, rolling back may have become the better way."""
+    """The reason for copying states. If this test fails one day, rolling back may have become the better way."""
     open_paren, close_3, xx = (encode(text) for text in ("(", ")))", "xx"))
 
     def lefts(matcher: Any) -> set[str]:
@@ -410,7 +410,7 @@ def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_anot
     assert allowed(grammar, PROMPT + encode("a")) == alone
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- rejected grammars ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,7 @@ def hugging_face(model: Any, **options: Any) -> PreTrainedTokenizerFast:
 
 
 def characters(text: str, **options: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows these characters, and an end."""
+    """A tokenizer of these characters and an end token."""
     return hugging_face(BPE(vocab={c: i for i, c in enumerate(["<eos>", *text])}, merges=[]), **options)
 
 
@@ -646,7 +646,7 @@ LOOKAHEADS: list[Any] = [0, 3, "auto"]
 
 
 async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
-    """What the models write for a schema; valid, or it fails."""
+    """The completion for a schema; asserts that it is valid."""
     grammar = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
     completion = await rt.generate(REQUEST, logits_processors=[grammar], max_tokens=200, **settings)
     assert completion.finish_reason == "stop"
@@ -672,7 +672,7 @@ async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair,
 
 @pytest.fixture(scope="module")
 def float32_pair() -> list[tuple[Any, Any]]:
-    """The demo pair, in which no rounding decides."""
+    """The demo pair in float32, where rounding decides nothing."""
     pair = [load(str(path)) for path in (runtime.DEMO_TARGET, runtime.DEMO_DRAFT)]
     for model, _ in pair:
         model.set_dtype(mx.float32)
@@ -736,7 +736,7 @@ async def test_streams_at_once_keep_to_a_grammar_each():
 
 async def test_a_grammar_that_asks_for_the_impossible_ends_its_stream_and_no_other():
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        # Made for a tokenizer that knows other tokens than the model has.
+        # Compiled for another tokenizer than the model's.
         grammar = Grammar.from_regex("[ab]z", characters("abc", eos_token="<eos>"))
         with pytest.raises(runtime.ProcessorError, match=r"\[ab\]z asks for text that no token stands for"):
             await rt.generate(REQUEST, logits_processors=[grammar])

@@ -1,4 +1,4 @@
-"""What is begun while a runtime is being cancelled from further out: it is told that the runtime is closed, or ends."""
+"""Streams that are begun while a runtime is being cancelled: they end, or report that the runtime is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripted import ScriptedModel, Simulation, agreeing, collect, continuation,
 from protocol.errors import RuntimeClosedError
 
 PROMPT = [5, 6, 7, 8, 9]
-# Turns of the event loop after the cancellation in which something is begun; by then the actors are long gone.
+# Turns of the event loop between the cancellation and the new stream; at the end the actors are long gone.
 TICKS = range(12)
 
 Begin = Callable[[Simulation], Awaitable[object]]
@@ -43,12 +43,12 @@ async def one_of_many(simulation: Simulation) -> None:
 async def cancel_and_begin(
     begin: Begin, ticks: int, *, draft: Drafter, at: float, num_before: int, schedule: int, max_streams: int | None
 ) -> None:
-    """Cancel a runtime whose block goes on for a while, and begin something so many turns later.
+    """Cancel a runtime whose body goes on for a while, and begin something `ticks` turns later.
 
     Args:
-        ticks: negative for turns before the cancellation.
+        ticks: turns of the event loop; negative for turns before the cancellation.
         at: seconds after which the runtime is cancelled.
-        num_before: streams that are at work by then.
+        num_before: number of streams that run by then.
     """
     outer = trio.CancelScope()
     began = trio.Event()
@@ -99,7 +99,7 @@ async def cancel_and_begin(
 def test_what_is_begun_around_a_cancellation_of_the_runtime_is_told_that_it_is_closed(
     begin: Begin, draft: Drafter, num_before: int, max_streams: int | None
 ) -> None:
-    # In the middle of a job, which goes on for a while; and just as jobs begin and end.
+    # In the middle of a long job; and at a moment at which jobs begin and end.
     for at in (10.25, 24.0):
         for ticks in (*range(-3, 0), *TICKS):
             run(

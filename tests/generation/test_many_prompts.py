@@ -1,4 +1,4 @@
-"""Many prompts at a time: each text as if it were alone, none begun in vain, and none left over."""
+"""Many prompts at a time: each text is the same as alone, none is begun in vain, and none is left over."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def begun(simulation: Simulation) -> list[tuple[int, ...]]:
 
 
 async def assert_over(simulation: Simulation) -> None:
-    """Nothing is generated any more, and the next generation is right."""
+    """Assert that nothing is generated any more, and that the next generation is right."""
     assert simulation.runtime.num_streams == 0
     await trio.sleep(100)
     num_events = len(simulation.events)
     await trio.sleep(1000)
     assert len(simulation.events) == num_events
-    simulation.assert_put_away()
+    simulation.assert_all_closed()
     assert await text_of(simulation, [1, 2, 3], max_tokens=3) == continuation([1, 2, 3], 3)
 
 
-# --- what comes of them ---------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 2, 4, 6, 100])
@@ -78,7 +78,7 @@ def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
     run(main)
 
 
-# A text ends with the first of these; how long that takes is another matter for each prompt.
+# A text ends with the first of these tokens, which takes a different time for each prompt.
 STOPS = [token for token in range(64) if token % 4 == 0]
 
 
@@ -95,7 +95,7 @@ def test_one_by_one_they_come_as_they_finish() -> None:
                 finished_at.append(trio.current_time())
                 assert ids(completion.tokens) == expected[index]
             ends = {instant.session: instant.at for instant in simulation.instants("finish", "target")}
-            # Sessions are numbered as the prompts.
+            # Sessions are numbered like the prompts.
             assert finished_at == sorted(ends.values()) == [ends[index] for index in got]
             assert got != list(range(6))
             assert len(expected[got[0]]) < len(expected[got[-1]])
@@ -106,15 +106,15 @@ def test_one_by_one_they_come_as_they_finish() -> None:
 @pytest.mark.parametrize("max_concurrent", [1, 2, 5])
 def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
-        most = 0
+        max_running = 0
 
         def look(_: Any) -> None:
-            nonlocal most
-            most = max(most, simulation.runtime.num_streams)
+            nonlocal max_running
+            max_running = max(max_running, simulation.runtime.num_streams)
 
         async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
             await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert most == max_concurrent
+            assert max_running == max_concurrent
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
 
     for schedule in range(10):
@@ -156,7 +156,7 @@ def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead() -> None
         async with simulated(ScriptedModel(truthful)) as simulation:
             many = simulation.runtime.generate_many([[n] for n in range(20)], max_concurrent=3, max_tokens=2)
             await trio.sleep(10_000)
-            # Three are ready, and three wait for room.
+            # Three are ready, and three wait for a place in the buffer.
             assert len(begun(simulation)) == 6
             assert simulation.runtime.num_streams == 0
             index, _ = await anext(many)
@@ -192,7 +192,7 @@ def test_a_list_that_was_iterated_over_is_at_its_end() -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
-    """On real models, whose caches take turns."""
+    """On real models, whose caches are used in turn."""
     prompts = [prompt_of(length, seed=length) for length in (3, 9, 17, 5, 12)]
     settings = {"max_tokens": 16, "lookahead": 3, **sampling}
     async with runtime.open((llama(), None), (near(llama(), noise=0.05), None)) as rt:
@@ -392,7 +392,7 @@ def test_other_streams_go_on_when_many_are_cancelled() -> None:
 
 
 def failing_at(nth_check: int) -> ScriptedModel:
-    """A target that loses count once."""
+    """A target whose cache fails one length check."""
     return ScriptedModel(truthful, fails={"check": [nth_check]})
 
 
@@ -469,7 +469,7 @@ def test_a_drafter_that_fails_costs_no_text() -> None:
 
 
 class Broken:
-    """A tokenizer that cannot say what any token means."""
+    """A tokenizer that cannot decode."""
 
     eos_token_ids: frozenset[int] = frozenset()
     has_thinking = False
@@ -519,7 +519,7 @@ def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(a
 
         with pytest.raises(RuntimeClosedError, match="closed"):
             await read()
-        # Of what nobody took, two were kept ready.
+        # Of the results that nobody took, two were kept ready.
         assert len(got) == 2 if at == 1000.0 else len(got) <= 2
         assert ends == (["whole"] if at == 1000.0 else ["closed"])
 

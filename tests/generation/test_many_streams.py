@@ -1,4 +1,4 @@
-"""Many streams at once: at most `max_streams` at work, the others in order, and no stream delayed by one of them."""
+"""Many streams at once: at most `max_streams` run, the others follow in order, and no stream is delayed unfairly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import llama, near, prompt_of
 from scripted import (
-    Handed,
+    HandedJob,
     ScriptedModel,
     Simulation,
     agreeing,
@@ -33,7 +33,7 @@ from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsErro
 from protocol.trace import Event, Instant, Span
 from runtime.engine.sessions import BUFFERED_ROUNDS
 
-# What takes the target's time, for which streams have to wait for each other.
+# The jobs that occupy the target, for which streams wait for each other.
 TURNS = ("prefill", "verify", "decode")
 
 MIXED: list[dict[str, Any]] = [
@@ -49,8 +49,8 @@ def pair(agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
     return ScriptedModel(truthful), ScriptedModel(agreeing(agreement))
 
 
-def turns_in_between(handed: Sequence[Handed], waiting: Handed) -> Counter[int | None]:
-    """How many turns of each other session ended while a job was waiting for its own."""
+def turns_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> Counter[int | None]:
+    """How many jobs of each other session ended while this job waited for the target."""
     assert waiting.done_at is not None
     return Counter(
         other.job.session
@@ -63,7 +63,7 @@ def turns_in_between(handed: Sequence[Handed], waiting: Handed) -> Counter[int |
 
 
 def most_turns_in_between(simulation: Simulation) -> list[int]:
-    """For each turn at the target, the most that any one other session had while it was waited for."""
+    """For each job of the target, the maximum number of jobs that one other session had while it waited."""
     handed = simulation.target_worker.handed
     return [
         max(turns_in_between(handed, each).values(), default=0)
@@ -98,14 +98,14 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     async with simulated(*pair(agreement), price=price, schedule=schedule) as simulation:
         async with trio.open_nursery() as nursery:
             for n in range(num_streams):
-                # Some decode from the start, some have long prompts to read meanwhile, and come later.
+                # Some decode from the start. Others come later, with long prompts to prefill meanwhile.
                 prompt = list(range(n + 1)) if n % 2 == 0 else [n] * 40
                 call = partial(text_of, simulation, prompt, max_tokens=40, prefill_step_size=2, **MIXED[n])
                 nursery.start_soon(call)
                 await trio.sleep(25 * n)
         turns = most_turns_in_between(simulation)
     assert max(turns) == 1
-    # Often there was somebody to wait for.
+    # Often there was another session to wait for.
     assert turns.count(1) > 8 * num_streams
     kinds = {
         kind: {each.job.session for each in simulation.target_worker.handed if each.job.kind == kind} for kind in TURNS
@@ -120,8 +120,8 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
         st.tuples(
             st.sampled_from(MIXED),
             st.integers(1, 20),  # length of the prompt
-            st.integers(1, 4),  # chunk
-            st.sampled_from([0.0, 3.0, 30.0]),  # after which pause it comes
+            st.integers(1, 4),  # prefill step size
+            st.sampled_from([0.0, 3.0, 30.0]),  # pause before it begins
         ),
         min_size=2,
         max_size=5,
@@ -151,7 +151,7 @@ def test_turns_go_round_and_texts_are_right_whoever_comes_when(
     run(main)
 
 
-# --- places ---------------------------------------------------------------------------------------
+# --- max_streams ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_streams", [1, 2, 3])
@@ -195,10 +195,10 @@ async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_ther
         assert simulation.spans("target", session=1) == simulation.spans("draft", session=1) == []
         assert await collect(second) == continuation([2], 10)
         waited = second.statistics().time_to_first_token
-        # From the call, which was at the very beginning.
+        # Counted from the call, which was at the very beginning.
         assert waited is not None
         assert waited > ended
-        # As soon as the drafter had ended the step that it was at.
+        # As soon as the drafter had finished its running step.
         assert simulation.spans("target", session=1)[0].began <= ended + 1
 
 
@@ -219,7 +219,7 @@ async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_rea
 ) -> None:
     async with simulated(*pair(), max_streams=1) as simulation:
         unread = simulation.runtime.stream([1], max_tokens=num_rounds, lookahead=0)
-        # What came last may have no room among what waits to be read.
+        # What came last may not fit into the buffer of unread tokens.
         assert await text_of(simulation, [2], max_tokens=10) == continuation([2], 10)
         assert await collect(unread) == continuation([1], num_rounds)
 

@@ -1,8 +1,8 @@
-"""Processes that stream and leave, in every way there is to leave: the right exit status, and nothing odd said.
+"""Processes that stream and then exit, in every possible way: the exit status is right, and stderr is clean.
 
-A process whose threads ran models may abort as it exits, or say something about what it left behind; neither
-shows from inside. Parent and child keep step by lines: the child says where it is, and a forward pass in it
-that is to be interrupted waits for a line from the parent.
+A process whose threads ran models may abort as it exits, or report what it left behind; neither is visible from inside.
+Parent and child synchronise by lines: the child prints where it is, and a forward pass that is to be interrupted waits
+for a line from the parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-# For a child that hangs, which would be a failure of its own; nothing waits for it otherwise.
+# For a child that hangs, which is a failure; nothing else waits that long.
 PATIENCE_SECONDS = 300
 
 CHILD = '''
@@ -51,7 +51,7 @@ class Held(Wrapped):
 
     def __init__(self, model, nth):
         super().__init__(model)
-        self._left = nth
+        self._passes_left = nth
         self._counts = nth == OPENING
         self._is_in = threading.Event()
 
@@ -60,8 +60,8 @@ class Held(Wrapped):
 
     def __call__(self, inputs, cache=None):
         self._counts = self._counts or inputs.tolist()[0][:2] == PROMPT[:2]
-        self._left -= self._counts
-        if self._left == 0:
+        self._passes_left -= self._counts
+        if self._passes_left == 0:
             say("in a forward pass")
             self._is_in.set()
             sys.stdin.readline()
@@ -321,27 +321,27 @@ class Child:
             )
 
     def hears(self) -> str:
-        """The next line that it says."""
+        """The next line that the child prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip("\n")
 
     def go_on(self) -> None:
-        """Let the forward pass that waits for it go on."""
+        """Release the forward pass that waits."""
         assert self._process.stdin is not None
         self._process.stdin.write("go on\n")
         self._process.stdin.flush()
 
     def interrupt(self) -> None:
-        """As Ctrl-C does."""
+        """Send Ctrl-C."""
         self._process.send_signal(signal.SIGINT)
 
     def end(self) -> Ended:
-        """Wait for its end."""
+        """Wait for the end of the process."""
         said, _ = self._process.communicate()
         return Ended(self._process.returncode, said.splitlines(), self._errors.read_text())
 
     def kill(self) -> None:
-        """End it for good, where it has not ended."""
+        """Kill the process if it has not ended."""
         if self._process.poll() is None:
             self._process.kill()
 
@@ -363,7 +363,7 @@ ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fat
 
 
 def is_one_traceback_of(error: str, errors: str) -> bool:
-    """Whether a child said nothing on stderr but one uncaught exception, by itself and not in a group."""
+    """Whether stderr has exactly one traceback, of this exception by itself and not in a group."""
     lines = errors.splitlines()
     return (
         lines[0] == "Traceback (most recent call last):"
@@ -423,7 +423,7 @@ def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(way: str, er
 
 
 def interrupted_status() -> int:
-    """A process that dies of Ctrl-C says so to its parent, and a shell's loop stops with it."""
+    """A process that dies of Ctrl-C tells its parent so; then a shell's loop stops with it."""
     return -signal.SIGINT
 
 
@@ -443,7 +443,7 @@ def test_a_process_that_is_interrupted_in_a_forward_pass_finishes_it_and_dies_of
     with child(f"interrupted {where}", tmp_path) as process:
         assert process.hears() == "in a forward pass"
         process.interrupt()
-        # The consumer is told at once; the runtime waits for the forward pass.
+        # The consumer is cancelled at once; the runtime waits for the forward pass.
         assert process.hears() == "interrupted"
         process.go_on()
         ended = process.end()
@@ -505,7 +505,7 @@ def test_a_stream_without_an_event_loop_can_be_interrupted(tmp_path: Path) -> No
     with child("sync_stream_interrupted", tmp_path) as process:
         assert process.hears() == "in a forward pass"
         process.interrupt()
-        # The stream has ended at once; leaving waits for the forward pass.
+        # The stream ends at once; leaving the runtime waits for the forward pass.
         assert process.hears() == "interrupted"
         process.go_on()
         ended = process.end()
@@ -523,7 +523,7 @@ def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:
     with child("asyncio_interrupted", tmp_path) as process:
         assert process.hears() == "in a forward pass"
         process.interrupt()
-        # The task is told at once; leaving waits for the forward pass.
+        # The task is cancelled at once; leaving the runtime waits for the forward pass.
         assert process.hears() == "interrupted"
         process.go_on()
         ended = process.end()

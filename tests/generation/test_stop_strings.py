@@ -1,6 +1,6 @@
-"""A text ends before the first stop string, as if it had been decoded anew after every token.
+"""A text ends before the first stop string, as if the whole text were decoded anew after every token.
 
-`cut` is that definition, written plainly. The matcher, the text of a stream and whole generations are compared with it.
+`cut` is that definition in plain code. The matcher, the text of a stream and whole generations are compared with it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import SCRIPTS, Letters, Slow, byte_fallback, byte_level
+from sample_tokenizers import SCRIPTS, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -49,7 +46,7 @@ Decode = Callable[[list[int]], str]
 def cut(
     decode: Decode, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int] = (), *, is_over: bool = True
 ) -> tuple[str, str | None, int]:
-    """The text of tokens up to a stop string, that string or None, and how many tokens it took."""
+    """The text up to a stop string, that string or None, and the number of tokens until then."""
     for n in range(1, len(tokens) + 1):
         whole = decode([token for token in tokens[:n] if token not in ends])
         for readable in [whole.rstrip("\ufffd"), *([whole] if is_over and n == len(tokens) else [])]:
@@ -64,7 +61,7 @@ def opened(stops: Sequence[str], ends: Iterable[int] = ()) -> Open:
 
 
 def read(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int] = ()) -> Any:
-    """The same, as a stream reads."""
+    """The same result, read as a stream does."""
     text, pieces = GrowingText(tokenizer, opened(stops, ends)), []
     for n, token in enumerate(tokens, start=1):
         pieces.append(text.add(token, is_last=n == len(tokens)))
@@ -100,8 +97,8 @@ def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces:
     ("stops", "pieces", "expected", "found"),
     [
         (["aab", "ab"], "xaaab", "xa", "aab"),
-        (["ab", "aab"], "xaaab", "xa", "aab"),  # both are complete then, and this one begins earlier
-        (["abcd", "bc"], "abcd", "a", "bc"),  # complete earlier, though it begins later
+        (["ab", "aab"], "xaaab", "xa", "aab"),  # both are complete at the same token, and "aab" begins earlier
+        (["abcd", "bc"], "abcd", "a", "bc"),  # "bc" is complete earlier, though it begins later
         (["ab", "abc"], ["x", "abc"], "x", "ab"),
         (["abc", "ab"], ["x", "abc"], "x", "abc"),
         (["abc", "ab"], "xabc", "x", "ab"),
@@ -186,11 +183,6 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 # --- real tokenizers ------------------------------------------------------------------------------
 
 
-@functools.cache
-def demo() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-
-
 MORE_SCRIPTS = [
     "aab ab aaab",
     "مرحبا 🙂 中文 e\u0301\u0302 x",
@@ -214,7 +206,7 @@ def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: str) -> None:
-    tokenizer = demo() if kind == "fast" else Slow(demo())
+    tokenizer = demo() if kind == "fast" else DecodeOnly(demo())
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     any_token = st.integers(1, len(demo().get_vocab()) - 1)
 
@@ -231,7 +223,7 @@ def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: 
 
 
 def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> None:
-    """Of whole characters: a broken one makes it take back what was readable before."""
+    """Of whole characters: a broken one would take back what was readable before."""
     vocabulary = byte_fallback().get_vocab()
     emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
     words = [[vocabulary[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
@@ -257,7 +249,7 @@ def tiny_pair() -> tuple[Any, Any]:
 
 
 def check(completion: Completion, decode: Decode, tokens: list[int], stops: Sequence[str]) -> None:
-    """It is what cutting the text of tokens gives, its pieces and its counts included."""
+    """Assert that a completion equals the cut text of its tokens, including its pieces and counts."""
     text, stop, num_tokens = cut(decode, tokens, stops)
     assert completion.text == "".join(token.text for token in completion.tokens) == text
     assert completion.stop_reason == completion.tokens[-1].stop_reason == stop
@@ -277,7 +269,7 @@ PROMPT = [3, 1, 4, 1, 5]
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("lookahead", [0, 3, "auto"])
 async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:
-    """For each token of a text, some string that is complete with it: within it, across tokens, and across rounds."""
+    """For each token, a string that is completed by it: within the token, across tokens, and across rounds."""
     settings = {"max_tokens": 24, "lookahead": lookahead, **sampling}
     draw = random.Random(0)
     async with runtime.open(*tiny_pair()) as rt:
@@ -295,7 +287,7 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
         assert ends_in_half > 0, "no stop string was ever followed by half a character"
 
 
-# --- the tail of a text that is broken off --------------------------------------------------------
+# --- the tail of an incomplete text ---------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
@@ -376,7 +368,7 @@ async def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> No
 
 @pytest.mark.parametrize("lookahead", [0, 3])
 async def test_what_completes_a_stop_string_at_the_very_end_makes_it_a_stop(lookahead: Any) -> None:
-    """With the last token that may be generated; and in what is left of half a character then."""
+    """With the last token that may be generated, and in the rest of a half character at the end."""
     decode = byte_level().decode
     async with runtime.open(*tiny_pair()) as rt:
         tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)).tokens)
@@ -427,7 +419,7 @@ async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pa
             check(completion, demo().decode, ids(whole.tokens), [stop])
 
 
-# --- what ended it --------------------------------------------------------------------------------
+# --- stop reasons ---------------------------------------------------------------------------------
 
 
 async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
@@ -447,7 +439,7 @@ async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
 
 DISTINCT = prompt_with_distinct_continuation(14)
 TOKENS = continuation(DISTINCT, 14)
-TEXT = Letters().decode(TOKENS)
+TEXT = OneLetterTokenizer().decode(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -460,8 +452,8 @@ TEXT = Letters().decode(TOKENS)
         ({"stop_tokens": [TOKENS[9]]}, "stop", None, 8),
         ({"stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),
         ({"stop": TEXT[5]}, "stop", TEXT[5], 6),
-        ({"stop": TEXT[4:6], "stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),  # a stop token is no text
-        ({"stop": TEXT[6:8]}, "stop", None, 8),  # nor is the end of it
+        ({"stop": TEXT[4:6], "stop_tokens": [TOKENS[5]]}, "stop", TOKENS[5], 6),  # a stop token is not part of the text
+        ({"stop": TEXT[6:8]}, "stop", None, 8),  # nor is the end token
         ({"stop": TEXT[6:8], "ignore_eos": True}, "stop", TEXT[6:8], 8),
         ({"stop": TEXT[5], "stop_tokens": [TOKENS[4]]}, "stop", TOKENS[4], 5),
     ],
@@ -471,7 +463,7 @@ def test_a_reason_is_what_the_user_named(
     settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int
 ) -> None:
     async def main() -> None:
-        tokenizer = Letters([TOKENS[7]])
+        tokenizer = OneLetterTokenizer([TOKENS[7]])
         async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
             completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
             assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
@@ -483,11 +475,11 @@ def test_a_reason_is_what_the_user_named(
     run(main)
 
 
-# --- what the models do, in simulated time --------------------------------------------------------
+# --- the models, in simulated time ----------------------------------------------------------------
 
 PRICES = {"quick drafter": priced(draft=0.5, verify=8.0), "slow drafter": priced(draft=8.0, verify=3.0)}
 DRAFTS: list[tuple[Any, Any]] = [("right", 3), ("right", "auto"), ("wrong", 3), ("ngram", 3), (None, 0), ("right", 0)]
-# These leave the target alone, for a while and for good.
+# Drafters that stop drafting, for a while or for good.
 QUITTERS: list[tuple[Any, Any]] = [("useless", "auto"), ("failing", 3)]
 
 
@@ -506,12 +498,12 @@ def drafter(kind: Any) -> Any:
 
 
 def assert_idle_after_the_stop(simulation: Simulation) -> None:
-    """With the verdict that completed the stop string, both models were done, but for what ran already."""
+    """Assert that, from the verdict that completed the stop string, both models finish only their running jobs."""
     *_, last = simulation.instants("verdict", "target")
     for worker in (simulation.target_worker, simulation.draft_worker):
         for handed in worker.handed if worker is not None else ():
             assert handed.at <= last.at or handed.job.kind == "close", f"{handed.job.kind} began after the end"
-    simulation.assert_put_away()
+    simulation.assert_all_closed()
 
 
 @pytest.mark.parametrize("price", PRICES)
@@ -520,7 +512,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
     async def main(num_tokens: int, length: int) -> None:
         stop = TEXT[max(0, num_tokens - length) : num_tokens]
         async with simulated(
-            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=OneLetterTokenizer()
         ) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=None, lookahead=lookahead, stop=stop)
             await trio.sleep(10_000)
@@ -537,7 +529,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
 def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
     async def counts(**settings: Any) -> list[int]:
         async with simulated(
-            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=Letters()
+            ScriptedModel(truthful), drafter(draft), price=PRICES[price], tokenizer=OneLetterTokenizer()
         ) as simulation:
             generated = (await simulation.runtime.generate(DISTINCT, lookahead=lookahead, **settings)).statistics
         names = ("generated_tokens", "proposed", "accepted", "rejected", "bonus", "rounds", "replayed_tokens")
@@ -552,10 +544,12 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
 
 def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
     async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+        async with simulated(
+            ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=OneLetterTokenizer()
+        ) as simulation:
             completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
             assert completion.text == TEXT[:6]
-            # Rounds of six, of which the second ends with its second token.
+            # Rounds of six; the second ends with its second token.
             assert ids(completion.tokens) == TOKENS[:8]
             assert [token.from_draft for token in completion.tokens] == [True] * 5 + [False] + [True] * 2
             statistics = completion.statistics
@@ -567,7 +561,7 @@ def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
 def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
     async def main() -> None:
         stop = TEXT[2:5] + "☂"
-        async with simulated(ScriptedModel(truthful), tokenizer=Letters()) as simulation:
+        async with simulated(ScriptedModel(truthful), tokenizer=OneLetterTokenizer()) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
             pieces = [token.text async for token in stream]
         assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
@@ -577,7 +571,9 @@ def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
 
 def test_other_streams_go_on_after_one_was_stopped() -> None:
     async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=Letters()) as simulation:
+        async with simulated(
+            ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=OneLetterTokenizer()
+        ) as simulation:
             completions: dict[int, Completion] = {}
 
             async def generate(n: int) -> None:
@@ -596,7 +592,7 @@ def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
     lookahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        tokenizer = Letters(fails_at=TOKENS[5])
+        tokenizer = OneLetterTokenizer(fails_at=TOKENS[5])
         async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
             stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
             got = []

@@ -1,4 +1,4 @@
-"""The tokens of many prompts, as they come: all of each, in order, and nothing more once nobody listens."""
+"""The tokens of many prompts as they come: complete, in order, and nothing more once the reader is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pair() -> tuple[ScriptedModel, ScriptedModel]:
 
 
 async def read(streams: Any) -> tuple[list[int], dict[int, list[runtime.Token]]]:
-    """Whose token came when, and what each prompt's were."""
+    """The order of the prompts' tokens, and the tokens of each prompt."""
     order, tokens = [], defaultdict(list)
     async for index, token in streams:
         order.append(index)
@@ -85,7 +85,7 @@ async def test_whatever_ends_the_reading_ends_all_generations(way: str, autojump
                 await anext(streams)
         await trio.sleep(100)
         assert rt.num_streams == 0
-        simulation.assert_put_away()
+        simulation.assert_all_closed()
 
 
 async def test_a_reader_who_stops_reading_stops_the_models(autojump_clock: Any) -> None:

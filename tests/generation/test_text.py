@@ -1,27 +1,19 @@
-"""Text comes in pieces that add up to what the tokenizer says of the whole."""
+"""Text arrives in pieces that add up to the tokenizer's decoding of the whole."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import mlx_lm.tokenizer_utils
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Slow, byte_fallback
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, DecodeOnly, byte_fallback, demo
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-import runtime
 from runtime.generation.text import Detokenizer, encode_prompt
-
-
-@functools.cache
-def demo() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
 
 
 def byte_fallback_ids(*tokens: str) -> list[int]:
@@ -29,11 +21,11 @@ def byte_fallback_ids(*tokens: str) -> list[int]:
     return [vocabulary[token] for token in tokens]
 
 
-TOKENIZERS = {"fast": demo, "slow": lambda: Slow(demo())}
+TOKENIZERS = {"fast": demo, "slow": lambda: DecodeOnly(demo())}
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The piece that comes with each token, and the one at the end."""
+    """The piece of each token, and the final one."""
     detokenizer = Detokenizer(tokenizer)
     return [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
 
@@ -62,7 +54,7 @@ def test_the_pieces_of_any_tokens_add_up(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_the_pieces_of_any_bytes_add_up(kind: str) -> None:
-    """Tokens of one byte each make every kind of broken text that there is."""
+    """Single-byte tokens produce every kind of broken text."""
     tokenizer = TOKENIZERS[kind]()
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     assert len(single_bytes) == 256
@@ -84,7 +76,7 @@ def test_the_pieces_of_any_text_add_up(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
-    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
     @settings(deadline=None, max_examples=100)
@@ -98,8 +90,8 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
-    """With it the tokenizer reads the whole run of bytes as broken; what was given cannot be taken back."""
-    tokenizer = byte_fallback() if kind == "fast" else Slow(byte_fallback())
+    """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
+    tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     ids = byte_fallback_ids(*EMOJI_BYTES, "<0x82>", "▁the", "▁cat")
     assert "\ufffd" in byte_fallback().decode(ids)
     text = "".join(pieces(tokenizer, ids))
@@ -108,7 +100,7 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
     assert text.count("the") == text.count("cat") == 1
 
 
-# --- what comes when ------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

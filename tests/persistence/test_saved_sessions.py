@@ -1,4 +1,4 @@
-"""Saved conversations: what was said goes on as if it had never been in a file, or there is a clear error."""
+"""Saved conversations: a loaded conversation continues as if it had never been in a file, or there is a clear error."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import trio.testing
 from architectures import ARCHITECTURES, build
 from chat_models import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
 from command_line import piped, save_model
+from completions import ids
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
 from save_interrupts import cancel_at
@@ -33,7 +34,7 @@ from runtime.persistence.session_file import Contents
 
 VOCAB_SIZE = 4101
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
-# Never ends by itself, and never says what only a template may say.
+# Never ends the text, and never says a special token.
 QUIET = dict.fromkeys((0, *range(4096, VOCAB_SIZE)), -math.inf)
 SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
 GREEDY: dict[str, Any] = {"max_tokens": 20, "logit_bias": QUIET, "lookahead": 3}
@@ -42,11 +43,11 @@ SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "seed": 11}
 
 @attrs.frozen
 class Pair:
-    """Two models, made anew for each runtime, as they would be in another process."""
+    """Two models, built anew for each runtime, as in another process."""
 
     make: Callable[..., nn.Module]
     options: dict[str, Any] = attrs.Factory(dict)
-    reuses: bool = True  # whether what is cached of a turn can be read on from in the next
+    reuses: bool = True  # whether the next turn can reuse the cache of a turn
 
     def open(self, template: str | None = TEMPLATE, *, drafted: bool = True, **options: Any) -> Any:
         target = self.make()
@@ -72,10 +73,6 @@ LLAMA = PAIRS["llama"]
 LAST_LOOK = 16
 
 
-def ids(completion: runtime.Completion) -> list[int]:
-    return [token.id for token in completion.tokens]
-
-
 async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:
     async with pair.open() as rt:
         conversation = rt.conversation(**GREEDY | settings)
@@ -86,7 +83,7 @@ async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1]
 
 @pytest.fixture
 async def path(tmp_path: Path) -> Path:
-    """A session of one turn."""
+    """A file with a conversation of one turn."""
     await saved(tmp_path / "session")
     return tmp_path / "session"
 
@@ -111,7 +108,7 @@ async def test_a_conversation_goes_on_as_it_would_have(tmp_path: Path, name: str
         assert loaded.messages == conversation.messages
     assert [ids(completion) for completion in found] == [ids(completion) for completion in expected]
     for one, other in zip(found, expected, strict=True):
-        # Nothing is read again that would not have been.
+        # Nothing is read again that would have been cached without the file.
         assert one.statistics.cached_tokens == other.statistics.cached_tokens
         assert (one.statistics.cached_tokens > 0) == pair.reuses
 
@@ -194,7 +191,7 @@ async def test_an_answer_that_was_broken_off_is_saved_as_far_as_it_was_given(tmp
             async for token in stream:
                 if token.index == 5:
                     break
-        # At once, while the models may still be at work.
+        # At once, while the models may still work.
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
     async with LLAMA.open() as rt:
@@ -286,11 +283,11 @@ async def test_functions_are_to_be_given_again(tmp_path: Path) -> None:
         assert set(ids(await (await rt.load(path, logits_processors=[])).generate("And?"))) != {77}
 
 
-# --- what must match ------------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
-    """The error of a load that changes nothing."""
+    """The error of a load; asserts that the load changed nothing."""
     before = (len(rt._target._prefix_cache), len(rt._draft._prefix_cache) if rt._draft is not None else 0)
     with pytest.raises(runtime.SessionFileError) as refused:
         await rt.load(path, **settings)
@@ -312,7 +309,7 @@ async def test_another_target_is_refused_and_named(path: Path) -> None:
             message = await refusal(rt, path)
             assert "another target model" in message
             assert why in message
-            # And the runtime is as good as before.
+            # The runtime works as before.
             assert len((await rt.generate("Hello", max_tokens=3, ignore_eos=True)).tokens) == 3
 
 
@@ -388,7 +385,7 @@ async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
             assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 20
 
 
-# --- what a file may hold -------------------------------------------------------------------------
+# --- hostile files --------------------------------------------------------------------------------
 
 
 async def test_a_damaged_file_changes_nothing(path: Path) -> None:
@@ -408,7 +405,7 @@ async def test_a_damaged_file_changes_nothing(path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """Another session in a sound file, as somebody might write it who means ill."""
+    """Replace the content of a file by a valid file with a hostile content."""
     contents = session_file.read(path)
     change(contents.content)
     session_file.write(path, Contents(contents.content, contents.tensors))
@@ -449,7 +446,7 @@ async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
         assert f"token {VOCAB_SIZE}, outside the target's vocabulary" in await refusal(rt, path)
 
 
-# --- what is in a file, and what is not -----------------------------------------------------------
+# --- contents of a file ---------------------------------------------------------------------------
 
 
 async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) -> None:
@@ -533,7 +530,7 @@ async def test_other_streams_go_on_meanwhile(tmp_path: Path) -> None:
 async def test_files_are_written_and_read_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits here for what only another task can do."""
+    """Each save waits here for something that only another task can do."""
     path, entered, go_on = tmp_path / "session", trio.Event(), trio.Event()
     for name in ("write", "read"):
         real = getattr(session_file, name)
@@ -556,8 +553,8 @@ async def test_files_are_written_and_read_beside_the_event_loop(
                 go_on.set()
 
 
-# Each model's part, the vocabulary, the thread that writes, a look before the header and before each tensor, and one
-# before the file is moved to its place.
+# The steps: each model's part, the vocabulary, the writing thread, a check before the header and before each tensor,
+# and one before the file is moved into place.
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
 async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch
@@ -576,7 +573,7 @@ async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
             assert path.read_bytes() == before
         else:
             assert (await rt.load(path)).messages == conversation.messages
-        # The conversation and the models are as good as before.
+        # The conversation and the models work as before.
         await conversation.save(path)
         assert (await rt.load(path)).messages == conversation.messages
 
@@ -648,7 +645,7 @@ async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -
     _, expected = out.splitlines()
     status, out, err = await piped(*a_chat_with(model), lines=f"/load {path}\nw3\n")
     assert (status, out, err) == (0, f"{expected}\n", f"outrider: going on from {path}, after 2 messages\n")
-    # What is asked for here takes the place of what was saved; so does another drafter.
+    # Given settings and another drafter replace the saved ones.
     status, out, _ = await piped(
         *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
     )

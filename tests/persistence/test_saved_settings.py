@@ -1,4 +1,4 @@
-"""What a saved session says: settings come back as they were, and whatever else a file says is refused."""
+"""The settings in a saved session: they come back unchanged, and files with anything else are rejected."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CUTS = (0, 7, 23)
 
 @attrs.frozen
 class Pair:
-    """Two models, made anew for each runtime, as they would be in another process."""
+    """Two models, built anew for each runtime, as in another process."""
 
     make: Callable[[], nn.Module]
 
@@ -71,13 +71,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the models are through with a short text before its first token is read."""
+    """Otherwise the models finish a short text before its first token is read."""
     monkeypatch.setattr(sessions, "BUFFERED_ROUNDS", 1)
 
 
-async def read(stream: runtime.TokenStream, most: int = 10**9) -> list[runtime.Token]:
+async def read(stream: runtime.TokenStream, max_tokens: int = 10**9) -> list[runtime.Token]:
     got: list[runtime.Token] = []
-    while len(got) < most:
+    while len(got) < max_tokens:
         try:
             got.append(await anext(stream))
         except StopAsyncIteration:
@@ -90,14 +90,14 @@ def ids_of(tokens: Iterable[runtime.Token]) -> list[int]:
 
 
 def content(tokens: list[runtime.Token]) -> list[runtime.Token]:
-    """Tokens without who came upon them: that depends on where rounds begin, and on time."""
+    """Tokens without their origin, which depends on where rounds begin, and so on time."""
     return [attrs.evolve(token, from_draft=False) for token in tokens]
 
 
 async def check(
     path: Path, pair: Pair, cuts: tuple[int, ...] = CUTS, *, again: dict[str, Any] | None = None, **options: Any
 ) -> list[runtime.TokenStream]:
-    """Save a stream at each cut; read on; and go on from each file elsewhere: the tokens are the same."""
+    """Assert that a stream that is saved at each cut, and one that continues from each file, have the same tokens."""
     opened = {name: options.pop(name) for name in ("tokenizer", "drafted") if name in options}
     asked = {"max_tokens": NUM_TOKENS, "lookahead": 3, **options}
     got: list[runtime.Token] = []
@@ -109,7 +109,7 @@ async def check(
         got += await read(stream)
         assert stream.finish_reason is not None
         if Settings(**asked).rule == "match":
-            # Having been saved made no difference to it.
+            # Saving did not change the stream.
             alone = await rt.generate(PROMPT, **asked)
             assert content(list(alone.tokens)) == content(got)
     loaded = []
@@ -139,10 +139,10 @@ async def test_a_stream_goes_on_as_it_would_have(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind.startswith("rejection"):
-        # A sample depends on its round. When a replayed token is settled, and whether a proposal is waited for, goes by
-        # measured time.
+        # Samples depend on the rounds. When a replayed token is settled, and whether a proposal is waited for, depends
+        # on measured times.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
-        monkeypatch.setattr(TargetActor, "_patience_s", lambda *_: math.inf)
+        monkeypatch.setattr(TargetActor, "_proposal_timeout_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 
@@ -169,18 +169,18 @@ async def test_what_both_models_have_cached_is_in_the_file(tmp_path: Path, name:
         if model is not None:
             assert model.sequence is not None
             tokens = model.sequence.tensors[model.sequence.description["tokens"]["tensor"]].array().tolist()
-            # And nothing that was only drafted.
+            # And no token that was only drafted.
             assert tuple(tokens) == session.tokens[: len(tokens)]
     async with PAIRS[name].open(drafted=drafted, trace=note) as rt:
         resumed = await rt.load_stream(tmp_path / "stream")
         await read(resumed)
         assert resumed.statistics().cached_tokens >= len(prompt) - 1
     assert read_by["target"] < 20
-    # A recurrent drafter may have read all that was decided, and can go on only from there.
+    # A recurrent drafter may have read everything that was decided, and can continue only from there.
     assert read_by["draft"] < 20 or name == "recurrent"
 
 
-# --- what belongs to a text -----------------------------------------------------------------------
+# --- the state of a text --------------------------------------------------------------------------
 
 
 async def test_stop_strings_and_characters_may_be_half_there(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ async def test_logprobs_and_what_nobody_has_read_are_not_lost(tmp_path: Path) ->
 
 
 class Once:
-    """Lets nothing come twice; keeps what came, and can go back."""
+    """Bans tokens that have come before. It has a state, which can be restored."""
 
     def __init__(self) -> None:
         self.seen: tuple[int, ...] | None = None
@@ -427,7 +427,7 @@ async def saved(tmp_path: Path) -> Path:
 
 
 async def refusal(rt: runtime.Runtime, path: Path) -> str:
-    """The error of a load that changes nothing."""
+    """The error of a load; asserts that the load changed nothing."""
     with pytest.raises(runtime.SessionFileError) as refused:
         await rt.load_stream(path)
     assert (len(rt._target._prefix_cache), rt.num_streams) == (0, 0)
@@ -439,7 +439,7 @@ async def test_a_stream_is_no_conversation_and_a_conversation_no_stream(saved: P
     async with runtime.open(model) as rt:
         await rt.conversation().save(tmp_path / "conversation")
         assert "has a conversation, not what was asked for; use load()" in await refusal(rt, tmp_path / "conversation")
-    assert "stream" not in session_file.read(tmp_path / "conversation").content  # as before there were any
+    assert "stream" not in session_file.read(tmp_path / "conversation").content  # as before streams could be saved
     async with LLAMA.open() as rt:
         with pytest.raises(
             runtime.SessionFileError, match=r"has a stream, not what was asked for; use load_stream\(\)"

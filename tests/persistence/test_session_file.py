@@ -1,4 +1,4 @@
-"""The file of a saved session: whole or not there, and believed only where it is as it was written."""
+"""The file of a saved session: it is complete or does not exist, and only an unaltered file is accepted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusal(path: Path) -> str:
 
 
 def forged(header: Any, data: bytes = b"") -> bytes:
-    """A file whose checksum holds, whatever its header says."""
+    """A file with a valid checksum, whatever its header says."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     body = len(encoded).to_bytes(8, "little") + encoded + data
     return body + hashlib.sha256(body).digest()
@@ -68,7 +68,7 @@ def header_for(num_bytes: int = 0, content: str = "{}", version: str = "1", **te
     }
 
 
-# --- there and back -------------------------------------------------------------------------------
+# --- write and read -------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(written: Path) -> None:
@@ -105,11 +105,11 @@ def test_the_file_is_a_safetensors_file_to_others(written: Path) -> None:
     assert metadata["outrider_session"] == str(VERSION)
 
 
-# --- whole, or not at all -------------------------------------------------------------------------
+# --- atomic writes --------------------------------------------------------------------------------
 
 
 def calls_until(number: int, error: BaseException) -> Callable[[], None]:
-    """A function that raises at its so many-th call."""
+    """A function that raises at its `number`-th call."""
     calls = 0
 
     def call() -> None:
@@ -122,7 +122,7 @@ def calls_until(number: int, error: BaseException) -> Callable[[], None]:
 
 
 class Stop(BaseException):
-    """As a cancellation is: no `Exception`."""
+    """Like a cancellation, not an `Exception`."""
 
 
 def big() -> Contents:
@@ -213,7 +213,7 @@ def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_permissions(pat
 
 def test_a_file_that_is_read_only_stays(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = written.read_bytes()
-    # Whoever runs this may be root, to whom everything is writable.
+    # The tests may run as root, who can write everything.
     monkeypatch.setattr(session_file.os, "access", lambda place, mode: not (Path(place) == written and mode == os.W_OK))
     with pytest.raises(SessionFileError, match="it is read-only"):
         write(written, Contents({}, {}))
@@ -243,7 +243,7 @@ def test_there_is_no_writing_where_no_file_can_be(tmp_path: Path) -> None:
 
 
 class Dripping(io.RawIOBase):
-    """A file that takes and gives a few bytes at a time, as one without a buffer may."""
+    """A file that reads and writes a few bytes at a time, as an unbuffered one may."""
 
     def __init__(self) -> None:
         self.held = io.BytesIO()
@@ -411,7 +411,7 @@ def test_a_file_that_is_mostly_a_hole_takes_no_memory(path: Path) -> None:
 
 
 def changed_once(change: Callable[[], None], call: int) -> Callable[[], None]:
-    """A `check_cancelled` that changes something at its so many-th call."""
+    """A `check_cancelled` that changes something at its `call`-th call."""
     calls = 0
 
     def check() -> None:
@@ -423,7 +423,7 @@ def changed_once(change: Callable[[], None], call: int) -> Callable[[], None]:
     return check
 
 
-# The checksum's first and last piece, the tensor's, and those of what is in memory by then.
+# The first and last piece of the checksum, the tensor, and what is in memory by then.
 @pytest.mark.parametrize("call", range(1, 10))
 def test_a_file_altered_while_it_is_read_is_refused_or_was_read_already(path: Path, call: int) -> None:
     write(path, big())

@@ -1,4 +1,4 @@
-"""The changelog: it begins with the version that the package has."""
+"""The changelog begins with the package's version."""
 
 from __future__ import annotations
 

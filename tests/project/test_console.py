@@ -1,4 +1,4 @@
-"""What the terminal example is made of: keys from bytes, the line that is edited, the page, the screen."""
+"""The parts of the terminal example: keys from bytes, the line editor, the page, and the screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 often = settings(max_examples=300, deadline=None, derandomize=True)
 
-# A letter, one of several bytes, one of two cells, an accent, an emoji of several characters, blanks.
+# A letter, a character of several bytes, one of two cells, an accent, an emoji of several characters, blanks.
 ALPHABET = ["a", "_", "é", "日", "e\u0301", "\u0301", "👩\u200d💻", " ", "\n"]
 texts = st.lists(st.sampled_from(ALPHABET), max_size=24).map("".join)
 one_line = texts.map(lambda text: text.replace("\n", ""))
@@ -46,9 +46,9 @@ KEYS: list[tuple[bytes, list[Event]]] = [
     (b"\x1b[1;5D\x1b[1;3C\x1bb\x1bf", [Key("ctrl-left"), Key("ctrl-right")] * 2),
     (b"\x1b[1;2D", [Key("left")]),
     (b"\x1b\x7f\x1bd", [Key("ctrl-w"), Key("alt-d")]),
-    # Function keys, an answer of the terminal's, a focus event, a paste's end without its beginning: nothing here.
+    # Ignored: function keys, a terminal's answer, a focus event, the end of a paste without its beginning.
     (b"\x1b[15~\x1bOP\x1b[[A\x1b[?1;2c\x1b[I\x1b[2~\x1b[201~\x1b[M", []),
-    # On a slow line, what was typed after Esc comes with it.
+    # On a slow connection, what was typed after Esc comes with it.
     (b"\x1bx", [Key("escape"), Typed("x")]),
     (b"\x1b\x1b[A", [Key("escape"), Key("up")]),
     (b"\x1b\x03", [Key("escape"), Key("ctrl-c")]),
@@ -64,7 +64,7 @@ KEYS: list[tuple[bytes, list[Event]]] = [
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Events with what was typed in a row in one."""
+    """The events, with successive typed texts joined."""
     whole: list[Event] = []
     for event in events:
         if isinstance(event, Typed) and whole and isinstance(whole[-1], Typed):
@@ -146,11 +146,11 @@ def test_a_sequence_without_end_holds_nothing_up():
     assert joined(events) == [Key("escape"), Typed("[" + "1" * 1000)]
 
 
-# --- the line -------------------------------------------------------------------------------------
+# --- the line editor ------------------------------------------------------------------------------
 
 
 def line(marked: str) -> Line:
-    """A line, with a bar where the cursor is."""
+    """A line editor's state from a text with a bar at the cursor."""
     before, _, after = marked.partition("|")
     return Line(before + after, len(before))
 
@@ -444,6 +444,6 @@ def test_nothing_is_sent_for_what_is_there_and_little_for_little():
     assert paint(before, before, COLOURS) == ""
     assert len(paint(before, after, COLOURS)) < 100
     assert paint(before, after, COLOURS).count("\x1b[24;1H") == 1
-    # Another width, and nothing is known of what the terminal has made of it.
+    # After a change of width, the terminal's contents are unknown.
     assert len(paint(before, draw(view(81, 24, page=page)), COLOURS)) > 24 * 70
     assert PROMPT in paint(before, after, COLOURS)

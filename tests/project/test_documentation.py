@@ -7,8 +7,7 @@ A Python block is a whole program, unless a comment in front of it says what it 
     <!-- run: server -->    runs while `outrider serve` answers at the address that the block names (sh, too)
     <!-- names: hub -->     needs a model from the hub: is compiled, and its names and keywords are looked up
 
-Fragments of one kind on one page share their names, as the cells of a notebook do. `given` has the names that they
-find.
+Fragments of one kind on one page share their names, like the cells of a notebook. `given` defines names for them.
 In sh blocks, every `outrider` command is parsed; those that need nothing but the demo pair are run as well.
 """
 
@@ -47,9 +46,9 @@ SETTINGS = attrs.fields_dict(runtime.Settings)
 BLOCK = re.compile(r"(?:^<!-- (\w+: \w+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKERS = ("", "run: trio", "run: asyncio", "run: server", "names: hub")
 ADDRESS = "http://127.0.0.1:8000/"
-# In a command, what stands for a model of the reader's.
+# A placeholder for the reader's model in a command.
 PLACEHOLDER = "path/or/hub-id"
-# A way out of a hang, no expectation.
+# Ends a hang; not an expectation.
 HANGS_S = 120
 
 
@@ -60,8 +59,8 @@ class Block:
     Attributes:
         page: the path of the page.
         line: number of its first line of code in the page, from 1.
-        language: as after the fence.
-        marker: what the comment in front of it says, or "".
+        language: the language after the fence.
+        marker: the text of the comment in front of it, or "".
         source: the code.
     """
 
@@ -72,7 +71,7 @@ class Block:
     source: str
 
     def code(self, *, flags: int = 0) -> Any:
-        """The compiled code, whose tracebacks lead to the page."""
+        """The compiled code; its tracebacks point to the page."""
         return compile("\n" * (self.line - 1) + self.source, self.page, "exec", flags=flags)
 
 
@@ -101,13 +100,13 @@ def having(language: str, marker: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: None) -> None:
-    """What a block writes goes into a folder of its own, in which there are the files that commands name."""
+    """Run blocks in a folder of their own, with the files that commands name."""
     monkeypatch.chdir(tmp_path)
     schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["size"], "additionalProperties": False}))
 
 
-# --- every block is one that is run -----------------------------------------------------------------
+# --- every block is run ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -126,7 +125,7 @@ def test_no_block_is_overlooked(page: Path) -> None:
 
 
 def given() -> dict[str, Any]:
-    """The names that a fragment finds, beside `rt`."""
+    """The names that fragments can use, besides `rt`."""
     return {
         "runtime": runtime,
         "trio": trio,
@@ -175,7 +174,7 @@ def test_fragments_run_under_asyncio(blocks: list[Block]) -> None:
 
 
 def check_names(block: Block) -> None:
-    """Look up what a block that cannot be run calls, and by which keywords."""
+    """Check the calls and keywords of a block that cannot be run."""
     for node in ast.walk(ast.parse(block.source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = {"runtime": runtime, "rt": runtime.Runtime}.get(node.value.id)
@@ -220,7 +219,7 @@ def test_a_block_with_a_setting_that_does_not_exist_fails() -> None:
 
 
 def lines_of(block: Block) -> list[str]:
-    """Command lines, without their comments."""
+    """Command lines without their comments."""
     lines = block.source.replace("\\\n", " ").splitlines()
     return [line for line in (re.sub(r"(^|\s)# .*", "", line).strip() for line in lines) if line]
 
@@ -242,7 +241,7 @@ def commands_of(line: str) -> list[list[str]]:
 
 
 def check_command(arguments: list[str]) -> None:
-    """Parse a command of ours; look up the extras that an installation names."""
+    """Parse an `outrider` command, and check the extras that an installation names."""
     program, *rest = arguments
     match Path(program).name:
         case "outrider":
@@ -258,7 +257,7 @@ def check_command(arguments: list[str]) -> None:
 
 
 def runs(line: str) -> bool:
-    """Whether a line needs nothing but the demo pair and a few seconds; a plot is of many simulations."""
+    """Whether a line needs nothing but the demo pair and a few seconds; a plot takes many simulations."""
     command = commands_of(line)[-1]
     is_small = command[0] == "outrider" and command[1] in ("generate", "simulate")
     return is_small and PLACEHOLDER not in line and "--plot" not in command

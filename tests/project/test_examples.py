@@ -1,4 +1,4 @@
-"""The examples run as they stand, without arguments, and show what they say they show."""
+"""The examples run as they are, without arguments, and print what they promise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(name: str, *arguments: str) -> list[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        # A way out of a hang, no expectation.
+        # Ends a hang; not an expectation.
         timeout=120,
     )
     assert done.stderr == ""
@@ -68,7 +68,7 @@ def test_several_streams_label_their_lines_and_add_up():
         "sort": "def quicksort(items)",
         "read": "def read_lines(path)",
     }
-    # They take turns: none waits for another to end.
+    # The streams alternate: none waits for another to end.
     labels = [label.strip() for label, _, _ in lines]
     assert labels != sorted(labels, key=list(firsts).index)
     numbers = {row.split()[0]: int(row.split()[1]) for row in said[end + 2 :]}
@@ -97,7 +97,7 @@ def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout()
     turns, timeout, *many = said[len(shown) :]
     free = re.fullmatch(r"meanwhile, the loop was free for other work (\d+) times", turns)
     assert free is not None
-    # Once for each line at the very least.
+    # At least once for each line.
     assert int(free[1]) > len(shown)
     assert re.fullmatch(r"timeout: after half a second and \d+ tokens", timeout)
     assert sorted(many) == ["prompt 0: 8 tokens", "prompt 1: 8 tokens"]

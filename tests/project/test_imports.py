@@ -1,4 +1,4 @@
-"""Which module may import which, and how large folders and modules may become; all read from the source."""
+"""Import rules, and sizes of folders and modules, checked in the source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "actors", "runtime")
 
-# The packages of runtime/: each imports only from those before it, and none from one on its own level.
+# The packages of runtime/. Each imports only from those before it, and none from one on its own level.
 ORDER = (
     {"terminal"},
     {"loading"},
@@ -29,15 +29,15 @@ ORDER = (
     {"server"},
     {"cli"},
 )
-# Beside the packages: the public face, which looks names up when they are asked for, and what it needs to begin with.
+# Modules beside the packages: the public names, which are looked up lazily, and what the first import needs.
 FACE = {"__init__", "__main__", "name_collisions"}
 
 MAX_MODULES_A_FOLDER = 12
 MAX_LINES_A_MODULE = 400
-# A flat list of decisions that know nothing of each other's callers: a reader finds each by its name.
+# A flat package of decisions that are independent of each other's callers: a reader finds each by its name.
 FLAT = {"protocol"}
 
-# What protocol/ may not touch: schedules, clocks, global randomness, files.
+# Modules that protocol/ must not use: schedules, clocks, global randomness, files.
 IMPURE = {
     "asyncio", "concurrent", "datetime", "fileinput", "glob", "io", "logging", "multiprocessing", "os", "pathlib",
     "queue", "random", "secrets", "selectors", "shutil", "signal", "socket", "subprocess", "tempfile",
@@ -56,9 +56,9 @@ every_protocol_module = pytest.mark.parametrize("path", modules("protocol"), ids
 
 
 def imports(tree: ast.AST, package: str) -> set[str]:
-    """Dotted names of all that a module of `package` imports, wherever in it the import stands.
+    """The dotted names of everything that a module of `package` imports, wherever the import stands.
 
-    What follows `from … import` is included, since it may be a module.
+    Includes the names after `from … import`, since they may be modules.
     """
     found = set()
     for node in ast.walk(tree):
@@ -76,7 +76,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a module; a package's is that of its `__init__`."""
+    """The dotted name of a module; a package's `__init__` has the name of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -85,7 +85,7 @@ MODULES = {module_of(path): path for path in EVERY_MODULE}
 
 
 class _WithoutTyping(ast.NodeTransformer):
-    """Leaves out what only type checkers read."""
+    """Removes the code that only type checkers read."""
 
     def visit_If(self, node: ast.If) -> Any:
         if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
@@ -94,7 +94,7 @@ class _WithoutTyping(ast.NodeTransformer):
 
 
 class _WithoutFunctions(_WithoutTyping):
-    """Leaves out what is imported when a function is called."""
+    """Also removes the bodies of functions, whose imports run when they are called."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         return None
@@ -103,24 +103,24 @@ class _WithoutFunctions(_WithoutTyping):
 
 
 def at_run_time(tree: ast.Module) -> ast.Module:
-    """A module without what only type checkers read."""
+    """A module without the code that only type checkers read."""
     return _WithoutTyping().visit(tree)
 
 
 def at_its_top(tree: ast.Module) -> ast.Module:
-    """A module without what only type checkers read, and without its functions."""
+    """A module without the code that only type checkers read, and without its functions."""
     return _WithoutFunctions().visit(tree)
 
 
 def modules_imported(tree: ast.Module, path: Path) -> set[str]:
     """The project's own modules that a module imports, by their dotted names."""
     found = imports(tree, ".".join(path.relative_to(ROOT).parent.parts))
-    # `from a import b` names the module a.b if there is one; else a has b.
+    # `from a import b` names the module a.b if there is one; otherwise b is defined in a.
     return {name for name in found if name in MODULES}
 
 
 def a_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """Names that lead from one to the next and back to the first; none if there is no cycle."""
+    """Names that import each other in a circle; empty if there is no cycle."""
     done: set[str] = set()
 
     def visit(name: str, trail: list[str]) -> list[str]:
@@ -147,7 +147,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def importers(*names: str) -> set[str]:
-    """Modules that import one of these, or something below it."""
+    """Modules that import one of these, or a module below it."""
     return {
         path.relative_to(ROOT).as_posix()
         for path in EVERY_MODULE
@@ -276,7 +276,7 @@ def test_protocol_knows_no_schedules_clocks_files_or_layers(path):
     found = imports_of(path)
     roots = {name.split(".")[0] for name in found}
     assert not roots & IMPURE
-    # Beside the standard library: values and arrays.
+    # Besides the standard library: values and arrays.
     assert roots - sys.stdlib_module_names <= {"attrs", "mlx", "protocol"}
     assert {name for name in found if name.split(".")[0] == "mlx"} <= {"mlx.core"}
 

@@ -1,4 +1,4 @@
-"""The terminal example in a terminal: what is on its screen after what was typed, and what it leaves behind."""
+"""The terminal example in a terminal: what its screen shows after input, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import pytest
 import terminal as example
 import trio
 import trio.lowlevel
+from blocking_models import BlockingModel
 from chat_models import THINKING_TEMPLATE, says, target, tokenizer
 from command_line import environment, save_model
 from console.keys import ESCAPE_S, Event, Key
 from console.page import Page
 from console.terminal import Terminal
-from held_models import Held
 from models import Failing, near
+from polling import until_in_trio
 from screens import HANGS_S, Person, person
 
 import runtime
@@ -31,12 +32,6 @@ import runtime
 ROOT = Path(__file__).parents[2]
 ESCAPE, UP, PAGE_UP, PAGE_DOWN = "\x1b", "\x1b[A", "\x1b[5~", "\x1b[6~"
 CTRL_C, CTRL_D, CTRL_L = "\x03", "\x04", "\x0c"
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose text ends by `max_tokens` or not at all."""
-    return str(save_model(tmp_path_factory.mktemp("models") / "endless", context=10_000_000))
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +44,7 @@ async def at_work(
     is_chat: bool = False,
     **settings: Any,
 ) -> AsyncIterator[tuple[Person, example.Interface]]:
-    """Somebody in front of the interface, which they leave at the end."""
+    """A person in front of the interface, who leaves it on exit."""
     settings = {"max_tokens": None, **settings}
 
     def begin_text(text: str) -> runtime.TokenStream:
@@ -71,19 +66,13 @@ async def at_work(
         assert somebody.attributes == before
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    with trio.fail_after(HANGS_S):
-        while not holds():
-            await trio.lowlevel.checkpoint()
-
-
 def written(interface: example.Interface) -> str:
-    """All that is on the page, whether there is room for it on the screen or not."""
+    """All text on the page, whether or not the screen has space for it."""
     return "\n".join("".join(run.text for run in line) for line in interface.page.lines())
 
 
 def num_written(shown: str) -> int:
-    """Of how many tokens the rule speaks."""
+    """The number of tokens in the status rule."""
     counted = re.search(r"─ +([\d,]+) tokens", shown)
     return int(counted[1].replace(",", "")) if counted else 0
 
@@ -100,14 +89,14 @@ async def test_esc_stops_at_once_and_what_was_written_stays(endless: str) -> Non
         stopped = await somebody.sees("─ stopped ─")
         assert "\n[stopped]\n" in stopped
         assert rt.num_streams == 0
-        # The next text has the models, and what was written of the last is still there.
+        # The next text uses the models; the written part of the last text is still there.
         await somebody.types("w3 w4")
         assert (await somebody.sees("> w3 w4")).splitlines()[:22] == stopped.splitlines()[:22]
         await somebody.types("\r")
         await somebody.sees(lambda shown: "─ writing ─" in shown and num_written(shown) > 20)
         await somebody.types(ESCAPE)
         assert "\n[stopped]\n" in await somebody.sees("─ stopped ─")
-        # By now, the first may be so far up that the screen has no room for it.
+        # By now, the first one may be above the part that the screen shows.
         assert written(interface).count("[stopped]") == 2
 
 
@@ -123,26 +112,26 @@ async def test_enter_puts_a_new_text_in_the_place_of_the_one_being_written(endle
             await somebody.types("w1 w2\r")
             await somebody.sees(lambda shown: num_written(shown) > 5)
             await somebody.types("w3")
-            # Nothing is stopped by typing.
+            # Typing does not stop the text.
             before = num_written(await somebody.sees("> w3"))
             await somebody.sees(lambda shown: num_written(shown) > before)
             await somebody.types("\r")
-            await until(lambda: "[replaced]\n\nw3" in written(interface))
-            # So often within one reading, the last is what counts.
+            await until_in_trio(lambda: "[replaced]\n\nw3" in written(interface))
+            # If several prompts arrive in one read, the last one counts.
             await somebody.types("w4\rw5\rw6\r")
-            await until(lambda: "[replaced]\n\nw6" in written(interface))
+            await until_in_trio(lambda: "[replaced]\n\nw6" in written(interface))
             assert written(interface).count("[replaced]") == 4
-            await until(lambda: prompts[-1] == "w6" and rt.num_streams == 1)
+            await until_in_trio(lambda: prompts[-1] == "w6" and rt.num_streams == 1)
     assert prompts[:2] == ["w1 w2", "w3"]
 
 
 async def test_esc_and_enter_take_effect_while_a_prompt_is_being_read() -> None:
-    held = Held(target())
+    held = BlockingModel(target())
     async with runtime.open((held, tokenizer(None))) as rt, at_work(rt, prefill_step_size=8) as (somebody, _):
         try:
-            held.hold(after=1)
+            held.block(after=1)
             await somebody.types("a prompt that takes several passes, of which one is held up half way\r")
-            await until(held._is_in.is_set)
+            await held.blocked_in_trio()
             await somebody.sees("─ reading ")
             await somebody.types("x = 1\r")
             await somebody.sees("[replaced]")
@@ -150,7 +139,7 @@ async def test_esc_and_enter_take_effect_while_a_prompt_is_being_read() -> None:
             await somebody.sees("─ stopped ─")
             assert rt.num_streams == 0
         finally:
-            held.let_go_on()
+            held.release()
         await somebody.types("y = 2\r")
         await somebody.sees(lambda shown: num_written(shown) > 5)
 
@@ -176,14 +165,14 @@ async def test_enter_on_nothing_replaces_nothing(endless: str) -> None:
         assert "[replaced]" not in somebody.shown
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- the screen -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 async def test_the_text_is_the_model_s_and_drafted_tokens_have_their_colour() -> None:
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         tokens = (await rt.generate("class Stack:", max_tokens=40)).tokens
-        # With a lookahead of its own choice it may propose nothing, where that does not pay.
+        # With "auto" it may propose nothing if that does not pay.
         async with at_work(rt, max_tokens=40, lookahead=3) as (somebody, interface):
             await somebody.types("class Stack:\r")
             shown = await somebody.sees("[full, with 40 tokens]")
@@ -234,7 +223,7 @@ async def test_a_target_that_fails_ends_the_program_with_its_error() -> None:
     async with runtime.open((failing, tokenizer(None))) as rt, at_work(rt) as (somebody, interface):
         failing.fails = True
         await somebody.types("x = 1\r")
-        await until(lambda: interface.failure is not None)
+        await until_in_trio(lambda: interface.failure is not None)
         assert isinstance(interface.failure, runtime.RuntimeBrokenError)
         assert "out of memory" in str(interface.failure)
 
@@ -257,7 +246,7 @@ async def test_a_model_that_writes_control_sequences_does_not_rule_the_terminal(
             assert b"title\x07" not in somebody.sent
 
 
-# --- what is typed --------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------
 
 
 async def test_the_line_is_edited_and_remembered(endless: str) -> None:
@@ -367,7 +356,7 @@ async def test_in_a_window_of_another_size_all_is_where_it_belongs(endless: str)
         for columns, rows in ((40, 30), (132, 8), (20, 5), (3, 2), (1, 1), (80, 24)):
             somebody.resizes(columns, rows)
             signal.raise_signal(signal.SIGWINCH)
-            # In a single cell there is room for the cursor alone.
+            # A single cell has space for the cursor only.
             last = {1: "", 3: "ed"}.get(columns, "> typed")
             shown = await somebody.sees(lambda shown, last=last: shown.split("\n")[-1].endswith(last))
             assert len(shown.split("\n")) == rows
@@ -414,7 +403,7 @@ async def test_ctrl_l_draws_anew_what_something_else_has_written_over(endless: s
 
 @contextlib.asynccontextmanager
 async def program(*arguments: str, **options: Any) -> AsyncIterator[tuple[Person, trio.Process]]:
-    """Somebody in front of the program, as a process."""
+    """A person in front of the program, which runs as a process."""
     async with person() as somebody:
         process = await trio.lowlevel.open_process(
             [sys.executable, str(ROOT / "examples" / "terminal.py"), *arguments],
@@ -432,7 +421,7 @@ async def program(*arguments: str, **options: Any) -> AsyncIterator[tuple[Person
 
 
 async def ends(somebody: Person, process: trio.Process) -> tuple[int | None, list[Any]]:
-    """How a process ends while somebody looks on, and the terminal's attributes then."""
+    """The exit status of a process that a person watches, and the terminal's attributes then."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(somebody.sees_the_end)
         await process.wait()
@@ -477,7 +466,7 @@ async def test_a_window_that_is_closed_ends_the_program(endless: str) -> None:
 
 
 async def test_ctrl_z_gives_the_terminal_back_until_it_is_taken_again(endless: str) -> None:
-    # A process group of its own, since all of a job are stopped.
+    # A process group of its own, because Ctrl-Z stops all processes of a group.
     async with program("--target", endless, "--max-tokens", "4", process_group=0) as (somebody, process):
         before, modes = somebody.attributes, set(somebody.screen.mode)
         await somebody.sees("ready")
@@ -518,7 +507,7 @@ async def test_an_error_of_the_program_s_own_gives_the_terminal_back() -> None:
                 await run()
         assert caught.group_contains(ValueError, match="a mistake", depth=None)
         assert somebody.attributes == before
-        # All that it sent.
+        # Read everything that it sent.
         somebody.lets_go()
         await somebody.sees_the_end()
         assert somebody.screen.mode == modes

@@ -1,7 +1,7 @@
-"""The acceptance rules: by enumeration where they can be exact, by seeded statistics where they are draws.
+"""The acceptance rules: exact cases by enumeration, random draws by statistics with fixed seeds.
 
-p is the target's distribution, q the draft's. Every statistical test has fixed seeds, so that it either
-always passes or always fails; its threshold is far below what a right implementation is likely to meet.
+p is the target's distribution, q the draft's. With fixed seeds, a statistical test either always passes or always
+fails. Its threshold is far below what a correct implementation is likely to reach.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ deterministic = settings(deadline=None, derandomize=True, max_examples=60)
 
 @pytest.fixture(autouse=True, scope="module")
 def _on_the_cpu():
-    # Double precision exists there only.
+    # Double precision exists on the CPU only.
     with mx.stream(mx.cpu):
         yield
 
@@ -49,13 +49,13 @@ def all_distributions(size: int, parts: int) -> np.ndarray:
 
 
 def all_pairs(size: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every pair of such distributions, as the rows of two arrays: equal ones and disjoint ones included."""
+    """All pairs of such distributions, as the rows of two arrays; includes equal and disjoint ones."""
     every = all_distributions(size, parts)
     return np.repeat(every, len(every), axis=0), np.tile(every, (len(every), 1))
 
 
 def acceptance_probability(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """min(1, p/q), and 0 for what q never draws."""
+    """min(1, p/q), and 0 for tokens that q never draws."""
     return np.where(q > 0, np.minimum(1.0, p / np.where(q > 0, q, 1.0)), 0.0)
 
 
@@ -73,7 +73,7 @@ def logits_of(probs: list[float] | np.ndarray) -> mx.array:
 
 
 def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.ndarray) -> None:
-    """A chi-square test of tokens against the distribution that they should come from."""
+    """Assert, by a chi-square test, that tokens come from a distribution."""
     expected = np.asarray(probs, dtype=np.float64)
     observed = np.bincount(np.asarray(tokens), minlength=len(expected))
     assert not observed[expected == 0].any(), "drawn although it has no probability"
@@ -233,7 +233,7 @@ def draws(rows, *, seed, starts) -> list[tuple[int, ...]]:
 
 
 def judge_fresh_draws(target_rows, draft_rows, *, seed, starts) -> list[tuple[tuple[int, ...], Judgement]]:
-    """A proposal drawn from `draft_rows` for each start, with the judgement on it."""
+    """A proposal drawn from `draft_rows` for each start, with its judgement."""
     logits = mx.stack([logits_of(row) for row in target_rows])
     draft_probs = tuple(mx.array(row) for row in draft_rows)
     return [
@@ -310,11 +310,11 @@ def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
     # Rounds end at every position, and tokens beyond a rejection are drawn again with the same keys.
     size, length, lookahead = 3, 3, 2
     random = np.random.default_rng(45)
-    targets = normalised(random.gamma(0.7, size=(size, size)))  # by the token before
+    targets = normalised(random.gamma(0.7, size=(size, size)))  # rows: the token before
     drafts = normalised(targets + 3 * random.gamma(0.5, size=(size, size)))
     target_logits, draft_probs = [logits_of(row) for row in targets], [mx.array(row) for row in drafts]
-    # Each text at positions of its own, so that all are independent. `after[token][n][i]` is what the drafter
-    # draws for the n-th text's i-th position after that token: the same each time it gets there.
+    # Each text has positions of its own, so that all are independent. `after[token][n][i]` is the drafter's draw for
+    # the n-th text's i-th position after that token: the same each time it gets there.
     starts = range(1, 10 * 2500, 10)
     after = [draws([row] * (length - 1), seed=45, starts=starts) for row in drafts]
     outcomes = []
@@ -450,8 +450,8 @@ def judged_by_rejection(probs: list[float], starts: range) -> np.ndarray:
     ]
     return np.array(
         [
-            drafted[0] if judged.num_accepted else judged.token
-            for drafted, judged in zip(drafts, judgements, strict=True)
+            drafted[0] if judgement.num_accepted else judgement.token
+            for drafted, judgement in zip(drafts, judgements, strict=True)
         ]
     )
 
@@ -473,7 +473,7 @@ def test_a_bias_of_a_twentieth_is_seen(sampler):
         assert_drawn_from(tokens(BIASED_PROBS), PROBS)
 
 
-# --- rejection of tokens that were no draws -------------------------------------------------------
+# --- rejection of looked-up tokens ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "parts"), [(2, 10), (3, 6), (4, 4)])
@@ -490,11 +490,11 @@ def test_a_token_that_was_no_draw_leaves_the_targets_distribution_as_it_is(size,
 @pytest.mark.parametrize("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_own(num_rows, certain):
     logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
-    # The draft has fewer ids than the target; a token that was not drawn may be any of the target's.
+    # The draft has fewer ids than the target; a looked-up token may be any of the target's.
     drawn_from = [mx.array(normalised(np.array(row[:4]))) for row in DRAFT_ROWS]
     outcomes = set()
     for start in range(1, 120):
-        # Every second draft is what the target prefers, so that all three tokens may be accepted.
+        # Every second draft is the target's preferred token, so that all three tokens may be accepted.
         likely = (0, 2, 3)
         drafted = tuple(likely[i] if start % 2 else (start // 2 + i) % (5 if i in certain else 4) for i in range(3))
         written_out = tuple(
@@ -529,7 +529,7 @@ def test_whatever_is_put_forward_the_first_token_is_a_sample_of_p(rows):
     logits = mx.stack([logits_of(row) for row in rows])
     tokens = []
     for start in range(1500):
-        # The choice depends on the position alone, as a looked-up token depends on the text before it.
+        # The choice depends on the position only, as a looked-up token depends on the text before it.
         drafted = (start * start) % 5
         judgement = judge_by_rejection(logits, (drafted,), (None,), temperature=1.0, seed=63, start=start)
         tokens.append(drafted if judgement.num_accepted else judgement.token)

@@ -1,4 +1,4 @@
-"""The automatic lookahead follows an acceptance rate that changes in mid-stream, within some fifty rounds."""
+"""The automatic lookahead follows a change of the acceptance rate in mid-stream within about fifty rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.simulation.simulation import run_simulation
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700
-# In tokens: a round commits at least one, and hardly more while the drafter is seldom right.
+# In tokens: a round commits at least one, and hardly more while the drafter is rarely right.
 FOLLOWED_WITHIN = 65
 LONG = 300
 
@@ -23,7 +23,7 @@ def seconds(num_tokens: int, cost: float, slope: float, kappa: float, *changes: 
 
 
 def pace(begin: int, machine: tuple[float, float, float], *changes: tuple[int, float]) -> float:
-    """Seconds a token, from the token at index `begin` on."""
+    """Seconds per token, from the token at index `begin` on."""
     return (seconds(begin + LONG, *machine, *changes) - seconds(begin, *machine, *changes)) / LONG
 
 
@@ -43,7 +43,7 @@ def test_a_drafter_that_becomes_bad_costs_no_more_than_plain_decoding_soon(machi
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_drafter_that_becomes_good_again_is_used_again_soon(machine: tuple[float, float, float]) -> None:
     changes = ((BAD_FROM, BAD), (GOOD_AGAIN, GOOD))
-    # At least three quarters of the gain over plain decoding, which takes a second a token.
+    # At least three quarters of the gain over plain decoding, which takes one second per token.
     always_good = pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine)
     assert always_good < 0.8
     assert pace(GOOD_AGAIN + FOLLOWED_WITHIN, machine, *changes) < always_good + 0.25 * (1.0 - always_good)

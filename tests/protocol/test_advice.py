@@ -1,4 +1,4 @@
-"""Advice: given where the statistics say that something else would be faster, and only there."""
+"""Advice: given where the statistics show that another setting would be faster, and only there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_there_is_nothing_to_say_where_all_is_well(lookahead):
     assert statistics(lookahead).advice == ()
 
 
-# A pass over five tokens costs four times one over a single token, and gives two.
+# A pass over five tokens costs four times as much as one over a single token, and yields two.
 STEEP = {"verify_seconds_per_token": 0.015}
 FEW = {"generated_tokens": 200, "accepted": 160, "rejected": 240, "lookahead_hits": 0, "lookahead_misses": 100}
 

@@ -26,14 +26,14 @@ NUM_TOKENS = 1000
 
 
 def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> float:
-    """Tokens per T_v(1) of drafting so many tokens, then verifying them, then drafting again."""
+    """Tokens per T_v(1) when drafting `lookahead` tokens, then verifying them, then drafting again."""
     prices = {"draft": scenario.draft_seconds, "verify": scenario.verify_seconds}
     return num_tokens / sum(prices[kind](width) for kind, width in passes(scenario.acceptance, lookahead, num_tokens))
 
 
 @cache
 def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str, int]]:
-    """Each pass of the two models: whose it is, and how many tokens it reads. Costs do not change these."""
+    """The passes of the two models: (model, number of tokens that it reads). Costs do not change these."""
     scenario = Scenario(acceptance, cost_ratio=1.0)
     target = ScriptedTarget(scenario).open_sequence(beside_another=True)
     draft = ScriptedDraft(scenario).open_sequence(beside_another=True)
@@ -60,7 +60,7 @@ def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str
 
 
 def choice(sequence, tokens) -> int:
-    """The token that a scripted model puts next, after some that it has not read."""
+    """The next token of a scripted model after tokens that it has not read."""
     if tokens:
         sequence.feed(tokens, 0)
     (row,) = sequence._rows(sequence._histories, 1).tolist()
@@ -101,7 +101,7 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
         / max(1.0, best_sequential(acceptance, cost, slope))
         for i, acceptance in enumerate(ACCEPTANCES)
         for j, cost in enumerate(COSTS)
-        # Every other cell, as on a chess board: neighbours are alike.
+        # Every other cell, as on a chess board, since neighbours are similar.
         if (i + j + SLOPES.index(slope) + CONTENTIONS.index(contention)) % 2 == 0
     }
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}

@@ -63,7 +63,7 @@ def test_wanted_logits_reach_back_from_the_drafted_tokens_into_the_committed():
     assert holding(1, 2, 3).plan([1, 2], (3,), num_logits=2) == FeedPlan(1, (2, 3))
 
 
-def test_what_is_held_beyond_the_text_goes():
+def test_cached_tokens_beyond_the_text_go():
     assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == FeedPlan(3, ())
 
 
@@ -82,7 +82,7 @@ def test_planning_changes_nothing():
 
 
 class Counted(list):
-    """A list that counts how many of its items were looked at one by one."""
+    """A list that counts how many of its items were read one by one."""
 
     num_looks = 0
 
@@ -99,7 +99,7 @@ def test_a_plan_looks_at_what_is_new_and_not_at_the_whole_text():
     for token in range(1000, 1100):
         committed.append(token)
         held.follow(held.plan(committed, (7, 7, 7)))
-    # One comparison finds that the drafted token differs; one is of the token before it, known to agree from then on.
+    # One comparison finds that the drafted token differs; one is for the token before it, known to agree from then on.
     assert committed.num_looks <= 2 * 100
 
 
@@ -123,7 +123,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(num_drafted=st.integers(1, 4))
     def commit_what_is_held(self, num_drafted):
-        """As when drafted tokens are accepted."""
+        """Commit cached tokens, as when drafted tokens are accepted."""
         if self.model[: len(self.committed)] == self.committed:
             self.committed += self.model[len(self.committed) :][:num_drafted]
 
@@ -150,7 +150,7 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
     def follow_late(self, data):
-        """As when text was committed, and planned for, while the job was running."""
+        """Follow a plan late, as when text was committed, and planned for, while the job was running."""
         plan, self.model = data.draw(st.sampled_from(self.under_way))
         self.held.follow(plan)
         self.under_way = []
@@ -165,7 +165,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule()
     def rewind_as_planned_and_feed_nothing(self):
-        """As when drafting turns out to be impossible."""
+        """Rewind only, as when drafting turns out to be impossible."""
         plan = self.held.plan(self.committed, num_logits=0)
         self.held.rewind(plan.keep)
         self.model = self.model[: plan.keep]

@@ -1,4 +1,4 @@
-"""Calibrated confidence approaches how often the drafter is right, whatever its own confidence is or becomes."""
+"""Calibrated confidence approaches the drafter's acceptance rate, whatever its own confidence is or becomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that is late, or hangs, costs speed: the target waits for it as long as that pays, and goes on alone."""
+"""A drafter that is late or hangs costs speed only: the target waits as long as that pays, and continues alone."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_the_first_token_does_not_wait_for_a_drafter_that_reads_the_prompt
     async with simulated(ScriptedModel(truthful), drafter(), price=priced(), draft_price=price) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=100, lookahead=3)
         assert ids(completion.tokens) == continuation(PROMPT, 100)
-        # Its own prefill, a moment, and a pass.
+        # Its own prefill, the minimum wait, and a pass.
         assert completion.statistics.time_to_first_token == 4.0 + MIN_PROMPT_WAIT_S + DECODE_S
         assert completion.statistics.draft_timeouts == 1
         assert completion.statistics.accepted > 0

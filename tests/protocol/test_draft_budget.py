@@ -1,4 +1,4 @@
-"""A draft budget decides in advance as the policy would: it never allows more, and less only where it cannot know."""
+"""A draft budget agrees with the policy: it never allows more, and allows less only where it cannot know."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def auto(prices: Prices, mean: float = 0.8, surprises: tuple[tuple[int, float, b
 
 
 def guesses_of(policy: Policy, raws: tuple[float, ...]) -> tuple[Guess, ...]:
-    """The drafter's choice and runners-up with these confidences of its own."""
+    """The drafter's choice and runners-up, with these raw confidences."""
     calibrate = policy.calibration if isinstance(policy, AutoPolicy) else lambda rank, raw: raw
     return tuple(Guess(i, calibrate(i, raw), rank=i, raw=raw) for i, raw in enumerate(raws))
 
 
 def goes_on(policy: Policy, tree: LookaheadTree, choice: Node, **changes: Any) -> bool:
-    """Whether the policy, asked after a step, would have the drafter go on after its choice."""
+    """Whether the policy, asked after a step, lets the drafter continue after its choice."""
     view = view_of(tree, **changes)
     return (view.verdict_due_s is not None or policy.proposal(view) is None) and policy.expansion(view) is choice
 
 
-# --- what it is made of ---------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_with_an_empty_budget_the_drafter_asks_after_each_step():
@@ -112,7 +112,7 @@ def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after
     assert not believed(min_reach=0.5).foresees_another(0.0)
 
 
-# --- what policies give ---------------------------------------------------------------------------
+# --- budgets of policies --------------------------------------------------------------------------
 
 
 @given(

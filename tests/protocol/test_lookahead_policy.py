@@ -27,7 +27,7 @@ def stuck(_: Node) -> bool:
     return False
 
 
-# --- what may be drafted after --------------------------------------------------------------------
+# --- nodes that can be expanded -------------------------------------------------------------------
 
 
 def test_the_end_of_the_chain_is_what_lengthens_the_proposal():
@@ -98,7 +98,7 @@ def test_a_chain_is_drafted_as_far_as_it_is_of_use(policy, depth, ready, due):
 @given(policy=chains.filter(lambda policy: policy.lookahead > 0))
 @deterministic
 def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
-    # With every guess right the verdict commits a whole proposal and one token more.
+    # If every guess is right, the verdict commits a whole proposal and one more token.
     tree = chain_of(0)
     while (node := policy.expansion(view_of(tree, verdict_due_s=1.0))) is not None:
         tree.expand(node, Guess(tree.depth(node), 0.5))
@@ -207,7 +207,7 @@ def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_n
     end = view.growable()
     worthy = [node for node in chain if node.reach > worth * per_token]
     if nodes is None:
-        # All drafted tokens are worth it, and so is the next one, which the proposal may still take.
+        # All drafted tokens are worth it, and so is the next one, which still fits into the proposal.
         assert worthy == chain
         assert end is not None
         assert end.reach * mean > worth * (per_token + step)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from trees import POSITION, ROOT, at
 
 from protocol.errors import ProtocolError
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.randomness import further
-
-ROOT, POSITION = 100, 9
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -28,13 +27,6 @@ def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
         for token, confidence in path:
             node = node.children.get(token) or tree.expand(node, Guess(token, confidence))
     return tree
-
-
-def at(tree: LookaheadTree, *path: int) -> Node:
-    node = tree.root
-    for token in path:
-        node = node.children[token]
-    return node
 
 
 def tokens_of(nodes: list[Node]) -> list[int]:
@@ -197,7 +189,7 @@ def test_a_trail_is_that_of_the_text_from_the_first_root_on():
 )
 @deterministic
 def test_equal_texts_have_equal_trails_by_hit_and_by_miss(verdicts, drafted):
-    """Whatever was drafted on the way, and in however many steps it was committed."""
+    """Whatever was drafted in between, and in however many steps it was committed."""
     tree, text = LookaheadTree(ROOT, POSITION), [ROOT]
     for verdict, path in zip([*verdicts, []], drafted, strict=False):
         node = tree.root
@@ -215,7 +207,7 @@ def test_different_texts_have_different_trails():
     assert len({trail_of(text) for text in texts}) == len(texts)
 
 
-# --- what became of guesses -----------------------------------------------------------------------
+# --- outcomes of guesses --------------------------------------------------------------------------
 
 
 def forked_by_choice() -> LookaheadTree:
@@ -252,7 +244,7 @@ def test_where_nothing_was_guessed_nothing_was_right_or_wrong():
 
 
 class AgainstPaths(RuleBasedStateMachine):
-    """The tree does what a dictionary from paths to confidences does."""
+    """The tree behaves like a dictionary from paths to confidences."""
 
     @initialize()
     def begin(self):
@@ -277,7 +269,7 @@ class AgainstPaths(RuleBasedStateMachine):
         if taken:
             with pytest.raises(ProtocolError, match=f"already has token {taken[0]}"):
                 self.tree.expand(self.nodes[path], *guesses)
-            # None of them, and not those before the one that was refused.
+            # None of them is added, including those before the one that was rejected.
             guesses = []
         else:
             assert self.tree.expand(self.nodes[path], *guesses).token == guesses[0].token

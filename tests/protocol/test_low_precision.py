@@ -1,9 +1,9 @@
-"""In bfloat16 the greedy text is mlx-lm's plain one, or leaves it where two tokens are equal but for rounding.
+"""In bfloat16, greedy text equals mlx-lm's plain greedy text, or leaves it where rounding decides between two tokens.
 
-A pass over several tokens may add up in another order than a pass for each, and so round to another token where
-two are nearly tied; nobody can then say which is right. Whether it does so depends on the kernels of a machine:
-MLX's for the CPU give the same bits at every width, those of a GPU do not. So the texts are compared as this
-machine makes them, and once more with a target whose wide passes round otherwise than its narrow ones.
+A pass over several tokens may sum in another order than single passes, and so choose another token where two nearly
+tie; then neither is wrong. Whether that happens depends on the kernels: MLX's CPU kernels give the same bits at every
+width, GPU kernels do not. The texts are therefore compared as this machine makes them, and once more with a target
+whose wide passes round differently from its narrow ones.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import runtime
 NUM_TOKENS = 40
 LOOKAHEADS = [1, 3]
 
-# Of weights and prompts; with these, some texts do hang on how wide passes round.
+# Seeds of weights and prompts. With these, some texts depend on how wide passes round.
 SEEDS = {"llama": (0, 1), "qwen3": (0, 1), "gemma3_text": (0, 1), "mamba": (0, 1), "lfm2": (3, 5)}
 
-# What the numbers of bfloat16 are apart, relative to their size.
+# The distance between neighbouring bfloat16 numbers, relative to their size.
 RESOLUTION = 2**-8
 
 FAMILIES: dict[str, Callable[[int], nn.Module]] = {
@@ -57,14 +57,14 @@ def pair(family: str, seed: int) -> Pair:
     draft = near(target, noise=0.05)
     for model in (target, draft):
         model.set_dtype(mx.bfloat16)
-    # Rounded first, so that what the two say differs by the rounding of the passes alone.
+    # Rounded first, so that the two differ by the rounding of the passes only.
     exact.update(tree_map(lambda weight: weight.astype(mx.float32), target.parameters()))
     mx.eval(target, exact, draft)
     return Pair(target, exact, draft)
 
 
 class RoundsOtherwise(Wrapped):
-    """Like the model that it wraps, but for passes over several tokens, which are in float32."""
+    """Like the wrapped model, but passes over several tokens are in float32."""
 
     def __init__(self, model: nn.Module, exact: nn.Module) -> None:
         super().__init__(model)
@@ -84,21 +84,21 @@ def plain(target: nn.Module, prompt: list[int]) -> list[int]:
 async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], lookahead: int) -> list[int]:
     async with runtime.open((target, None), (draft, None)) as rt:
         completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead)
-    # Otherwise nothing was verified in a wide pass, or nothing was undone.
+    # Otherwise nothing was verified in a wide pass, or nothing was rewound.
     assert 0 < completion.statistics.accepted < completion.statistics.proposed
     return [token.id for token in completion.tokens]
 
 
 @attrs.frozen
 class Tie:
-    """Two tokens for the same place.
+    """Two different tokens for one position.
 
     Attributes:
-        margin: how far, in float32, the worse of them is behind the best of all tokens.
-        bound: how far it may be if rounding alone decides. A pass in bfloat16 moves each logit by some error,
-            which is measured here as its largest over the vocabulary. One pass took the one token for the best
-            and another pass the other, so each is behind the best by no more than two errors: its own and the
-            best one's. One step of bfloat16 comes on top, since other kernels err by somewhat more or less.
+        margin: how far the worse token is behind the best of all tokens, in float32.
+        bound: the maximum margin if rounding alone decides. A pass in bfloat16 moves each logit by some error, measured
+            here as its largest over the vocabulary. Each token was the best in one of two passes, so each is behind the
+            best by at most two errors: its own and the best one's. One step of bfloat16 is added, since the errors of
+            other kernels differ a little.
     """
 
     margin: float
@@ -106,7 +106,7 @@ class Tie:
 
 
 def tie(models: Pair, text: list[int], tokens: tuple[int, int]) -> Tie:
-    """How close two tokens are as what comes after a text, which is read at once, whoever wrote it."""
+    """The tie between two tokens after a text, which is read in one pass, whoever wrote it."""
     rounded = models.target(mx.array([text]))[0, -1].astype(mx.float32)
     exact = models.exact(mx.array([text]))[0, -1]
     error = mx.max(mx.abs(rounded - exact)).item()
@@ -118,7 +118,7 @@ def tie(models: Pair, text: list[int], tokens: tuple[int, int]) -> Tie:
 
 
 def departure(models: Pair, prompt: list[int], one: list[int], other: list[int]) -> Tie | None:
-    """How close the tokens are at the first place where two texts differ; None if they do not."""
+    """The tie at the first position where two texts differ; None if they do not."""
     assert len(one) == len(other) == NUM_TOKENS
     for i, tokens in enumerate(zip(one, other, strict=True)):
         if tokens[0] != tokens[1]:
@@ -159,7 +159,7 @@ async def test_so_it_does_where_wide_passes_round_otherwise() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_most_tokens_are_not_tied_with_the_next_best(family: str) -> None:
-    """Else the tests above would let wrong texts through."""
+    """Otherwise the tests above would accept wrong texts."""
     seed = SEEDS[family][0]
     models, prompt = pair(family, seed), prompt_for(seed)
     text = prompt + plain(models.target, prompt)

@@ -1,4 +1,4 @@
-"""The drafter works while the target verifies: a text takes the time of its verify passes alone.
+"""The drafter works while the target verifies: a text takes only the time of its verify passes.
 
 All times are simulated, and made of powers of two, so they are compared with ==.
 """
@@ -30,11 +30,11 @@ PROMPT = [5, 6, 7, 8, 9]
 VERIFY = 32.0
 PREFILL = 4.0
 SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7)}
-"""For each lookahead, the size of the first proposal and of the others, where every guess is right."""
+"""For each lookahead, the size of the first proposal and of the others, if every guess is right."""
 
 
 def free_draft(largest: int) -> float:
-    """A price at which the drafter goes as far ahead as it may within one verify pass; a power of two."""
+    """A price at which the drafter gets as far ahead as it may within one verify pass; a power of two."""
     price = VERIFY
     while price * (2 * largest + 1) > VERIFY:
         price /= 2
@@ -67,7 +67,7 @@ async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alon
     assert [instant.num_tokens for instant in simulation.instants("proposal")] == sizes
     verifies = simulation.spans("target", "verify")
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
-    # A verdict's text was drafted for already in each round but the last, after which there is none.
+    # In each round except the last, the text after the verdict was already drafted.
     assert completion.statistics.lookahead_hits == len(sizes) - 1
     assert completion.statistics.lookahead_misses == 0
     assert completion.statistics.bonus == sum(size > 0 for size in sizes)
@@ -103,12 +103,12 @@ async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_let
     draft_price: float, autojump_clock: Any
 ) -> None:
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
-    # Draft steps end at the very moments at which verifies do; in this schedule they are heard of first.
+    # Draft steps end at the same moments as verifies; in this schedule they are reported first.
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, schedule=4) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=80)
     verifies, drafts = simulation.spans("target", "verify"), simulation.spans("draft", "draft")
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
-    # Only for the first proposal did it wait, and it got no less out of a round than a lookahead of 4 had.
+    # It waited for the first proposal only, and committed as many tokens per round as with a lookahead of 4.
     assert verifies[0].began == PREFILL + simulation.instants("proposal")[0].num_tokens * draft_price
     assert len(verifies) <= 80 / 5 + 1
     assert completion.statistics.lookahead_misses == completion.statistics.rejected == 0
@@ -121,7 +121,7 @@ async def test_by_itself_a_drafter_rests_once_it_is_far_enough_ahead(autojump_cl
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=1000)
         await trio.sleep(500)
-        # A whole proposal, the token after it, and another whole one are the most that can be asked for next.
+        # A whole proposal, the token after it, and another whole proposal are the most that can be needed next.
         num_drafts = len(simulation.spans("draft", "draft"))
         assert 8 < num_drafts <= 2 * MAX_LOOKAHEAD + 1
         await trio.sleep(500)
@@ -141,7 +141,7 @@ async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: int, autoj
 
 
 async def test_a_drafter_that_is_always_wrong_costs_one_draft_a_round(autojump_clock: Any) -> None:
-    # The verdict finds the drafter resting, so what is waited for is what the next proposal needs, and no more.
+    # The verdict finds the drafter resting, so the target waits for exactly what the next proposal needs.
     price = priced(prefill=PREFILL, draft=1.0, verify=VERIFY)
     for lookahead in (1, 2, 3):
         draft = ScriptedModel(agreeing(0.0))
@@ -160,7 +160,7 @@ async def test_with_drafting_dearer_than_verifying_the_target_waits_for_drafts_a
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         await text_of(simulation, PROMPT, max_tokens=20, lookahead=1)
         drafts = simulation.spans("draft", "draft")
-        # Two tokens a round, and the drafter drafts all of them, one after the other, without a pause.
+        # Two tokens per round. The drafter drafts all of them, one after the other, without a pause.
         assert all(before.ended == after.began for before, after in itertools.pairwise(drafts))
         assert trio.current_time() == PREFILL + 19 * 8.0 + 1.0
 
@@ -168,8 +168,8 @@ async def test_with_drafting_dearer_than_verifying_the_target_waits_for_drafts_a
 async def test_a_draft_that_is_running_when_the_verdict_comes_is_of_use_where_the_text_goes_its_way(
     autojump_clock: Any,
 ) -> None:
-    # Drafts end at 3, 6, 9; the first is proposed at 3, and its verdict comes at 7: it commits what the second
-    # one said, and the third goes on from there.
+    # Drafts end at 3, 6, 9. The first is proposed at 3, and its verdict comes at 7: it commits the token that the
+    # second draft guessed, and the third continues from there.
     price = priced(prefill=0.0, draft=3.0, verify=4.0)
     draft = ScriptedModel(truthful)
     async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
@@ -201,10 +201,10 @@ async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> Non
         await text_of(simulation, PROMPT, max_tokens=20, lookahead=3)
         took = trio.current_time()
     if cannot == "target":
-        # The first proposal is waited for; every other one is there already.
+        # The target waits for the first proposal; every other one is there already.
         assert took == PREFILL + 3 * 1.0 + 20 * VERIFY
     else:
-        # A guess at one token beyond what is committed needs the verdict first: it is waited for.
+        # A guess at one token beyond the committed text needs the verdict first, so the target waits for it.
         assert took == PREFILL + 10 * (1.0 + VERIFY)
 
 

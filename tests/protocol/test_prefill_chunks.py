@@ -17,7 +17,7 @@ from protocol.trace import Span
 
 
 def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
-    """The sizes of the first passes on a device on which a pass takes so long."""
+    """The sizes of the first passes on a device whose passes take `seconds_of(size)`."""
     chunk_size = PrefillChunkSize()
     passes = []
     for _ in range(num_passes):
@@ -27,7 +27,7 @@ def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
 
 
 def test_sizes_double_while_that_is_cheap_and_fits() -> None:
-    # Half a millisecond a token, however many: 256 of them fit into a fifth of a second.
+    # Half a millisecond per token at every size: 256 of them fit into a fifth of a second.
     assert sizes(lambda n: 0.0005 * n, 7) == [16, 32, 64, 128, 256, 256, 256]
 
 
@@ -48,7 +48,7 @@ def test_a_device_that_is_too_slow_for_any_size_makes_the_shortest_passes() -> N
 
 
 def test_large_passes_that_buy_nothing_are_not_made() -> None:
-    # As FACTS of a CPU: above 64 tokens, a token costs more.
+    # As measured on a CPU: above 64 tokens, a token costs more.
     passes = sizes(lambda n: n * (0.0001 if n <= 64 else 0.0002), 10)
     assert passes[-1] == 64
 

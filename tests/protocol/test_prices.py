@@ -1,4 +1,4 @@
-"""Prices are found from measured passes, whatever was drafted beside them, and in whatever order that is reported."""
+"""Prices are found from measured passes, whatever was drafted beside them and in whatever order that is reported."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_si
 @given(drafts=st.lists(spans, min_size=3, max_size=12), seed=st.integers(0, 100))
 @deterministic
 def test_it_makes_no_difference_whether_a_pass_is_heard_of_before_or_after_the_drafts_beside_it(drafts, seed):
-    """A draft step that ended before the pass did is heard of first; but its task may come to say so later."""
+    """A draft step that ended before the pass is usually reported before it, but its task may run later."""
     dice = random.Random(seed)
     sorted_out, as_it_comes = Prices(), Prices()
     at = 0.0
     for steps in drafts:
-        # One after the other, all within the pass but for the last, which ends after it.
+        # One after the other, all within the pass except the last, which ends after it.
         ends, now = [], at
         for gap, length in steps:
             ends.append((now + gap, now + gap + length))
@@ -167,7 +167,7 @@ def test_before_a_step_was_seen_alone_one_beside_the_target_stands_for_it():
     assert prices.draft_s(1, beside_target=False) == 0.5
 
 
-# --- what speculating brings ----------------------------------------------------------------------
+# --- gains of speculation -------------------------------------------------------------------------
 
 
 def known(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:

@@ -1,4 +1,4 @@
-"""Prompt lookup, compared with a search through the whole text that is evidently right; and its costs, counted."""
+"""Prompt lookup, compared with an evidently right search through the whole text; and its costs, counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def index_of(text: Iterable[int], **bounds: int) -> PromptLookup:
 
 
 def searched(text: Sequence[int], beyond: Sequence[int], most: int, longest: int, shortest: int) -> Found | None:
-    """What a lookup should find, by definition: the longest match, and of those the last one."""
+    """The result of a lookup by definition: the longest match, and of those the last one."""
     whole = [*text, *beyond]
     for n in range(longest, shortest - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
@@ -36,7 +36,7 @@ def searched(text: Sequence[int], beyond: Sequence[int], most: int, longest: int
     return None
 
 
-# --- what is found --------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def test_what_came_after_the_last_tokens_before_comes_again():
@@ -67,7 +67,7 @@ def test_a_match_is_no_longer_than_the_longest_looked_for():
 
 
 def test_a_match_that_occurred_once_is_as_long_as_it_really_is():
-    # Of an n-gram that occurred once only the shortest part is entered; the rest is read from the text.
+    # Only the shortest part of an n-gram that occurred once is entered; the rest is read from the text.
     assert index_of([0, 1, 2, 3, 9, 4, 1, 2, 3]).lookup(num_tokens=1) == Found((9,), match_length=3)
 
 
@@ -108,7 +108,7 @@ def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_toke
 
 @st.composite
 def lookups(draw: Callable[..., object]) -> tuple[list[list[int]], list[int], int, int, int]:
-    """A text in pieces, a draft, how much is wanted, and bounds; of few ids, so that there is much to find."""
+    """A text in pieces, a draft, the number of tokens wanted, and bounds; few ids, so that there are many matches."""
     tokens = st.integers(0, draw(st.integers(0, 3)))
     longest = draw(st.integers(1, 9))
     return (
@@ -184,11 +184,11 @@ def test_every_token_found_is_as_sure_as_the_match_would_be_were_those_before_it
         assert again.confidences == found.confidences[i : i + 1]
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- costs ----------------------------------------------------------------------------------------
 
 
 class Counted(int):
-    """An id that counts how often ids are looked at: hashed or compared."""
+    """An id that counts how often ids are hashed or compared."""
 
     looks = 0
 

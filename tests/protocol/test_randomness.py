@@ -37,7 +37,7 @@ def test_a_key_is_the_same_each_time_whatever_was_drawn_in_between():
 
 
 def test_numbers_are_spread_as_splitmix64_spreads_them():
-    # The first three numbers that the published generator gives for seed 0.
+    # The first three numbers of the published generator for seed 0.
     golden = 0x9E3779B97F4A7C15
     first_three = [_mix(i * golden % 2**64) for i in range(3)]
     assert first_three == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

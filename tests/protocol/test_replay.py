@@ -69,15 +69,15 @@ def test_what_is_carried_until_it_is_settled_costs_about_one_pass(
             break
     else:
         pytest.fail("never settled")
-    # Not before the rent has come to the price of settling, and not later than the round in which it does.
+    # Not before the rent has reached the price of settling, and not later than the round in which it does.
     assert rent > price(pending + 1) * (1 - 1e-6)
     assert rent - pending * price.per_token <= price(pending - per_round + 1) * (1 + 1e-6)
 
 
 def test_nothing_pending_is_nothing_owed() -> None:
     price, debt = affine(1.0, 0.3), ReplayDebt()
-    # One round of carrying two tokens comes to less than a pass; what was paid before all was well again does
-    # not count towards the next debt.
+    # The rent of one round with two tokens is less than a pass. What was paid before the debt was cleared does not
+    # count towards the next debt.
     for _ in range(50):
         assert not debt.should_settle(2, price, 0.0)
         assert not debt.should_settle(0, price, 0.0)

@@ -1,7 +1,7 @@
-"""Where a seed's text is exact, and where it is a matter of rounding: passes of several tokens against passes of one.
+"""Where the text of a seed is exact, and where it depends on rounding: passes of several tokens against passes of one.
 
 `longcat_flash` shows both kinds of rounding. Its latent attention uses another formula for one token than for several,
-so logits differ more between widths than elsewhere; and its router picks experts by scores that may nearly tie.
+so logits differ more between widths than elsewhere. Its router picks experts by scores that may nearly tie.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 NUM_TEXTS, NUM_TOKENS, WIDTH = 32, 48, 4
 TOP_K = 2
-# By how much rounding moves logits (of some 2) and a router's scores (which sum to 1) in these models.
+# How far rounding moves logits (of about 2) and a router's scores (which sum to 1) in these models.
 LOGITS_ROUNDING, SCORES_ROUNDING = 5e-3, 1e-4
 
 
 @attrs.frozen
 class Read:
-    """What a model says of texts.
+    """A model's outputs for some texts.
 
     Attributes:
         logits: (texts, tokens, V).
-        scores: (texts, tokens, layers, experts) of its routers, by which they pick.
+        scores: (texts, tokens, layers, experts) scores by which its routers pick experts.
     """
 
     logits: mx.array
@@ -41,14 +41,14 @@ class Read:
 
     @property
     def margins(self) -> mx.array:
-        """(texts, tokens, layers) how far the last expert that is picked leads before the first that is not."""
+        """(texts, tokens, layers) lead of the last picked expert over the first that is not picked."""
         ordered = mx.sort(self.scores, axis=-1)
         return ordered[..., -TOP_K] - ordered[..., -TOP_K - 1]
 
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
-    """The scores of every router that is asked, in order."""
+    """The scores of every router call, in order."""
     seen: list[mx.array] = []
     ask = longcat_flash.LongcatFlashTopkRouter.__call__
 
@@ -84,7 +84,7 @@ def test_widths_differ_by_rounding_alone_unless_a_router_was_to_choose_between_e
     alone, together = read(model, texts, 1, routed), read(model, texts, WIDTH, routed)
     differ = (alone.picks != together.picks).any(axis=-1)
     assert mx.where(differ, alone.margins, 0).max().item() < SCORES_ROUNDING
-    # From where another expert was picked on, all that follows in the text has read other keys and values.
+    # After a different expert was picked, all that follows in the text has read other keys and values.
     is_after = mx.cumsum(differ.any(axis=-1).astype(mx.int32), axis=1) > 0
     moved = mx.abs(alone.logits - together.logits).max(axis=-1)
     assert mx.where(is_after, 0, moved).max().item() < LOGITS_ROUNDING
@@ -109,6 +109,6 @@ def test_a_router_that_has_to_choose_between_equals_may_choose_otherwise_at_anot
             jumps.append(moved)
         else:
             assert moved < LOGITS_ROUNDING
-    # Rounding decides, in some of these. What follows is no rounding any more.
+    # Rounding decides in some of these texts. What follows differs by more than rounding.
     assert jumps
     assert max(jumps) > 10 * LOGITS_ROUNDING

@@ -49,7 +49,7 @@ def verdict(of: SessionState, num_accepted: int, token: int | None, *, single_st
 
 
 def a_round(of: SessionState, proposed: tuple[int, ...], num_accepted: int, token: int | None, **more) -> Commit:
-    """One whole round."""
+    """A whole round; returns its commit."""
     assert of.propose(proposal(of, *proposed))
     commit = of.apply(verdict(of, num_accepted, token, **more))
     assert commit is not None
@@ -153,7 +153,7 @@ def test_the_docstring_draws_the_table_as_it_is():
     assert drawn == {(state, event.__name__, following) for (state, event), following in TRANSITIONS.items()}
 
 
-# --- what may not be said -------------------------------------------------------------------------
+# --- messages that must not occur -----------------------------------------------------------------
 
 
 HANDLERS = (
@@ -553,7 +553,7 @@ def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, t
     )
 
 
-# --- the end of the text: stop strings, and what the user named ------------------------------------
+# --- the end of the text: stop strings and stop tokens --------------------------------------------
 
 
 @given(
@@ -619,7 +619,7 @@ def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_i
     assert commit.finish_reason == ("stop" if token in (7, *named) else None)
 
 
-# --- two copies and a bad wire --------------------------------------------------------------------
+# --- two copies and an unreliable channel ---------------------------------------------------------
 
 
 class TwoCopies(RuleBasedStateMachine):
@@ -677,7 +677,7 @@ class TwoCopies(RuleBasedStateMachine):
                 return tokens, "length"
         return tokens, None
 
-    # What the drafter does.
+    # Steps of the drafter.
 
     @precondition(lambda self: self.drafter.phase is SessionPhase.PROPOSING)
     @rule(num_right=st.integers(0, 4), wrong=st.lists(st.integers(0, 5), max_size=3))
@@ -721,7 +721,7 @@ class TwoCopies(RuleBasedStateMachine):
         else:
             self.to_target.append(message)
 
-    # What the target does.
+    # Steps of the target.
 
     @precondition(
         lambda self: self.target.phase in (SessionPhase.VERIFYING, SessionPhase.RESTING, SessionPhase.UNDRAFTED)
@@ -738,7 +738,7 @@ class TwoCopies(RuleBasedStateMachine):
             token = None
         message = verdict(self.target, num_accepted, token, single_step=single_step)
         if self.string_ends_at is not None:
-            # Which only the target can know.
+            # Only the target can know this.
             nth = self.string_ends_at - self.target.num_generated
             if nth <= len(self.target.preview(message).tokens):
                 message = attrs.evolve(message, stop=Stop("end", nth))
@@ -749,7 +749,7 @@ class TwoCopies(RuleBasedStateMachine):
         if is_awaited:
             self.to_drafter.append(message)
 
-    # What the channel does.
+    # Steps of the channel.
 
     @precondition(lambda self: self.to_target)
     @rule()
@@ -769,13 +769,13 @@ class TwoCopies(RuleBasedStateMachine):
             assert to.outstanding is on_the_table
             assert to.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
         elif isinstance(message, Rest | Overdue):
-            # Both sides may have sent one at the same time, and then the later end holds.
+            # Both sides may have sent one at the same time; then the later end holds.
             is_over = to.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED) or message.until <= max(
                 to.round, to.rests_until
             )
             assert to.rest(message) is not is_over
         else:
-            # A proposal may come to a target that has gone on alone, for a round or for good.
+            # A proposal may come to a target that continues alone, for a round or for good.
             is_late = to.phase is SessionPhase.CLOSED or (
                 isinstance(message, Proposal) and (to.phase is not SessionPhase.PROPOSING or message.round < to.round)
             )
@@ -797,7 +797,7 @@ class TwoCopies(RuleBasedStateMachine):
             self.late["target" if to is self.target else "drafter"] += 1
         assert snapshot(to) == before
 
-    # What the consumer does.
+    # Steps of the consumer.
 
     @rule(whom=st.sampled_from([("drafter",), ("target",), ("drafter", "target")]))
     def close(self, whom):
@@ -805,7 +805,7 @@ class TwoCopies(RuleBasedStateMachine):
         for name in whom:
             getattr(self, name).close(Close(SESSION))
 
-    # What must always hold.
+    # Invariants.
 
     @invariant()
     def text_is_the_targets(self):
@@ -865,7 +865,7 @@ class TwoCopies(RuleBasedStateMachine):
             assert snapshot(self.drafter)[:-1] == snapshot(self.target)[:-1]
 
     def run_to_the_end(self) -> None:
-        """Let both go on, undisturbed, while there is anything to do."""
+        """Let both continue, undisturbed, while there is anything to do."""
         for _ in range(60):
             while self.to_target:
                 self.deliver_to_target()

@@ -1,4 +1,4 @@
-"""Settings are checked in full before they are used."""
+"""Settings are checked completely before they are used."""
 
 from __future__ import annotations
 

@@ -263,5 +263,6 @@ async def test_a_stream_that_gives_up_waiting_waits_no_more_from_that_moment_on(
         rt = simulation.runtime
         streams = [rt.stream([1]), rt.stream([2])]
         assert (rt.num_streams, rt.num_waiting) == (1, 1)
-        del streams[1]
+        with pytest.warns(ResourceWarning, match="dropped unread"):
+            del streams[1]
         assert (rt.num_streams, rt.num_waiting) == (1, 0)

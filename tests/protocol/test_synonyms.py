@@ -1,4 +1,4 @@
-"""An argument's name from another library is answered with its name here."""
+"""An argument's name in another library is answered with its name here."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_every_way_to_open_says_what_is_missing(options: dict[str, Any], s
     [
         ({"model": "x"}, "there is no setting 'model'; it is target= of open()"),
         ({"target_model": "x"}, "there is no setting 'target_model'; it is target= of open()"),
-        # Before a model is loaded: there is none.
+        # Before a model is loaded: there is none at this path.
         ({"target": "/no/such/model", "draft_model": "x"}, "there is no setting 'draft_model'; it is draft= of open()"),
         ({}, MISSING),
     ],

@@ -1,4 +1,4 @@
-"""The target queue as the drafter sees it; and streams at once are no slower than one after another."""
+"""The target queue as the drafter sees it; and concurrent streams are no slower than one after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.target_queue import TargetQueue
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import SimulatedStreams, run_many_streams
 
-# --- who is when ----------------------------------------------------------------------------------
+# --- estimated times ------------------------------------------------------------------------------
 
 
 def test_what_is_left_is_the_rest_of_the_first_and_all_of_those_behind_it():
@@ -50,7 +50,7 @@ def test_the_target_was_busy_since_a_moment_if_it_is_or_something_ended_after_it
     assert [target_queue.was_busy_since(moment) for moment in (13.0, 14.0, 15.0)] == [True, False, False]
 
 
-# --- what the rules make of it --------------------------------------------------------------------
+# --- decisions of the rules -----------------------------------------------------------------------
 
 
 def priced() -> Prices:
@@ -82,7 +82,7 @@ def auto() -> AutoPolicy:
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
     assert auto().proposal(view_of(1, queue_slack_s=0.0)) is not None
     assert auto().proposal(view_of(1, queue_slack_s=0.4)) is None
-    # A step that ends after them costs the time from their end to its own.
+    # A step that ends after the queue costs the time from the queue's end to its own.
     assert auto().proposal(view_of(1, queue_slack_s=0.05)) is not None
 
 
@@ -110,7 +110,7 @@ def test_a_budget_ends_where_the_passes_of_others_do():
 def both(
     scenario: Scenario, num_streams: int, lookahead: int | str = "auto"
 ) -> tuple[SimulatedStreams, SimulatedStreams]:
-    """One after another, and at once."""
+    """The same streams one after another, and at once."""
     trio._core._run._r.seed(0)
     alone, at_once = (
         run_many_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
@@ -122,11 +122,11 @@ def both(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_streams", [2, 5])
 @pytest.mark.parametrize(
-    ("acceptance", "cost", "slope", "contention", "least"),
+    ("acceptance", "cost", "slope", "contention", "min_speed_ratio"),
     [
         (0.3, 0.05, 0.06, 0.0, 1.0),
         (0.3, 0.2, 0.06, 0.0, 1.1),
-        (0.3, 0.2, 0.3, 0.3, 0.98),  # there is nothing to win by drafting, and nearly nothing to lose
+        (0.3, 0.2, 0.3, 0.3, 0.98),  # drafting gains nothing here, and costs nearly nothing
         (0.6, 0.1, 0.3, 0.3, 1.0),
         (0.6, 0.35, 0.06, 0.0, 1.15),
         (0.85, 0.1, 0.06, 0.0, 1.15),
@@ -134,15 +134,17 @@ def both(
         (0.3, 0.2, 0.3, 1.0, 0.98),
     ],
 )
-def test_streams_at_once_are_not_slower_than_one_after_another(acceptance, cost, slope, contention, least, num_streams):
+def test_streams_at_once_are_not_slower_than_one_after_another(
+    acceptance, cost, slope, contention, min_speed_ratio, num_streams
+):
     alone, at_once = both(Scenario(acceptance, cost, verify_slope=slope, contention=contention), num_streams)
-    assert at_once.speed >= least * alone.speed
-    # For the target there is nearly always somebody's proposal.
+    assert at_once.speed >= min_speed_ratio * alone.speed
+    # The target nearly always has a proposal of some stream.
     assert at_once.target_busy >= 0.9
 
 
 def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
-    # A single text says little where the two are even.
+    # A single text says little when the two are even.
     ratios = []
     for seed in range(4):
         alone, at_once = both(Scenario(0.85, 0.1, contention=1.0, seed=seed), 2)

@@ -135,7 +135,7 @@ def test_the_message_about_a_number_has_the_same_form(options, message):
     assert message_of(check_number, "share", NAN, **options) == message
 
 
-# --- as others use them ---------------------------------------------------------------------------
+# --- uses -----------------------------------------------------------------------------------------
 
 
 def test_the_caller_says_which_error_to_raise():

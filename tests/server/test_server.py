@@ -33,6 +33,7 @@ from asgi import (
 from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from scripted import ScriptedModel, hashed, priced
 
 import runtime
@@ -74,10 +75,12 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
         assert reasons[-1] == answer.json["choices"][0]["finish_reason"] == ("length" if ending == "length" else "stop")
         assert set(reasons[:-1]) == {None}
         assert len({(event["id"], event["created"], event["model"], event["object"]) for event in streamed.events}) == 1
+        chunk: Any
+        one: Any
         chunk, one = (ChatChunk, ChatCompletion) if path == CHAT else (Completion, Completion)
-        one.model_validate(answer.json, strict=True)
+        TypeAdapter(one).validate_python(answer.json, strict=True)
         for event in streamed.events:
-            chunk.model_validate(event, strict=True)
+            TypeAdapter(chunk).validate_python(event, strict=True)
         if path == CHAT:
             roles = [event["choices"][0]["delta"].get("role") for event in streamed.events]
             assert roles == ["assistant"] + [None] * (len(roles) - 1)
@@ -186,8 +189,8 @@ def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> N
 
 
 def test_a_part_of_a_character_has_no_bytes() -> None:
-    assert serializers._named("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
-    assert serializers._named("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+    assert serializers._top_logprob("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
+    assert serializers._top_logprob("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
 
 
 # --- thoughts -------------------------------------------------------------------------------------
@@ -302,38 +305,38 @@ def test_a_full_house_is_not_sent_a_body() -> None:
 
 def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     now = 0.0
-    house = RequestAdmission(2, 1, lambda: now)
-    assert house.retry_after_s == 1
+    admission = RequestAdmission(2, 1, lambda: now)
+    assert admission.retry_after_s == 1
     for seconds in (30.0, 10.0):
-        with house.room():
+        with admission.admit():
             now += seconds
-    assert house.retry_after_s == 10
-    with house.room():
+    assert admission.retry_after_s == 10
+    with admission.admit():
         now += 10_000
-    assert house.retry_after_s == 60
-    with house.room(), house.room(), house.room():
-        assert house.num_within == 3
-        with pytest.raises(ErrorResponse, match="try again in 60 s"), house.room():
+    assert admission.retry_after_s == 60
+    with admission.admit(), admission.admit(), admission.admit():
+        assert admission.num_admitted == 3
+        with pytest.raises(ErrorResponse, match="try again in 60 s"), admission.admit():
             pass
-    assert house.num_within == 0
+    assert admission.num_admitted == 0
 
 
 def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
     now = 0.0
-    house = RequestAdmission(2, 1, lambda: now)
-    with house.room(), house.room():
+    admission = RequestAdmission(2, 1, lambda: now)
+    with admission.admit(), admission.admit():
         now += 20
-        assert house.retry_after_s == 10
-        with suppress(ErrorResponse), house.room():
+        assert admission.retry_after_s == 10
+        with suppress(ErrorResponse), admission.admit():
             raise ErrorResponse(400, "no")
-        assert house.retry_after_s == 10
+        assert admission.retry_after_s == 10
         with (
-            house.room(),
+            admission.admit(),
             pytest.raises(ErrorResponse, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full,
         ):
-            house.check_room()
+            admission.check()
         assert full.value.headers == {"Retry-After": "7"}
-    assert house.retry_after_s == 7
+    assert admission.retry_after_s == 7
 
 
 # --- clients that leave ---------------------------------------------------------------------------
@@ -645,7 +648,7 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
         assert {"target", "draft"} == {span["actor"] for span in heard}
         assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
         assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
-        Completion.model_validate(answer.events[0], strict=True)
+        TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
 
     simulated_server(test)
 
@@ -678,7 +681,7 @@ def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> 
         assert all(before != after for before, after in itertools.pairwise(states))
         rested = [i.at for i in server.simulation.instants("rest")]
         assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-        Completion.model_validate(answer.events[0], strict=True)
+        TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
 
     wrong = hashed("wrong", 4.0)
     simulated_server(
@@ -688,10 +691,10 @@ def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
-    record = timelines.Record([], began=10.0)
+    record = timelines.Timeline([], began=10.0)
     for at, kind in enumerate(kinds.split(), start=10):
         record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
-    assert [(change["at"], change["state"]) for change in record.news()["drafter"]] == [
+    assert [(change["at"], change["state"]) for change in record.new_activity()["drafter"]] == [
         (1.0, "drafting"),
         (3.0, "overdue"),
         (5.0, "drafting"),
@@ -701,7 +704,7 @@ def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
         (10.0, "drafting"),
         (11.0, "left"),
     ]
-    assert record.news() == {"spans": [], "drafter": []}
+    assert record.new_activity() == {"spans": [], "drafter": []}
 
 
 def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:
@@ -769,10 +772,10 @@ WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_s
 def test_only_answers_that_were_watched_are_remembered_and_only_so_many() -> None:
     async def test(server: Served) -> None:
         unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
-        told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MOST_ANSWERS + 2)]
+        told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MAX_TIMELINES + 2)]
         assert len(set(told)) == len(told)
-        assert list(server.timelines._records) == told[2:]
-        assert len(server.timelines._by_session) == timelines.MOST_ANSWERS
+        assert list(server.timelines._timelines) == told[2:]
+        assert len(server.timelines._by_session) == timelines.MAX_TIMELINES
         for gone in (unwatched.events[0]["id"], told[0], told[1]):
             assert (await server.ask(f"/timelines/{gone}")).status == 404
 
@@ -780,11 +783,11 @@ def test_only_answers_that_were_watched_are_remembered_and_only_so_many() -> Non
 
 
 def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
-    monkeypatch.setattr(timelines, "MOST_EVENTS", 10)
+    monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
 
     async def test(server: Served) -> None:
         id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-        _, record = server.timelines._records[id]
+        _, record = server.timelines._timelines[id]
         assert len(record.events) == 10
         assert record.num_lost > 0
 

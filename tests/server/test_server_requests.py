@@ -28,7 +28,7 @@ from scripted import ScriptedModel
 
 from protocol.settings import settings_from
 from runtime.server.endpoint import Limits
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, read
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, parse_request
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -131,7 +131,7 @@ def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
 )
 def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperature: Any, wanted: Any) -> None:
     body = json.dumps({**DEF, "draft_temperature": draft_temperature}).encode()
-    assert read(CompletionRequest, body).settings() == wanted
+    assert parse_request(CompletionRequest, body).settings() == wanted
 
 
 # Null in the requests of some clients.
@@ -221,7 +221,7 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
         ({"max_new_tokens": 1}, "max_new_tokens", "did you mean 'max_tokens'?"),
         ({"draft_tokens": 1}, "draft_tokens", "did you mean 'lookahead'?"),
         ({"draft_temperature": -1}, "draft_temperature", "draft_temperature must be at least 0, got -1"),
-        ({"functions": []}, "functions", "there are no tools here; leave it out"),
+        ({"functions": []}, "functions", "tools are not supported; leave it out"),
         ({"zzz": 1}, "zzz", "leave it out"),
         ({"temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
         ({"temperature": "hot"}, "temperature", 'temperature must be a number, got "hot"'),
@@ -230,7 +230,7 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 3.5}, "max_tokens", "max_tokens must be a whole number, got 3.5"),
         ({"seed": 2**64}, "seed", f"seed must be at most {2**64 - 1}, got {2**64}"),
-        ({"stop": ["a", ""]}, "stop.1", "stop.1 must be there, and not empty"),
+        ({"stop": ["a", ""]}, "stop.1", "stop.1 must be text of at least 1 character"),
         ({"stop": 3}, "stop", "stop must be text or a list, got 3"),
         ({"stop": ["x"] * 17}, "stop", "stop must be a list of at most 16"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a", 'logit_bias must have token ids for keys, got "a"'),
@@ -240,13 +240,13 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
         ({"n": 2}, "n", "n must be at most 1, got 2; send several requests"),
         ({"n": True}, "n", "n must be a whole number, got true"),
         ({"stream": "yes"}, "stream", 'stream must be true or false, got "yes"'),
-        ({"stream_options": {}}, "stream_options", "only with stream: true"),
+        ({"stream_options": {}}, "stream_options", "need stream: true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", 'no field "x" here'),
         ({"lookahead": "far"}, "lookahead", "lookahead must be a whole number or 'auto', got \"far\""),
         (
             {"logit_bias": {str(i): 1 for i in range(10_001)}},
             "logit_bias",
-            "logit_bias must be of at most 10000 entries",
+            "logit_bias must be an object of at most 10000 entries",
         ),
         ({"response_format": {"type": "xml"}}, "response_format", "whose type is one of 'text', 'json_object'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing; add it"),
@@ -283,15 +283,15 @@ def test_a_field_that_is_wrong_is_named_with_its_bound(
         (COMPLETIONS, {"prompt": [64]}, "prompt", "outside the target's vocabulary"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "token ids of at least 0, got -1"),
         (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "echo must be false, got true"),
-        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "one answer a request"),
-        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "nothing can be filled in here"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "a request has one answer"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "filling in text is not supported"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "at most 20, got 21"),
         (COMPLETIONS, {"prompt": "a", "messages": []}, "messages", "no field"),
         (CHAT, {}, "messages", "messages is missing"),
-        (CHAT, {"messages": []}, "messages", "there, and not empty"),
-        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "there are no tools here"),
+        (CHAT, {"messages": []}, "messages", "messages must be a list of at least 1, got []"),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "tools are not supported"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "image_url"),
-        (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools", "there are no tools here"),
+        (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools", "tools are not supported"),
         (CHAT, {**HELLO, "tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
         (CHAT, {**HELLO, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         (CHAT, {**HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),

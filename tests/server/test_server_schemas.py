@@ -128,14 +128,14 @@ def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was() -> None:
                 else:
                     with pytest.raises(ErrorResponse, match=complaint) as refused:
                         await made.grammar(PLAIN, "a")
-                    assert (refused.value.status, refused.value.detail.param) == (400, "response_format")
+                    assert (refused.value.status, refused.value.detail["param"]) == (400, "response_format")
             assert len(check.asked) == 1
 
     run(main)
 
 
 def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(monkeypatch: Any) -> None:
-    monkeypatch.setattr(schemas_module, "_REMEMBERED", 2)
+    monkeypatch.setattr(schemas_module, "_MAX_OUTCOMES", 2)
 
     async def main() -> None:
         check = ScriptedCheck()
@@ -205,7 +205,7 @@ def test_a_check_that_cannot_be_made_is_not_the_client_s_fault() -> None:
     async def main() -> None:
         with pytest.raises(ErrorResponse, match="try again") as refused:
             await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(PLAIN, "a")
-        assert (refused.value.status, refused.value.detail.code) == (503, "schemas_unavailable")
+        assert (refused.value.status, refused.value.detail["code"]) == (503, "schemas_unavailable")
 
     run(main)
 

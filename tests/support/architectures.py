@@ -1,7 +1,7 @@
-"""Every architecture of mlx-lm, tiny: how to build it, which caches it makes, or why it is left out.
+"""Every architecture of mlx-lm in tiny form: how to build it, which caches it makes, or why it is left out.
 
-The weights are random, in float32, and drawn wide enough that texts are varied and hang on all that the caches
-hold. Windows are of 8 to 16 tokens, so that a text of 72 crosses them several times.
+The weights are random float32, drawn wide enough that texts are varied and depend on everything that the caches hold.
+Windows are of 8 to 16 tokens, so that a text of 72 tokens crosses them several times.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from models import Wrapped, draw_weights
 
 from actors.model import RewindMode
 
 VOCAB_SIZE = 64
 
-# What most architectures ask for, by the names that most of them use; an architecture takes what it knows.
+# Arguments that most architectures need, under the names that most of them use. An architecture takes those it knows.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -96,15 +96,15 @@ _LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 
 @attrs.frozen
 class Architecture:
-    """How to build a module's model.
+    """How to build the model of one mlx-lm module.
 
     Attributes:
         kinds: the classes of its caches, sorted.
-        args: what it asks for beyond, or other than, what is common.
-        seed: of its weights.
-        embedding: how wide its embeddings are drawn; less where an architecture scales them up, so that its
-            layers have a say over what comes next.
-        is_stepwise: whether a pass over several tokens gives other logits than a pass for each.
+        args: arguments beyond `_COMMON`, or different from it.
+        seed: seed of its weights.
+        embedding: scale of its embeddings; smaller for an architecture that scales them up, so that its layers still
+            affect the next token.
+        is_stepwise: whether one pass over several tokens gives other logits than one pass per token.
     """
 
     kinds: tuple[str, ...]
@@ -119,7 +119,7 @@ def _of(*kinds: str, seed: int = 0, embedding: float = 2.0, is_stepwise: bool = 
 
 
 def _text(**args: Any) -> dict[str, Any]:
-    """The language half of a model that also sees."""
+    """The configuration of the language model in a vision-language model."""
     return _COMMON | args
 
 
@@ -233,7 +233,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         dense_attention_every_n_layers=2,
         ff_intermediate_size=48,
         gegelu_limit=20.0,
-        vocab_size=100_352,  # it has ids up to there by name
+        vocab_size=100_352,  # it refers to special ids up to there
         blocksparse_block_size=32,
         blocksparse_num_local_blocks=2,
         blocksparse_vert_stride=2,
@@ -258,7 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "talkie": _of(KV),
     "telechat3": _of(KV),
     "youtu_llm": _of(KV),
-    # --- full attention, with keys of an index beside it
+    # --- full attention, and an index with keys of its own
     "deepseek_v32": _of("CacheList(KVCache, KVCache)", index_head_dim=8, index_n_heads=2, index_topk=16),
     "glm_moe_dsa": _of(
         "CacheList(KVCache, KVCache)",
@@ -413,7 +413,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         share_expert_dim=16,
         moe_layers_enum="1,2",
     ),
-    # --- chunks
+    # --- chunked attention
     "llama4": _of(
         CHUNKED,
         KV,
@@ -597,7 +597,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         block_types=["recurrent", "recurrent", "attention"],
     ),
     "rwkv7": _of(ARRAYS, seed=3, a_low_rank_dim=8, v_low_rank_dim=8, gate_low_rank_dim=8, decay_low_rank_dim=8),
-    # --- a cache of its own
+    # --- a cache class of its own
     "deepseek_v41": _of(
         "LayerCache",
         num_hidden_layers=3,
@@ -615,7 +615,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-# What can be built and not run without Metal.
+# Architectures that can be built anywhere, but run with Metal only.
 FOR_METAL: dict[str, Architecture] = {
     "bitnet": _of(KV),
     "muse_spark": _of(
@@ -634,7 +634,7 @@ FOR_METAL: dict[str, Architecture] = {
     ),
 }
 
-# Parts that models are made of, without one of their own.
+# Modules that models are made of, without a model of their own.
 _PARTS = (
     "activations",
     "base",
@@ -660,13 +660,13 @@ LEFT_OUT: dict[str, str] = {
 
 
 def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
-    """A module's model with random weights, evaluated."""
+    """The model of a module with random weights, evaluated."""
     architecture = ARCHITECTURES.get(name) or FOR_METAL[name]
     module = importlib.import_module(f"mlx_lm.models.{name}")
     args = module.ModelArgs.from_dict(_COMMON | {"model_type": name} | architecture.args | changes)
     seed = architecture.seed if seed is None else seed
     mx.random.seed(seed)  # for decays, which some models draw themselves
-    return _wide(module.Model(args), seed, architecture.embedding)
+    return draw_weights(module.Model(args), seed, embedding=architecture.embedding)
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
@@ -680,51 +680,15 @@ def _kind(layer: Any) -> str:
     return type(layer).__name__
 
 
-def _wide(model: nn.Module, seed: int, embedding: float) -> nn.Module:
-    """Redraw what a model draws at random, at a scale at which its layers have a say over what comes next."""
-    weights = [
-        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
-    ]
-    keys = mx.random.split(mx.random.key(seed), len(weights))
-    drawn = []
-    for (name, weight), key in zip(weights, keys, strict=True):
-        # The last axis is what goes in, but for a convolution of each channel with itself, (channels, width, 1).
-        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
-        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
-        # Decays and steps are set to what makes sense, not drawn.
-        if mx.issubdtype(weight.dtype, mx.integer):  # packed
-            drawn.append((name, mx.random.randint(0, mx.iinfo(weight.dtype).max, weight.shape, weight.dtype, key=key)))
-        elif not name.endswith("A_log"):
-            drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
-    model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
-    return model
-
-
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-class Leaning(nn.Module):
-    """A model that leans towards one token after each, so that two of them agree often and not always."""
+class Leaning(Wrapped):
+    """A model with a preferred successor for each token, so that two such models agree often, but not always."""
 
-    # One way around all tokens.
+    # A cycle through all tokens.
     _FOLLOWING = mx.array([(5 * token + 17) % VOCAB_SIZE for token in range(VOCAB_SIZE)])
     LEAN = 3.2  # in standard deviations of the model's logits
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def args(self) -> Any:
-        return self.model.args
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self.model.layers
-
-    def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self.model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits = self.model(inputs, cache=cache)
@@ -732,38 +696,38 @@ class Leaning(nn.Module):
         return logits / mx.std(logits, axis=-1, keepdims=True) + self.LEAN * following
 
 
-# --- the fake at the other end ---------------------------------------------------------------------
+# --- a fake for the other model of a pair ---------------------------------------------------------
 
 
-class Knowing:
-    """A model that knows what comes at each position, wherever the text before came from.
+class PositionalModel:
+    """A model that knows the token at each position, whatever the text before it.
 
-    It can go back to any length, and stands for the other model where only one of the two is under test: for a
-    drafter that is right as often as its text is, or for a target whose text a drafter cannot always guess.
+    It stands for the other model where only one of a pair is under test: a drafter that is right as often as its text
+    is, or a target whose text a drafter cannot always guess. It can rewind to any length.
     """
 
     context_length = None
 
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
-        """A model.
+        """Create a model.
 
         Args:
-            text: what it knows, prompt included. Beyond its end, it says the last token again and again.
+            text: the prompt and what follows it. Beyond its end, the model repeats the last token.
             vocab_size: the width of its logits.
         """
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
-    def open_sequence(self, *, beside_another: bool) -> KnowingLine:
-        return KnowingLine(self)
+    def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
+        return PositionalSequence(self)
 
 
-class KnowingLine:
-    """One text in a model that knows it: a number of tokens is all that it holds."""
+class PositionalSequence:
+    """A sequence of a model that knows the text; its only state is a length."""
 
     depends_on_passes = False
 
-    def __init__(self, model: Knowing) -> None:
+    def __init__(self, model: PositionalModel) -> None:
         self._model = model
         self._length = 0
 

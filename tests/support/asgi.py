@@ -32,12 +32,12 @@ JSON = {"content-type": "application/json"}
 
 @attrs.define(slots=False)
 class Exchange:
-    """A request and what has come back by now.
+    """A request, and the response so far.
 
     Attributes:
-        sent: what the application has sent.
-        times: when.
-        over_at: when the application was done with it; None before.
+        sent: the messages that the application has sent.
+        times: when it sent each, in simulated seconds.
+        over_at: when the application returned; None before.
     """
 
     scope: dict[str, Any]
@@ -50,7 +50,7 @@ class Exchange:
     _changed: trio.Event = attrs.Factory(trio.Event)
 
     def give(self, body: bytes, *, more: bool = False) -> None:
-        """Send a part of the body."""
+        """Send a part of the request body."""
         self._coming[0].send_nowait({"type": "http.request", "body": body, "more_body": more})
 
     def leave(self) -> None:
@@ -58,12 +58,12 @@ class Exchange:
         self._coming[0].send_nowait({"type": "http.disconnect"})
 
     async def until(self, is_so: Callable[[Exchange], bool]) -> None:
-        """Wait until something holds of what has come back."""
+        """Wait until a condition holds for the response so far."""
         while not is_so(self):
             await self._changed.wait()
 
     async def run(self, app: Any) -> None:
-        """Have the application answer; as an HTTP server has it, its errors go no further."""
+        """Run the application on the request; an HTTP server catches its errors, and so does this."""
         try:
             await app(self.scope, self._receive, self._send)
         except Exception as error:
@@ -87,7 +87,7 @@ class Exchange:
         self._changed.set()
         self._changed = trio.Event()
 
-    # What has come back.
+    # The response.
 
     @property
     def status(self) -> int:
@@ -105,7 +105,7 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has come to its end."""
+        """Whether the whole response has come."""
         return bool(self.sent[1:]) and not self.sent[-1].get("more_body", False)
 
     @property
@@ -115,7 +115,7 @@ class Exchange:
 
     @property
     def fault(self) -> dict[str, Any]:
-        """What an error says; asserts that it is one, and as OpenAI's clients read it."""
+        """The error of an error response; asserts that it has the form that OpenAI's clients read."""
         assert self.status >= 400
         assert set(self.json) == {"error"}
         assert set(self.json["error"]) == {"message", "type", "param", "code"}
@@ -124,7 +124,7 @@ class Exchange:
 
     @property
     def events(self) -> list[Any]:
-        """Data of the server-sent events so far, [DONE] left out; asserts that nothing else was sent but comments."""
+        """Data of the server-sent events so far, without [DONE]; asserts that nothing else was sent except comments."""
         assert self.status == 200
         assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
         text = self.body.decode()
@@ -137,17 +137,17 @@ class Exchange:
 
     @property
     def is_done(self) -> bool:
-        """Whether [DONE] has come, in the end."""
+        """Whether [DONE] has come, at the end."""
         return self.body.endswith(b"data: [DONE]\n\n")
 
     @property
     def text(self) -> str:
-        """What the answer says, whole or of chunks."""
+        """The text of the response, from one body or from chunks."""
         return self._joined("text", "content")
 
     @property
     def thought(self) -> str:
-        """Likewise, what it thinks."""
+        """The reasoning of the response, from one body or from chunks."""
         return self._joined("reasoning_content", "reasoning_content")
 
     def _joined(self, of_completion: str, of_chat: str) -> str:
@@ -169,15 +169,15 @@ async def exchange(
     body: Any = None,
     address: str = "127.0.0.1",
 ) -> AsyncIterator[Exchange]:
-    """An exchange with an application, which is over when the block is left.
+    """An exchange with an application; exit waits for its end.
 
     Args:
         app: the application.
-        path: and query.
-        method: if None, POST where something is to be completed, else GET.
-        headers: beside the host; those of a JSON body if None and there is one.
-        body: what is made JSON of; bytes are sent as they are; None is left to be given, but for GET.
-        address: of the client.
+        path: path and query.
+        method: by default POST for completions, else GET.
+        headers: headers besides Host; by default those of a JSON body for POST.
+        body: serialized as JSON, bytes excepted. With None, a GET has an empty body; a POST's body is left to `give`.
+        address: address of the client.
     """
     method = method or ("POST" if path.endswith("completions") else "GET")
     given = {"host": "localhost:8000", **(JSON if headers is None and method == "POST" else headers or {})}
@@ -214,7 +214,7 @@ async def ask(app: Any, path: str, body: Any = None, **more: Any) -> Exchange:
 
 
 async def figures(app: Any) -> dict[tuple[str, str], float]:
-    """What `/metrics` says, by name and the value of the one label, if there is one."""
+    """The figures of `/metrics`, by name and the value of their label, if they have one."""
     answer = await ask(app, "/metrics")
     assert answer.status == 200
     return {
@@ -228,13 +228,12 @@ async def figures(app: Any) -> dict[tuple[str, str], float]:
 
 
 class Letters:
-    """A tokenizer for scripted models: a character for each of 64 ids; the last ends the text.
+    """A tokenizer for scripted models: one character for each of 64 ids. A newline ends the text.
 
-    Its chat template says each message's role and content in letters, and a full stop.
+    Its chat template writes each message as role, colon, content and full stop.
     """
 
     ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123 \n.,:</>"
-    END = 63  # is ">" where it does not end the text
 
     bos_token = None
     has_tool_calling = False
@@ -245,7 +244,7 @@ class Letters:
         self.template = template
         self.has_thinking = thinks
         self.has_chat_template = template is not None
-        # Of several tokens each.
+        # Tags of several tokens each.
         self.think_start, self.think_end = ("<t>", "</t>")
         self.think_start_tokens = tuple(self.encode(self.think_start))
         self.think_end_tokens = tuple(self.encode(self.think_end))
@@ -273,25 +272,25 @@ class Letters:
 
 
 class Aside:
-    """What takes the place of threads in simulated time."""
+    """A stand-in for worker threads in simulated time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        """Takes so long for each."""
+        """Each call takes `seconds`."""
         self.seconds = seconds
 
     async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
         async with limiter:
-            # As a thread that has begun, whether or not somebody waits for it to the end.
+            # Run it now: a thread that has begun runs to its end, whether or not anybody waits for it.
             done = outcome.capture(do)
             await trio.sleep(self.seconds)
             return done.unwrap()
 
 
 class ScriptedCheck:
-    """What takes the place of the process that tries out grammars."""
+    """A stand-in for the process that tries out grammars."""
 
     def __init__(self, seconds: float = 0.0, outcome: Outcome = "done") -> None:
-        """Takes so long for each, and finds this."""
+        """Each check takes `seconds` and has this outcome."""
         self.seconds = seconds
         self.outcome = outcome
         self.num_at_once = 0
@@ -313,9 +312,9 @@ class Served:
 
     Attributes:
         app: the application.
-        simulation: what is behind it.
-        tokenizer: the target's.
-        timelines: what it remembers.
+        simulation: the runtime behind it.
+        tokenizer: the target's tokenizer.
+        timelines: the timelines that it keeps.
     """
 
     app: Any
@@ -332,7 +331,7 @@ class Served:
         return exchange(self.app, path, body=body, **more)
 
     async def outcomes(self) -> dict[str, float]:
-        """How many requests have come to which end."""
+        """Number of requests by outcome."""
         found = await figures(self.app)
         return {label: n for (name, label), n in found.items() if name == "outrider_requests_total" and n}
 
@@ -354,14 +353,14 @@ async def served(
 ) -> AsyncIterator[Served]:
     """A server over scripted models; needs an autojumping clock.
 
-    Leaving it asserts what leaving `simulated` does.
+    Asserts on exit what `simulated` asserts.
 
     Args:
         target, draft, max_streams, price, schedule: see `simulated`.
-        tokenizer: the target's.
-        tokenising_s: seconds that it takes to get a prompt ready.
+        tokenizer: the target's tokenizer.
+        tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, **service: see `Service`.
-        small: what the drafter is called.
+        small: name of the draft model.
         check: tries out grammars.
     """
     tokenizer, timelines = tokenizer or Letters(), Timelines()
@@ -369,12 +368,14 @@ async def served(
         target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price, schedule=schedule
     ) as simulation:
         offered = Service(MODEL, small, max_streams=max_streams, max_waiting=max_waiting, **service)
-        app = application(simulation.runtime, offered, timelines, check or ScriptedCheck(), aside=Aside(tokenising_s))
+        app = application(
+            simulation.runtime, offered, timelines, check or ScriptedCheck(), background=Aside(tokenising_s)
+        )
         yield Served(app, simulation, tokenizer, timelines)
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
-    """A text, cut at places that may lie beyond its end."""
+    """The parts of a text between cuts; cuts may lie beyond its end."""
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
@@ -387,14 +388,14 @@ DEF: dict[str, Any] = {"prompt": "def f"}
 
 
 def looping(history: Sequence[int]) -> Sequence[float]:
-    """Logits that hang on the last token, so that texts repeat themselves; with no end."""
+    """A script that depends on the last token only, so that texts repeat themselves, and that never ends a text."""
     logits = list(hashed("loop", 4.0)(history[-1:]))
     logits[Letters.ALPHABET.index("\n")] = -5.0
     return logits
 
 
 def saying(text: str, start: int) -> Script:
-    """A model that says this and ends, after a prompt of so many tokens."""
+    """A script that says `text` and ends it, after a prompt of `start` tokens."""
     said = Letters().encode(text + "\n")
 
     def script(history: Sequence[int]) -> Sequence[float]:
@@ -434,7 +435,7 @@ def watched_streams(server: Served) -> list[tuple[Settings, Any]]:
 
 
 async def direct(server: Served, body: dict[str, Any], **keywords: Any) -> Any:
-    """What the runtime itself says to the prompt of a request."""
+    """The runtime's own result for the prompt of a request."""
     if "messages" in body:
         prompt = server.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
     else:

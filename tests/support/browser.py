@@ -1,7 +1,7 @@
-"""A real browser that opens a page, does what a script says, and tells what came of it.
+"""A real browser that opens a page, runs a script in it, and returns the script's result.
 
-Chromium by itself is enough: the script goes into a copy of the page, and what it returns into the document that
-Chromium prints.
+Needs Chromium only: the script is inserted into a copy of the page, and its result into the document that Chromium
+prints.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 IN_APPLICATIONS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 VARIABLE = "OUTRIDER_CHROMIUM"
 
-# Generous, since it is no expectation but a way out of a hang.
+# Ends a hang; not an expectation.
 HANGS_S = 120
 
-# Gone wrong is gone wrong: an error anywhere in the page is what comes back. And frames are drawn when the script says
-# so, since the browser prints the document as soon as it is loaded.
+# Errors anywhere in the page are collected and returned. Frames are drawn when the script says so, because Chromium
+# prints the document as soon as it is loaded.
 BEFORE = """<script>
 window.wrong = [];
 addEventListener("error", (event) => wrong.push(String(event.message)));
@@ -68,7 +68,7 @@ AFTER = """<script>
 
 
 def find() -> str | None:
-    """Chromium, or a browser made of it: the one that the environment names, else one that is installed."""
+    """Path of Chromium or a browser based on it: the one that the environment names, else one that is installed."""
     if VARIABLE in os.environ:
         return os.environ[VARIABLE]
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -81,8 +81,8 @@ def visit(page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
     Args:
         page: HTML.
         script: the body of a function; it may use what `AFTER` defines.
-        scratch: a directory to work in.
-        width: of the window, in CSS pixels.
+        scratch: a directory for temporary files.
+        width: width of the window in CSS pixels.
     """
     browser = find()
     assert browser is not None, f"no Chromium was found; install it, or say in {VARIABLE} where it is"
@@ -92,7 +92,7 @@ def visit(page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
     )
     arguments = [browser, "--headless", "--disable-gpu", "--no-first-run", f"--user-data-dir={scratch / 'profile'}"]
     if sys.platform == "linux" and os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # which root cannot have
+        arguments.append("--no-sandbox")  # root cannot have a sandbox
     arguments += [f"--window-size={width},900", "--dump-dom", file.as_uri()]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=HANGS_S, check=True)
     outcome = re.search(r'<pre id="outcome">(.*?)</pre>', done.stdout, re.DOTALL)

@@ -24,12 +24,12 @@ TEXT = prompt_of(120, vocab_size=VOCAB_SIZE)
 WINDOW = 8  # of all rotating caches here
 
 
-# Rounding in float32 moves the logits, which are of some 5, by less. A token too many or too few moves them by 0.1.
+# Rounding in float32 moves the logits (of about 5) by less. A token too many or too few moves them by 0.1.
 ATOL = 1e-4
 
 
 class Concatenating(Wrapped):
-    """A model whose caches are concatenated anew for each pass."""
+    """A model whose caches are `ConcatenateKVCache`s."""
 
     def make_cache(self) -> list[Any]:
         return [ConcatenateKVCache() for _ in self.layers]
@@ -37,7 +37,7 @@ class Concatenating(Wrapped):
 
 @attrs.frozen
 class Subject:
-    """A model with caches of some kind, and its own account of a text: one token a pass, nothing taken back."""
+    """A model with caches of some kind, and its reference logits: one token per pass, without rewinds."""
 
     model: nn.Module
     options: CacheOptions = attrs.Factory(CacheOptions)
@@ -48,7 +48,7 @@ class Subject:
         return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
 
     def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
-        """The logits after a text, of which the first tokens were fed at once."""
+        """The logits after a text whose first `num_prefilled` tokens were fed in one pass."""
         if (num_prefilled, text) not in self._rows:
             self._read(num_prefilled, text)
         return self._rows[num_prefilled, text]

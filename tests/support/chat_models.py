@@ -1,4 +1,4 @@
-"""A scripted chat model: its tokenizer, chat templates, and what it says."""
+"""A scripted chat model: its tokenizer, chat templates, and its answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TEMPLATE = """\
 """
 
 
-# As Qwen's: thinking may be switched off by an empty thought in front of the answer.
+# Like Qwen's template: an empty reasoning block before the answer turns reasoning off.
 THINKING_TEMPLATE = TEMPLATE.replace(
     "<|assistant|>{%", "<|assistant|>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{%"
 )
 
 
-# As DeepSeek's: the prompt ends in the tag.
+# Like DeepSeek's template: the prompt ends with the opening tag.
 BEGUN_TEMPLATE = TEMPLATE.replace("<|assistant|>{%", "<|assistant|><think>\n{%")
 
 
@@ -38,7 +38,7 @@ ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 
 @functools.cache
 def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> TokenizerWrapper:
-    """The demo pair's, with a chat template and what that takes."""
+    """The demo pair's tokenizer with a chat template and the tokens that it needs."""
     base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
     base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else [])], special_tokens=True)
     base.chat_template = template
@@ -51,7 +51,10 @@ def target(seed: int = 0) -> nn.Module:
 
 
 def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:
-    """Has the model answer with given texts, turn by turn, after what the template begins each answer with."""
+    """A logits processor that makes the model give these answers, turn by turn.
+
+    `lead` is the text with which the template begins each answer.
+    """
     mark = of.convert_tokens_to_ids("<|assistant|>")
     lines = [of.encode(answer + "<|endoftext|>", add_special_tokens=False) for answer in answers]
     num_led = len(of.encode(lead, add_special_tokens=False))
@@ -61,7 +64,7 @@ def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsP
         ids = tokens.tolist()
         line = lines[ids.count(mark) - 1]
         num_said = ids[::-1].index(mark) - num_led
-        # A drafter may wonder what comes after the end.
+        # A drafter may ask what comes after the end.
         wanted = line[min(num_said, len(line) - 1)]
         return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -mx.inf)[None]
 

@@ -1,9 +1,8 @@
-"""The command line as a child process: its environment, pseudo-terminals, and models on disk."""
+"""The command line as a child process: its environment, and pseudo-terminals."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import sys
@@ -11,40 +10,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import trio
-from mlx.utils import tree_flatten
-from models import VOCAB_SIZE, llama
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from models import llama, save
 
 ROOT = Path(__file__).parents[2]
 
 
-# Generous, since it is no expectation but a way out of a hang.
+# Ends a hang; not an expectation.
 HANGS_S = 120
 
 
 def save_model(where: Path, *, context: int) -> Path:
-    """A tiny model as `mlx_lm.load` finds it; its words are w0, w1, …, and none of them ends the text."""
-    model = llama(max_position_embeddings=context)
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(attrs_of(model.args)))
-    mx.save_safetensors(str(where / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)
-    return where
-
-
-def attrs_of(args: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if value is not None}
+    """Save a tiny model with a context of `context` tokens; see `models.save`."""
+    return Path(save(where, llama(max_position_embeddings=context)))
 
 
 def environment() -> dict[str, str]:
-    """Of a process whose output does not depend on who runs the tests."""
+    """An environment in which a process's output does not depend on who runs the tests."""
     without = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TRANSFORMERS_VERBOSITY", "LINES"}
     ours = {name: value for name, value in os.environ.items() if name not in without}
     return ours | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUTF8": "1"}
@@ -52,7 +34,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Process]:
-    """`python -m runtime …` as a process, which is gone when the block is left."""
+    """`python -m runtime …` as a process. It is killed on exit if it still runs."""
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "runtime", *arguments], env=environment(), **{"stdin": -3, **streams}
     )
@@ -72,7 +54,7 @@ async def outrider(*arguments: str, **streams: Any) -> AsyncIterator[trio.Proces
 
 @contextlib.asynccontextmanager
 async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
-    """A terminal: the side that a person sees, and the side that a process has."""
+    """A pseudo-terminal: the stream of its master side, and the file descriptor of its slave side."""
     seen, given = pty.openpty()
     try:
         async with trio.lowlevel.FdStream(seen) as stream:
@@ -83,7 +65,7 @@ async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
 
 
 async def read_all(stream: Any) -> str:
-    """All that comes; a terminal that nobody holds any more says so with an error."""
+    """All that comes until the end. A terminal that no process holds any more reports the end as an error."""
     parts = bytearray()
     with contextlib.suppress(trio.BrokenResourceError):
         async for part in stream:
@@ -96,7 +78,7 @@ def broken_weights(model: Path) -> None:
 
 
 async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
-    """How `chat` ends that is given some lines, and what it says."""
+    """Run `chat` with lines on its standard input. Returns its exit status, standard output and standard error."""
     async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
         await process.stdin.send_all(lines.encode())
         await process.stdin.aclose()

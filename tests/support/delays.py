@@ -14,13 +14,13 @@ from scripted import (
 
 from protocol.lookahead_policy import ChainPolicy
 
-# Zero among them: then everything happens at once, in an order that trio's dice decide.
+# With zero, everything happens at once, in an order that trio chooses at random.
 COSTS = [0.0, 0.25, 1.0, 3.0, 8.0, 20.0]
 
 
 @attrs.frozen
-class Restful(ChainPolicy):
-    """A fixed lookahead that leaves rounds to the target, and goes on doing so, by turns."""
+class RestingPolicy(ChainPolicy):
+    """A fixed lookahead whose decisions to rest (to leave a round to the target) come from a given sequence."""
 
     turns: Iterator[bool] = attrs.field(kw_only=True)
 
@@ -31,11 +31,11 @@ class Restful(ChainPolicy):
         return next(self.turns)
 
 
-def tuples(elements: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(elements, min_size=1, max_size=most).map(tuple)
+def tuples(elements: st.SearchStrategy[Any], max_size: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(elements, min_size=1, max_size=max_size).map(tuple)
 
 
-def by_turns(costs: Sequence[float]) -> Price:
-    """A price that is drawn from a list, whatever the job."""
+def cycled_prices(costs: Sequence[float]) -> Price:
+    """A price that goes through a list again and again, whatever the job."""
     following: Iterator[float] = itertools.cycle(costs)
     return lambda job: next(following)

@@ -11,8 +11,8 @@ from scripted import (
     Price,
 )
 
-# Rows: after which token. The target never puts 2 after 0, where the drafter likes it best; and what the target
-# likes best after 3, the drafter never says.
+# Row i: probabilities after token i. The target never says 2 after 0, where the drafter likes it best. The drafter
+# never says 1 after 3, where the target likes it best.
 TARGET = ((0.45, 0.35, 0.00, 0.20), (0.10, 0.20, 0.30, 0.40), (0.25, 0.25, 0.25, 0.25), (0.05, 0.70, 0.20, 0.05))
 
 
@@ -27,13 +27,13 @@ SIGNIFICANCE = 1e-4
 
 
 def random_price(seed: int, part: float = 1.0) -> Price:
-    """Jobs that take random times, of either actor, so that verdicts come in all stages of drafting."""
+    """Random prices for the jobs of both actors, so that verdicts arrive in every stage of drafting."""
     dice = random.Random(seed)
     return lambda job: part * dice.choice([0.0, 0.5, 1.0, 2.0, 3.0, 7.0, 11.0])
 
 
 def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]]) -> float:
-    """Pearson's test over several independent samples."""
+    """The p-value of Pearson's chi-square test over several independent samples, each of (counts, probabilities)."""
     statistic, degrees = 0.0, 0
     for counts, probs in samples:
         num_draws = sum(counts.values())

@@ -8,7 +8,7 @@ from runtime.terminal.display import Display
 
 
 class Interrupted(Display):
-    """Has a signal sent to the process when something is about to be done."""
+    """A display that sends a signal to the process when it is to show an activity that begins with `at`."""
 
     at = ""
     number = signal.SIGINT

@@ -1,8 +1,8 @@
-"""Clients that behave as clients do, all at once, on a real server with the demo pair.
+"""A load test: many clients with realistic behaviour on a real server with the demo pair.
 
-Run it with `python tests/support/load.py --help`.
-Each goes by a plan of its own: it streams to the end, leaves at any moment, sends garbage, or reads slowly. The models
-are copies in float32: in bfloat16 on CPU a text may hang on how wide the passes were that made it.
+Run it with `python tests/support/load.py --help`. Each client follows a random plan: it streams to the end, leaves at
+any moment, sends garbage, or reads slowly. The models are copies in float32: in bfloat16 on CPU, a text can depend on
+the width of the passes that made it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MAX_STREAMS = 4
 STALLED_S = 5
 PREFILL_STEP_SIZE = 64
 
-# Of the time that everything takes, this part goes by before the server's size is taken note of.
+# The share of the run after which samples of the server's size count.
 WARM_UP = 0.25
 
 PROBES = 20
 
-# Between two visits. Who never paused would be in again by the place that it has just left, and who was told to come
-# back would find the house full for ever.
-MOST_PAUSE_S = 2
+# Pause between two visits. Without a pause, a client would take again the place that it has just left, and clients that
+# were told to retry would always find the server full.
+MAX_PAUSE_S = 2
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ class Server:
     """A server in a process of its own.
 
     Attributes:
-        port: at which it listens.
-        process: it.
-        said: what it has written to stderr, line by line; the first line says where the server is.
+        port: the port at which it listens.
+        process: the process.
+        said: the lines that it has written to stderr; the first contains its address.
     """
 
     port: int
@@ -88,7 +88,7 @@ class Server:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines on stderr that are no entries of the access log for requests that went well."""
+        """Lines on stderr other than the access log's entries for requests that did not fail on the server."""
         return [line for line in self.said[1:] if not ACCESS_LINE.fullmatch(line)]
 
     async def health(self) -> dict[str, Any]:
@@ -99,10 +99,10 @@ class Server:
 
 @asynccontextmanager
 async def served(*arguments: str) -> AsyncIterator[Server]:
-    """`outrider serve` with the demo pair in float32; stopped with SIGTERM in the end, which must end it well.
+    """`outrider serve` with the demo pair in float32. SIGTERM on exit must end it with status 0.
 
     Args:
-        arguments: more of them.
+        arguments: further arguments of `serve`.
     """
     with tempfile.TemporaryDirectory() as folder:
         pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
@@ -143,11 +143,11 @@ async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
             yield line.decode()
 
 
-# --- what is asked --------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
-def asked(number: int) -> dict[str, Any]:
-    """One of the requests that clients make; the same for the same number."""
+def request_body(number: int) -> dict[str, Any]:
+    """The body of request `number`; the same each time."""
     dice = random.Random(number)
     prompt = dice.choice(DEMO_PROMPTS) + "".join(
         f"    {dice.choice(['x', 'y', 'total', 'items'])} = {dice.randrange(100)}\n" for _ in range(dice.randrange(4))
@@ -157,16 +157,16 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def long_prompt(dice: random.Random) -> str:
-    """One that takes some passes to read, and is not cached."""
+    """A prompt that needs several prefill passes and is not cached."""
     return "".join(f"value_{dice.randrange(10**6)} = {dice.randrange(10**6)}\n" for _ in range(30))
 
 
-# --- how clients behave ---------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Sample:
-    """How a server was, so many seconds after the beginning."""
+    """Measurements of a server, `at_s` seconds after the start."""
 
     at_s: float
     resident_bytes: int
@@ -177,16 +177,16 @@ class Sample:
 
 
 @attrs.define
-class Seen:
-    """What clients have seen.
+class Observations:
+    """Observations of all clients.
 
     Attributes:
-        done: how often each plan was followed to its end.
-        statuses: of answers.
-        texts: that were finished, and how often, by the number of the request.
-        gaps_s: between the chunks of streams that were read to their end at once.
-        problems: what should not have been.
-        samples: of the server, two a second.
+        done: how often each plan was completed.
+        statuses: statuses of responses, counted.
+        texts: finished texts, counted, by the number of the request.
+        gaps_s: seconds between the chunks of streams that were read without pauses.
+        problems: descriptions of what went wrong.
+        samples: measurements of the server, two a second.
     """
 
     done: Counter[str] = attrs.Factory(Counter)
@@ -197,8 +197,8 @@ class Seen:
     samples: list[Sample] = attrs.Factory(list)
 
 
-class _Told(Exception):
-    """To come back later."""
+class _RetryLater(Exception):
+    """The server told the client to retry later."""
 
     def __init__(self, after_s: float) -> None:
         super().__init__()
@@ -207,23 +207,23 @@ class _Told(Exception):
 
 @attrs.define
 class Visitor:
-    """A client, and how it goes about it.
+    """A client.
 
     Attributes:
-        server, seen: of all of them.
-        dice: its own.
-        num_requests: how many different ones there are.
-        doing: what it is about just now.
+        server, observed: shared by all clients.
+        dice: its own random numbers.
+        num_requests: number of different requests.
+        doing: a description of what it does at the moment.
     """
 
     server: Server
-    seen: Seen
+    observed: Observations
     dice: random.Random
     num_requests: int
     doing: str = "nothing"
 
     async def visit(self) -> None:
-        """Do one thing or another, and do it again where the house is full."""
+        """Follow a random plan, and repeat it while the server says that it is full."""
         plans = {
             self.read_whole: 2,
             self.read_stream: 5,
@@ -240,22 +240,22 @@ class Visitor:
             self.doing = f"{plan.__name__}({number}), attempt {attempt}"
             try:
                 await plan(number)
-            except _Told as told:
-                self.doing += f", told to wait for {told.after_s} s"
-                await trio.sleep(told.after_s * self.dice.uniform(1, 1.5))
+            except _RetryLater as error:
+                self.doing += f", told to wait for {error.after_s} s"
+                await trio.sleep(error.after_s * self.dice.uniform(1, 1.5))
             else:
-                self.seen.done[plan.__name__] += 1
+                self.observed.done[plan.__name__] += 1
                 return
 
     async def read_whole(self, number: int) -> None:
         with await connect(self.server.port) as client:
-            await client.send(request("POST", "/v1/completions", asked(number)))
+            await client.send(request("POST", "/v1/completions", request_body(number)))
             answer = await client.answer()
             if answer is None or not answer.is_whole:
-                self.seen.problems.append(f"no whole answer to {number}: {answer}")
+                self.observed.problems.append(f"no whole answer to {number}: {answer}")
                 return
             self._check(answer.status, answer.headers)
-            self.seen.texts.setdefault(number, Counter())[answer.text] += 1
+            self.observed.texts.setdefault(number, Counter())[answer.text] += 1
 
     async def read_stream(self, number: int) -> None:
         with await connect(self.server.port) as client:
@@ -266,16 +266,18 @@ class Visitor:
             await self._read(client, number, pause_s=self.dice.uniform(0, 0.5))
 
     async def leave_early(self, number: int) -> None:
-        data = request("POST", "/v1/completions", asked(number), chunks=self.dice.choice([None, 10]))
+        data = request("POST", "/v1/completions", request_body(number), chunks=self.dice.choice([None, 10]))
         with await connect(self.server.port) as client:
             await client.send(data[: self.dice.randrange(len(data))])
-            await self._go(client)
+            await self._leave(client)
 
     async def leave_waiting(self, number: int) -> None:
         with await connect(self.server.port) as client:
-            await client.send(request("POST", "/v1/completions", {**asked(number), "stream": self.dice.random() < 0.5}))
+            await client.send(
+                request("POST", "/v1/completions", {**request_body(number), "stream": self.dice.random() < 0.5})
+            )
             await trio.sleep(self.dice.uniform(0, 1))
-            await self._go(client)
+            await self._leave(client)
 
     async def leave_long_prompt(self, number: int) -> None:
         with await connect(self.server.port) as client:
@@ -284,15 +286,17 @@ class Visitor:
             await self._begin(client)
             await client.event()
             await trio.sleep(self.dice.uniform(0, 10))
-            await self._go(client)
+            await self._leave(client)
 
     async def leave_in_answer(self, number: int) -> None:
         with await connect(self.server.port) as client:
-            await client.send(request("POST", "/v1/completions", {**asked(number), "max_tokens": 200, "stream": True}))
+            await client.send(
+                request("POST", "/v1/completions", {**request_body(number), "max_tokens": 200, "stream": True})
+            )
             await self._begin(client)
             for _ in range(self.dice.randrange(1, 8)):
                 await client.event()
-            await self._go(client)
+            await self._leave(client)
 
     async def send_garbage(self, number: int) -> None:
         with await connect(self.server.port) as client, suppress(trio.BrokenResourceError):
@@ -302,21 +306,21 @@ class Visitor:
             elif kind == 1:
                 await client.send(request("POST", "/v1/completions", self.dice.randbytes(200)))
             else:
-                body = {**asked(number), self.dice.choice(["temperature", "prompt", "surprise"]): ["no"] * 3}
+                body = {**request_body(number), self.dice.choice(["temperature", "prompt", "surprise"]): ["no"] * 3}
                 await client.send(request("POST", "/v1/completions", body))
             answer = await client.answer()
             if answer is None or answer.status not in (400, 429, 431):
-                self.seen.problems.append(f"garbage got {answer}")
+                self.observed.problems.append(f"garbage got {answer}")
 
     async def _begin(self, client: Client) -> None:
         head = await client.head()
         if head is None:
-            self.seen.problems.append("no answer came")
+            self.observed.problems.append("no answer came")
         else:
             self._check(*head)
 
     async def _read(self, client: Client, number: int, *, pause_s: float) -> None:
-        await client.send(request("POST", "/v1/completions", {**asked(number), "stream": True}))
+        await client.send(request("POST", "/v1/completions", {**request_body(number), "stream": True}))
         await self._begin(client)
         text, reason, at = "", None, None
         while (event := await client.event()) is not None:
@@ -324,67 +328,67 @@ class Visitor:
                 [choice] = json.loads(event[6:])["choices"]
                 if choice["text"] or choice["finish_reason"]:
                     if at is not None and not pause_s:
-                        self.seen.gaps_s.append(time.monotonic() - at)
+                        self.observed.gaps_s.append(time.monotonic() - at)
                     at = time.monotonic()
                 text, reason = text + choice["text"], choice["finish_reason"]
             if pause_s:
                 await trio.sleep(pause_s)
         if reason is None:
-            self.seen.problems.append(f"the stream of {number} has no end: {text!r}")
-        self.seen.texts.setdefault(number, Counter())[text] += 1
+            self.observed.problems.append(f"the stream of {number} has no end: {text!r}")
+        self.observed.texts.setdefault(number, Counter())[text] += 1
 
     def _check(self, status: int, headers: Any) -> None:
-        self.seen.statuses[status] += 1
+        self.observed.statuses[status] += 1
         if status == 429:
-            raise _Told(float(headers["retry-after"]))
+            raise _RetryLater(float(headers["retry-after"]))
         if status != 200:
-            self.seen.problems.append(f"status {status}")
+            self.observed.problems.append(f"status {status}")
 
-    async def _go(self, client: Client) -> None:
+    async def _leave(self, client: Client) -> None:
         self.dice.choice([client.leave, client.reset])()
 
 
-async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, num_requests: int) -> Seen:
-    """Let clients at a server.
+async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, num_requests: int) -> Observations:
+    """Run many clients on a server.
 
     Args:
-        server: it.
-        seconds: for which new visits begin.
-        num_clients: at a time.
-        seed: of all that they do.
-        num_requests: how many different ones there are.
+        server: the server.
+        seconds: time during which new visits begin.
+        num_clients: number of concurrent clients.
+        seed: seed of all random choices.
+        num_requests: number of different requests.
     """
-    seen, began = Seen(), time.monotonic()
+    observed, began = Observations(), time.monotonic()
 
     async def come_and_go(number: int) -> None:
-        visitor = Visitor(server, seen, random.Random(seed * 100_003 + number), num_requests)
-        await trio.sleep(visitor.dice.uniform(0, MOST_PAUSE_S))
+        visitor = Visitor(server, observed, random.Random(seed * 100_003 + number), num_requests)
+        await trio.sleep(visitor.dice.uniform(0, MAX_PAUSE_S))
         while time.monotonic() < began + seconds:
-            # Where the server lets somebody down, this is to end all the same.
+            # End the test even if the server never responds.
             with trio.move_on_after(300) as patience:
                 await visitor.visit()
             if patience.cancelled_caught and "told to wait" in visitor.doing:
-                # Who comes when somebody leaves is in before who was told to come back.
-                seen.done["gave up"] += 1
+                # Newcomers may take each free place before a client that was told to retry.
+                observed.done["gave up"] += 1
             elif patience.cancelled_caught:
-                seen.problems.append(f"after 300 s a visitor was at {visitor.doing}")
-            await trio.sleep(visitor.dice.uniform(0, MOST_PAUSE_S))
+                observed.problems.append(f"after 300 s a visitor was at {visitor.doing}")
+            await trio.sleep(visitor.dice.uniform(0, MAX_PAUSE_S))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_take_samples, server, seen, began)
+        nursery.start_soon(_take_samples, server, observed, began)
         async with trio.open_nursery() as visitors:
             for number in range(num_clients):
                 visitors.start_soon(come_and_go, number)
         nursery.cancel_scope.cancel()
-    return seen
+    return observed
 
 
-async def _take_samples(server: Server, seen: Seen, began: float) -> None:
+async def _take_samples(server: Server, observed: Observations, began: float) -> None:
     while True:
         state = await server.health()
         if not state["ok"] or state["streams"] > MAX_STREAMS:
-            seen.problems.append(f"the server says {state}")
-        seen.samples.append(
+            observed.problems.append(f"the server says {state}")
+        observed.samples.append(
             Sample(
                 time.monotonic() - began,
                 server.resident_bytes,
@@ -397,48 +401,48 @@ async def _take_samples(server: Server, seen: Seen, began: float) -> None:
         await trio.sleep(0.5)
 
 
-# --- afterwards -----------------------------------------------------------------------------------
+# --- after the storm ------------------------------------------------------------------------------
 
 
 async def nobody_left(server: Server) -> None:
-    """Return when all are gone."""
+    """Wait until no stream runs or waits."""
     while (state := await server.health())["streams"] or state["waiting"]:
         pass
 
 
-async def wrong_texts(server: Server, seen: Seen) -> list[str]:
-    """The finished texts that are not what the same request gives alone."""
+async def wrong_texts(server: Server, observed: Observations) -> list[str]:
+    """The finished texts that differ from the result of the same request alone."""
     wrong = []
-    for number, texts in seen.texts.items():
-        alone = (await ask(server.port, request("POST", "/v1/completions", asked(number)))).text
+    for number, texts in observed.texts.items():
+        alone = (await ask(server.port, request("POST", "/v1/completions", request_body(number)))).text
         wrong += [f"request {number}: {text!r}, alone {alone!r}" for text in texts if text != alone]
     return wrong
 
 
 async def rounds_alone_s(server: Server) -> list[float]:
-    """Seconds between the chunks of streams that have the models for themselves."""
-    seen = Seen()
-    visitor = Visitor(server, seen, random.Random(1), 1)
+    """Seconds between the chunks of streams that run alone."""
+    observed = Observations()
+    visitor = Visitor(server, observed, random.Random(1), 1)
     for number in range(PROBES):
         await visitor.read_stream(number)
-    return seen.gaps_s
+    return observed.gaps_s
 
 
 async def first_token_s(server: Server) -> float:
-    """Seconds for one token after a short prompt that is cached."""
+    """Seconds until one token after a short, cached prompt."""
     began = time.monotonic()
     await ask(server.port, request("POST", "/v1/completions", {"prompt": DEMO_PROMPTS[0], "max_tokens": 1}))
     return time.monotonic() - began
 
 
 async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[float], list[float]]:
-    """Seconds from a hang-up, by a client alone in the house, until two things are so.
+    """Measure how long a server with one client needs after that client hangs up.
 
     Args:
-        server: it.
-        in_prefill: hang up while a long prompt is being read, else within the answer.
+        server: the server.
+        in_prefill: hang up during the prefill of a long prompt, else within the answer.
 
-    Returns: until the server says that nobody is there; until somebody who came then had a token.
+    Returns: seconds until the server reports no stream; seconds until a client that came then had a token.
     """
     dice, left_s, free_s = random.Random(7), [], []
     for _ in range(PROBES):
@@ -463,17 +467,17 @@ async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[
     return left_s, free_s
 
 
-# --- what is said of it ---------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------------
 
 
-def halves(seen: Seen) -> tuple[list[Sample], list[Sample]]:
-    """The samples after the warm-up, in two parts."""
-    warm = [sample for sample in seen.samples if sample.at_s >= WARM_UP * seen.samples[-1].at_s]
+def halves(observed: Observations) -> tuple[list[Sample], list[Sample]]:
+    """The samples after the warm-up, in two halves."""
+    warm = [sample for sample in observed.samples if sample.at_s >= WARM_UP * observed.samples[-1].at_s]
     return warm[: len(warm) // 2], warm[len(warm) // 2 :]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Some values, in milliseconds."""
+    """Quantiles of some times, in milliseconds."""
     ordered = sorted(values)
     shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
     said = [f"{name} {1000 * ordered[min(len(ordered) - 1, int(s * len(ordered)))]:.0f}" for name, s in shares.items()]
@@ -481,26 +485,28 @@ def spread(values: Sequence[float]) -> str:
 
 
 async def main(minutes: float, num_clients: int, seed: int) -> bool:
-    """Do it, and say what was seen; whether all was well."""
+    """Run the load test and print a report. Returns whether all went well."""
     async with served() as server:
         before = server.num_threads, server.num_files
-        seen = await storm(server, seconds=60 * minutes, num_clients=num_clients, seed=seed, num_requests=60)
+        observed = await storm(server, seconds=60 * minutes, num_clients=num_clients, seed=seed, num_requests=60)
         await nobody_left(server)
         after = server.num_threads, server.num_files
-        first, second = halves(seen)
-        print(f"visits: {dict(seen.done)}; answers: {dict(seen.statuses)}")
-        print(f"finished: {sum(c.total() for c in seen.texts.values())} texts of {len(seen.texts)} requests")
-        print(f"problems: {seen.problems or 'none'}")
+        first, second = halves(observed)
+        print(f"visits: {dict(observed.done)}; answers: {dict(observed.statuses)}")
+        print(f"finished: {sum(c.total() for c in observed.texts.values())} texts of {len(observed.texts)} requests")
+        print(f"problems: {observed.problems or 'none'}")
         print(f"threads and open files: {before} before, {after} after")
         for name in ("resident_bytes", "num_threads", "num_files", "num_streams", "num_waiting"):
             most = [max(getattr(sample, name) for sample in half) for half in (first, second)]
             print(f"most {name}: {most[0]:,} in the first half, {most[1]:,} in the second")
-        print("resident MB over time:", [s.resident_bytes >> 20 for s in itertools.islice(seen.samples, 0, None, 20)])
-        wrong = await wrong_texts(server, seen)
+        print(
+            "resident MB over time:", [s.resident_bytes >> 20 for s in itertools.islice(observed.samples, 0, None, 20)]
+        )
+        wrong = await wrong_texts(server, observed)
         print(f"wrong: {wrong or 'none'}")
         alone_s = await rounds_alone_s(server)
         print(f"between the chunks of a stream alone: {spread(alone_s)}")
-        print(f"between the chunks of one among others: {spread(seen.gaps_s)}")
+        print(f"between the chunks of one among others: {spread(observed.gaps_s)}")
         print(f"one token, alone: {spread([await first_token_s(server) for _ in range(PROBES)])}")
         for in_prefill, where in ((False, "an answer"), (True, "a prompt")):
             left_s, free_s = await after_hanging_up_s(server, in_prefill=in_prefill)
@@ -508,7 +514,7 @@ async def main(minutes: float, num_clients: int, seed: int) -> bool:
                 f"from hanging up in {where} until gone: {spread(left_s)}; until another had a token: {spread(free_s)}"
             )
         print(f"complaints on stderr: {server.complaints or 'none'}")
-        return not (seen.problems or wrong or server.complaints)
+        return not (observed.problems or wrong or server.complaints)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Tiny random models in float32, as real as a test can afford: mlx-lm's own classes, a few thousand weights.
+"""Tiny random models in float32: mlx-lm's own classes with a few thousand weights.
 
-Their weights are drawn wide enough that texts are varied and the best token leads clearly, so that a text
-does not hang on the last bit of a sum.
+Their weights are drawn wide enough that texts are varied and the best token leads clearly. A text then does not depend
+on the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_lm.models import gemma3_text as gemma3_text_module
 from mlx_lm.models import llama as llama_module
 from mlx_lm.models import mamba as mamba_module
 from mlx_lm.models import qwen3 as qwen3_module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -29,26 +29,26 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 80
 
-# Rounding in float32 moves a tiny model's logits by some 1e-6.
+# Rounding in float32 moves a tiny model's logits by about 1e-6.
 CLEAR_LEAD = 1e-4
 
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
-    """Full attention; a `KVCache` a layer."""
-    return _wide(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
+    """Full attention; one `KVCache` per layer."""
+    return draw_weights(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
 
 
 def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention with normalised queries and keys."""
     sizes = _sizes("qwen3", head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
-    return _wide(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
+    return draw_weights(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
-    """Soft-capped logits; names no bound of its context."""
+    """Soft-capped logits; its configuration states no context length."""
     sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
     del sizes["max_position_embeddings"]
-    return _wide(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
+    return draw_weights(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
 
 
 def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
@@ -70,11 +70,11 @@ def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
         v_head_dim=16,
         **changes,
     )
-    return _wide(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
+    return draw_weights(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
 
 
 def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
-    """Three layers that see `window` tokens, in rotating caches, and one that sees all."""
+    """Three layers with a sliding window of `window` tokens, in rotating caches, and one with full attention."""
     sizes = _sizes(
         "gemma3_text",
         num_hidden_layers=4,
@@ -84,17 +84,17 @@ def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module
         sliding_window_pattern=4,
         **changes,
     )
-    return _wide(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
+    return draw_weights(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
 
 
 def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
-    """One layer that sees all, one that sees `window` tokens."""
+    """One layer with full attention, one with a sliding window of `window` tokens."""
     kinds = ["full_attention", "sliding_attention"]
     return llama(seed, layer_types=kinds, sliding_window=window, **changes)
 
 
 def mamba(seed: int = 0, **changes: Any) -> nn.Module:
-    """Recurrent: nothing that went in can be taken out again."""
+    """A recurrent model: tokens cannot be removed from its cache."""
     sizes: dict[str, Any] = {
         "model_type": "mamba",
         "vocab_size": VOCAB_SIZE,
@@ -107,7 +107,7 @@ def mamba(seed: int = 0, **changes: Any) -> nn.Module:
         "use_conv_bias": True,
         "time_step_rank": 2,
     }
-    return _wide(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
+    return draw_weights(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
 
 
 def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
@@ -125,7 +125,7 @@ def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """A model in which something differs from the one that it wraps; subclasses say what."""
+    """A wrapper around a model; subclasses change something about it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Wrapped(nn.Module):
 
 
 class Failing(Wrapped):
-    """A model that fails from when it is told to."""
+    """A model whose forward passes fail once `fails` is set."""
 
     fails = False
 
@@ -158,14 +158,27 @@ class Failing(Wrapped):
 
 
 class Shifted(Wrapped):
-    """Always takes another token than the model that it wraps."""
+    """A model that always prefers another token than the model that it wraps."""
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         return mx.roll(super().__call__(inputs, cache), 1, axis=-1)
 
 
+class Rereading(Wrapped):
+    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        # The tokens themselves are the keys.
+        tokens = inputs[:, None, :, None].astype(mx.float32)
+        seen, _ = cache[0].update_and_fetch(tokens, tokens)
+        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
+
+
 class Padded(Wrapped):
-    """The model with rows for ids that no token has; they never win."""
+    """A model with extra rows of logits for ids that no token has; they never win."""
 
     PAD_LOGIT = -1e9
 
@@ -178,8 +191,32 @@ class Padded(Wrapped):
         return mx.pad(logits, [(0, 0), (0, 0), (0, self._num_rows)], constant_values=self.PAD_LOGIT)
 
 
+def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
+    """Redraw the random weights at a scale at which the layers affect the next token."""
+    weights = [
+        (name, weight) for name, weight in tree_flatten(model.parameters()) if weight.ndim > 1 or name.endswith(".bias")
+    ]
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    drawn = []
+    for (name, weight), key in zip(weights, keys, strict=True):
+        # The last axis is the input, except in a depthwise convolution: (channels, width, 1).
+        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
+        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
+        # A_log is a decay, which models set to fixed values.
+        if mx.issubdtype(weight.dtype, mx.integer):  # packed
+            drawn.append((name, mx.random.randint(0, mx.iinfo(weight.dtype).max, weight.shape, weight.dtype, key=key)))
+        elif not name.endswith("A_log"):
+            drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    return model
+
+
 def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
-    """A model as `mlx_lm.load` finds it; its words are w0, w1, … or the like."""
+    """Save a model with a tokenizer, as `mlx_lm.load` reads it.
+
+    Its words are `word` with a number: w0, w1, …. No token ends the text.
+    """
     where.mkdir()
     config = {name: value for name, value in vars(model.args).items() if value is not None}
     (where / "config.json").write_text(json.dumps(config))
@@ -191,18 +228,25 @@ def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Some token ids."""
+    """Random token ids."""
     return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
 
 
-def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
-    """The text of mlx-lm's plain greedy decoding, which leads clearly at every step."""
+def greedy(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, *, clear_lead: float = CLEAR_LEAD, **options: Any
+) -> list[int]:
+    """The text of mlx-lm's plain greedy decoding; asserts that the best token leads clearly at every step."""
     tokens = []
     for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=num_tokens, **options):
-        second, first = mx.topk(logprobs.astype(mx.float32), 2).tolist()
-        assert abs(first - second) > CLEAR_LEAD, "this text is a matter of rounding; take another seed"
+        assert_leads(logprobs, clear_lead)
         tokens.append(token)
     return tokens
+
+
+def assert_leads(logits: mx.array, clear_lead: float = CLEAR_LEAD) -> None:
+    """Assert that the best token of (vocab_size,) logits leads by more than `clear_lead`."""
+    second, first = mx.sort(mx.topk(logits.astype(mx.float32), 2)).tolist()
+    assert first - second > clear_lead, "this text depends on rounding; take another seed"
 
 
 def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -218,19 +262,3 @@ def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
     }
     return sizes | changes
-
-
-def _wide(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.Module:
-    """Redraw what a model draws at random, at a scale at which its layers have a say over what comes next."""
-    weights = [(n, w) for n, w in tree_flatten(model.parameters()) if n.endswith(".bias") or w.ndim > 1]
-    keys = mx.random.split(mx.random.key(seed), len(weights))
-    drawn = []
-    for (name, weight), key in zip(weights, keys, strict=True):
-        # The last axis is what goes in, but for a convolution of each channel with itself, (channels, width, 1).
-        fan_in = weight.shape[-1] if weight.shape[-1] > 1 else weight.shape[-2]
-        scale = 0.1 if weight.ndim == 1 else (embedding if "embed" in name else 2.0) / fan_in**0.5
-        # A_log is a decay, which mamba sets and does not draw.
-        drawn.append((name, weight if name.endswith("A_log") else scale * mx.random.normal(weight.shape, key=key)))
-    model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
-    return model

@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 
 
-def outrider_threads() -> list[str]:
-    """Their names: those of models and of trio."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
+def outrider_threads() -> list[threading.Thread]:
+    """The threads of models, and the trio thread of the asyncio and blocking interfaces."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("outrider")]
+
+
+def outrider_thread_names() -> list[str]:
+    """The names of these threads."""
+    return [thread.name for thread in outrider_threads()]

@@ -1,4 +1,4 @@
-"""HTTP as bytes on a socket: requests that can be cut anywhere, and answers read as far as they come."""
+"""HTTP as bytes on a socket: requests that can be cut anywhere, and responses that may be incomplete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import trio
 
 HEAD_END = b"\r\n\r\n"
 
-# A line of the server's access log, for a request that did not fail on the server.
+# An entry of the server's access log for a request that did not fail on the server.
 ACCESS_LINE = re.compile(
     r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \S+:\d+ "[A-Z]+ [^ "]+" [1-4]\d\d'
     r"( tokens=\d+\+\d+)? seconds=\d+\.\d{3}( unfinished)?"
@@ -30,14 +30,14 @@ def request(
     version: str = "1.1",
     chunks: int | None = None,
 ) -> bytes:
-    """A request.
+    """The bytes of a request.
 
     Args:
-        method, path: of HTTP.
-        body: for JSON, or bytes as they are; None for none.
-        headers: beside those that are needed.
-        version: of HTTP.
-        chunks: send the body in pieces of so many bytes; None for in one.
+        method, path: method and path.
+        body: serialized as JSON, bytes excepted; None for no body.
+        headers: headers besides those that are necessary.
+        version: version of HTTP.
+        chunks: send the body in chunks of this many bytes; None for one piece with a Content-Length.
     """
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     said = {"Host": "localhost"}
@@ -53,19 +53,19 @@ def request(
 
 
 def chunked(data: bytes, size: int) -> bytes:
-    """A body in pieces, and its end."""
+    """A body in chunks, with the final chunk."""
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
 @attrs.frozen
 class Answer:
-    """An answer, as far as it came.
+    """A response, which may be incomplete.
 
     Attributes:
-        status: of HTTP.
-        headers: by their names in lower case.
-        body: without what it was sent in.
+        status: status code.
+        headers: headers by name in lower case.
+        body: the body, without its transfer encoding.
         is_whole: whether all of it came.
     """
 
@@ -78,13 +78,13 @@ class Answer:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of server-sent events, but for what says that there are no more."""
+        """The data of server-sent events, without [DONE]."""
         lines = [event for event in self.body.decode().split("\n\n") if event.startswith("data: ")]
         return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
     @property
     def text(self) -> str:
-        """Of a completion, or of a chat's answer; sent as one or by events."""
+        """The text of a completion or a chat, from one body or from events."""
         if not self.headers["content-type"].startswith("text/event-stream"):
             choice = self.json()["choices"][0]
             return str(choice["text"] if "text" in choice else choice["message"]["content"])
@@ -109,31 +109,31 @@ class Client:
         await self.stream.send_all(data)
 
     async def hear(self, num_bytes: int) -> bytes:
-        """So many bytes, or fewer where no more come."""
+        """Receive `num_bytes` bytes, or fewer if no more come."""
         while len(self._heard) < num_bytes and await self._more():
             pass
         heard, self._heard = self._heard[:num_bytes], self._heard[num_bytes:]
         return heard
 
     async def hear_all(self) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Receive until the server closes the connection."""
         while await self._more():
             pass
         heard, self._heard = self._heard, b""
         return heard
 
     async def event(self) -> str | None:
-        """The next event of an answer that was begun with `head`, as it is, or None at the end."""
+        """The next event of a response whose head was read with `head`, or None at the end."""
         while b"\n\n" not in self._heard:
             if not await self._more():
                 return None
         raw, self._heard = self._heard.split(b"\n\n", 1)
-        # An event is a piece of its own here: before it stands its length, and the end of the last one.
+        # The server sends each event as a chunk: before it stand the previous chunk's end and the length of this one.
         event = raw.split(b"\r\n")[-1].decode()
         return None if event == "data: [DONE]" else event
 
     async def head(self) -> tuple[int, dict[str, str]] | None:
-        """The status and the headers of the next answer, or None where none comes."""
+        """The status and headers of the next response, or None if none comes."""
         while HEAD_END not in self._heard:
             if not await self._more():
                 return None
@@ -143,7 +143,7 @@ class Client:
         return int(first.split(" ")[1]), headers
 
     async def answer(self) -> Answer | None:
-        """The next answer, or None where none comes; one that says "go on" is none."""
+        """The next response, or None if none comes; "100 Continue" is skipped."""
         while (head := await self.head()) is not None and head[0] == 100:
             pass
         if head is None:
@@ -160,11 +160,11 @@ class Client:
         return Answer(status, headers, body, is_whole)
 
     def leave(self) -> None:
-        """As by close(): what was sent arrives, unless something is left unread here."""
+        """Close the socket: what was sent arrives, unless something received is unread here."""
         self.stream.socket.close()
 
     def reset(self) -> None:
-        """As when the process is killed on a machine that is in a hurry: nothing more arrives."""
+        """Reset the connection, as when the process is killed: nothing more arrives."""
         self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.stream.socket.close()
 
@@ -193,7 +193,7 @@ class Client:
 
 
 async def connect(port: int, *, buffer_bytes: int | None = None) -> Client:
-    """A connection to a server of this machine; with room for so many bytes that it has not read."""
+    """A connection to a server on this machine; `buffer_bytes` limits the receive buffer."""
     connection = trio.socket.socket()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if buffer_bytes is not None:
@@ -207,7 +207,7 @@ async def connect(port: int, *, buffer_bytes: int | None = None) -> Client:
 
 
 async def ask(port: int, data: bytes) -> Answer:
-    """The answer to one request on a connection of its own."""
+    """The response to one request on a connection of its own."""
     with await connect(port) as client:
         await client.send(data)
         answer = await client.answer()

@@ -8,11 +8,13 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models import VOCAB_SIZE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+
+import runtime
 
 SCRIPTS = [
     "plain text, and then some",
@@ -34,8 +36,8 @@ SCRIPTS = [
 ]
 
 
-class Slow:
-    """A tokenizer that can only decode: what the detokenizer has to make do with where there is no fast one."""
+class DecodeOnly:
+    """A tokenizer that can only decode: all that a detokenizer has where there is no fast tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,8 +53,14 @@ EMOJI_BYTES = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
 
 
 @functools.cache
+def demo() -> TokenizerWrapper:
+    """The demo pair's tokenizer."""
+    return load(runtime.DEMO_TARGET)
+
+
+@functools.cache
 def byte_fallback() -> TokenizerWrapper:
-    """As sentencepiece writes them: spaces in front of words, but for the first, and bytes for what has no token."""
+    """A tokenizer like sentencepiece's: a space before each word but the first, and bytes for what has no token."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", *WORDS, *EMOJI_BYTES])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
@@ -63,10 +71,10 @@ def byte_fallback() -> TokenizerWrapper:
 
 @functools.cache
 def byte_level() -> TokenizerWrapper:
-    """As many tokens as a tiny model has: letters, spaces, and halves of characters, as byte-level BPE writes them."""
+    """A byte-level BPE tokenizer of a tiny model's vocabulary size: letters, spaces, and halves of characters."""
 
     def spelled(text: str) -> str:
-        """A letter for each byte."""
+        """One letter for each byte."""
         parts = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
         return "".join(part for part, _ in parts)
 
@@ -83,8 +91,8 @@ def byte_level() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
-class Letters:
-    """A tokenizer for scripted models: a letter for each id, and the last one ends the text, if one does."""
+class OneLetterTokenizer:
+    """A tokenizer for scripted models: one letter for each id. The ids in `ends` end the text."""
 
     ALPHABET = string.ascii_letters + string.digits + ".,"
 

@@ -12,7 +12,10 @@ from actors.persistence import saved_sequence
 
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel at the so many-th moment at which something else is asked to do its part."""
+    """Cancel `scope` at the `step`-th point of a save or load at which that can matter, counted from 0.
+
+    The points are jobs of a model, calls in a thread, and checks for cancellation in that thread.
+    """
     count = -1
 
     def count_up() -> None:

@@ -1,4 +1,4 @@
-"""A terminal with a person in front of it: a test types keys, and reads the screen."""
+"""A terminal with a person in front of it: a test types keys and reads the screen."""
 
 from __future__ import annotations
 

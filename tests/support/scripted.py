@@ -1,10 +1,10 @@
 """Scripted models, and the runtime over them in simulated time.
 
-What a scripted model says next is a function of the tokens before it: of all of them, hashed, where a text is
-wanted on which every token hangs, or of the last one, where probabilities are to be counted. Its lines hold
-the tokens that they were fed, and nothing else, so a cache that was rewound too little, too far or not at all
-shows in the text; what no cache could do (go back where it cannot, take more than its context) is written down
-as a misuse, and `simulated` looks at that on leaving.
+The next token of a scripted model is a function of the tokens before it. Scripts for greedy texts hash the whole
+history, so that every token matters. Scripts for sampling tests depend on the last token only, so that probabilities
+can be counted. A sequence of a scripted model stores the tokens that it was fed and nothing else: a cache that was
+rewound too little, too far or not at all changes the text. Requests that no real cache could satisfy (an impossible
+rewind, more tokens than the context holds) are recorded as misuses; `simulated` asserts on exit that there are none.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ T = TypeVar("T")
 VOCAB_SIZE = 64
 
 Script = Callable[[Sequence[int]], Sequence[float]]
-"""The logits after a history of tokens."""
+"""A function from a token history to the logits of the next token."""
 
 Undo = Callable[[int, int], bool]
-"""Whether a cache that holds so many tokens could take so many more and lose them again."""
+"""A function (length, num_tokens): whether a cache of that length could take `num_tokens` more and drop them again."""
 
 
-# --- what a model says ----------------------------------------------------------------------------
+# --- scripts --------------------------------------------------------------------------------------
 
 
 def digest(purpose: str, history: Sequence[int]) -> int:
-    """A number in [0, 2**64) that hangs on every token of a history."""
+    """A number in [0, 2**64) that depends on every token of a history."""
     data = bytes(history)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose.encode()).digest(), "big")
 
 
 def fraction(purpose: str, history: Sequence[int]) -> float:
-    """A number in [0, 1) that hangs on every token of a history."""
+    """A number in [0, 1) that depends on every token of a history."""
     return digest(purpose, history) / 2**64
 
 
 def next_token(history: Sequence[int]) -> int:
-    """The one true token after a history."""
+    """The true token after a history."""
     return digest("truth", history) % VOCAB_SIZE
 
 
 def continuation(prompt: Sequence[int], length: int, stop_tokens: Iterable[int] = ()) -> list[int]:
-    """The one true text after a prompt: `length` tokens, or up to the first stop token."""
+    """The true text after a prompt: `length` tokens, or up to and including the first stop token."""
     text = list(prompt)
     while len(text) < len(prompt) + length:
         text.append(next_token(text))
@@ -78,24 +78,24 @@ def continuation(prompt: Sequence[int], length: int, stop_tokens: Iterable[int] 
 
 
 def prompt_with_distinct_continuation(length: int) -> list[int]:
-    """A prompt after which the first `length` true tokens are all different, so that any can be the stop."""
+    """A prompt whose first `length` true tokens all differ, so that each of them can be the stop token."""
     prompts = ([3, first, second] for first in range(VOCAB_SIZE) for second in range(VOCAB_SIZE))
     return next(prompt for prompt in prompts if len(set(continuation(prompt, length))) == length)
 
 
 @cache
 def spike(token: int) -> tuple[float, ...]:
-    """Logits of one token and next to none of the others."""
+    """Logits with one high entry, at `token`; the other tokens are very unlikely."""
     return tuple(10.0 if i == token else 0.0 for i in range(VOCAB_SIZE))
 
 
 def truthful(history: Sequence[int]) -> Sequence[float]:
-    """A model that knows the true text."""
+    """The script of a model that always says the true token."""
     return spike(next_token(history))
 
 
 def agreeing(agreement: float) -> Script:
-    """A model that says the true token at this share of all positions, and another one at the rest."""
+    """The script of a model that is right at the share `agreement` of all positions, and wrong at the others."""
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         token = next_token(history)
@@ -107,7 +107,7 @@ def agreeing(agreement: float) -> Script:
 
 
 def right_where(pattern: Sequence[bool]) -> Script:
-    """A model that says the true token at positions where a repeated pattern says so."""
+    """The script of a model that is right at the positions that a repeated pattern marks."""
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         return spike((next_token(history) + (not pattern[len(history) % len(pattern)])) % VOCAB_SIZE)
@@ -116,7 +116,7 @@ def right_where(pattern: Sequence[bool]) -> Script:
 
 
 def hashed(purpose: str, width: float, near: Script | None = None) -> Script:
-    """Logits that are arbitrary, within [0, width], for every history; on top of another model's, if one is given."""
+    """A script of arbitrary logits in [0, width] for each history, added to the logits of `near` if that is given."""
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         draws = random.Random(digest(purpose, history))
@@ -127,7 +127,7 @@ def hashed(purpose: str, width: float, near: Script | None = None) -> Script:
 
 
 def markov(table: Sequence[Sequence[float]]) -> Script:
-    """A model whose probabilities hang on the last token alone: one row for each."""
+    """The script of a model whose probabilities depend on the last token only: row i of the table after token i."""
     rows = [[math.log(p) if p > 0 else -math.inf for p in row] for row in table]
     return lambda history: rows[history[-1]]
 
@@ -144,28 +144,28 @@ def never(_length: int, _num_tokens: int) -> bool:
 
 
 def within(window: int) -> Undo:
-    """As a rotating cache: until it is full."""
+    """The behaviour of a rotating cache: tokens can be dropped until the window is full."""
     return lambda length, num_tokens: length + num_tokens < window
 
 
-# --- the fakes ------------------------------------------------------------------------------------
+# --- scripted models ------------------------------------------------------------------------------
 
 
 class ScriptedFailure(Exception):
-    """What a scripted model raises when it is told to fail."""
+    """The error of a scripted model that was told to fail."""
 
 
-class ScriptedLine:
-    """One text in a scripted model: the tokens it was fed are all it knows."""
+class ScriptedSequence:
+    """A sequence of a scripted model; its only state is the tokens that it was fed."""
 
     def __init__(self, model: ScriptedModel) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self.states: list[int] = []  # at which lengths the state was kept
-        self.prefix_checkpoints: list[int] = []  # likewise, for other texts
-        self.resumed: list[int] = []  # from which lengths it went on with another text
-        self.rewinds: list[tuple[int, int]] = []  # from which length, to which
-        self.fed: list[tuple[int, tuple[int, ...]]] = []  # at which length, what
+        self.states: list[int] = []  # lengths at which a checkpoint exists
+        self.prefix_checkpoints: list[int] = []  # lengths at which a prefix checkpoint exists
+        self.resumed: list[int] = []  # lengths from which it continued with another text
+        self.rewinds: list[tuple[int, int]] = []  # (length before, length after)
+        self.fed: list[tuple[int, tuple[int, ...]]] = []  # (length before, tokens)
         self.is_closed = False
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -197,15 +197,16 @@ class ScriptedLine:
         self._check_open()
         before = len(self.tokens)
         if length < before and not self.model.undo(before, 0) and self.states:
-            # The last state at or below; or the first above, in which the rest may still be dropped.
+            # Go to the last checkpoint at or below `length`. Without one, go to the first checkpoint above: the rest
+            # may be droppable from there.
             below = [state for state in self.states if state <= length]
             del self.tokens[(below or self.states[:1])[-1] :]
         if length > before or (length < len(self.tokens) and not self.model.undo(len(self.tokens), 0)):
             self._misuse(f"asked to rewind from {before} to {length} tokens")
-            raise RewindError(f"asked to rewind to {length} tokens a script that holds {before}")
+            raise RewindError(f"cannot rewind from {before} to {length} tokens")
         del self.tokens[length:]
         self.states = [state for state in self.states if state <= len(self.tokens)]
-        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= len(self.tokens)]
+        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= len(self.tokens)]
         if len(self.tokens) < before:
             self.rewinds.append((before, len(self.tokens)))
         return len(self.tokens)
@@ -229,7 +230,7 @@ class ScriptedLine:
     @property
     def needs_prefix_checkpoints(self) -> bool:
         self._check_open()
-        # Far from where it is now.
+        # Ask for a length far beyond the present one.
         return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
 
     @property
@@ -243,7 +244,7 @@ class ScriptedLine:
     def reusable_length(self, length: int, num_tokens: int) -> int:
         self._check_open()
         if length > num_tokens:
-            self._misuse(f"asked how it could hold {length} of {num_tokens} tokens")
+            self._misuse(f"asked for the reusable length at {length} of {num_tokens} tokens")
         if len(self.tokens) <= length:
             return len(self.tokens)
         if self.model.undo(len(self.tokens), 0):
@@ -252,12 +253,12 @@ class ScriptedLine:
 
     def reuse(self, length: int) -> None:
         if self.reusable_length(length, length) != length:
-            self._misuse(f"asked to go on from {length} of {len(self.tokens)} tokens")
+            self._misuse(f"asked to reuse {length} of {len(self.tokens)} tokens")
         if length < len(self.tokens):
             self.rewinds.append((len(self.tokens), length))
         del self.tokens[length:]
         self.states.clear()
-        self.prefix_checkpoints = [pin for pin in self.prefix_checkpoints if pin <= length]
+        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= length]
         self.resumed.append(length)
         self.model.fail_if_told("reuse")
 
@@ -272,19 +273,19 @@ class ScriptedLine:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            self._misuse("used after its end")
+            self._misuse("used after it was closed")
 
     def _misuse(self, what: str) -> None:
         self.model.misuses.append(what)
 
 
 class ScriptedModel:
-    """A model that says what its script says.
+    """A model that follows a script.
 
     Attributes:
-        lines: all that were ever opened.
-        misuses: what was asked of them that no cache could have done.
-        num_calls: how often each method that can be told to fail was called, over all lines.
+        sequences: all sequences that were ever opened.
+        misuses: requests to them that no real cache could have satisfied.
+        num_calls: calls of each method that can be told to fail, over all sequences.
     """
 
     def __init__(
@@ -298,32 +299,33 @@ class ScriptedModel:
         bytes_per_token: int = 1,
         fails: Mapping[str, Container[int]] | None = None,
     ) -> None:
-        """A model.
+        """Create a model.
 
         Args:
-            script: what it says.
+            script: the logits after each history.
             vocab_size: width of the script's rows.
-            context_length: most tokens that a line may hold.
-            undo: what its lines can take back by dropping it.
-            keeps_states: whether, where they cannot, they can go back to a state that was kept.
-            bytes_per_token: that its lines say they hold.
-            fails: for "open", "feed", "check", "close" and "reuse": which calls raise, counted from 1 over all lines.
-                A check and a resume raise `RewindError`, as the cache of a real model does that lost count.
+            context_length: maximum number of tokens in a sequence.
+            undo: which tokens a sequence can drop without a checkpoint.
+            keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
+            bytes_per_token: the size that sequences report, per token.
+            fails: the calls that raise, for "open", "feed", "check", "close" and "reuse", counted from 1 over all
+                sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its length
+                is wrong.
         """
         self.script = script
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.undo = undo
         self.keeps_states = keeps_states
-        self.sequences: list[ScriptedLine] = []
+        self.sequences: list[ScriptedSequence] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
         self._fails = dict(fails or {})
 
-    def open_sequence(self, *, beside_another: bool) -> ScriptedLine:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
-        self.sequences.append(ScriptedLine(self))
+        self.sequences.append(ScriptedSequence(self))
         return self.sequences[-1]
 
     def fail_if_told(self, call: str) -> None:
@@ -337,7 +339,7 @@ class ScriptedModel:
 
 Price = Callable[[Job[Any]], float]
 
-# Powers of two, so that sums of them are exact and times can be compared with ==.
+# Powers of two, so that sums are exact and times can be compared with ==.
 PRICES: Mapping[str, float] = {
     "open": 0.0,
     "probe": 8.0,
@@ -350,18 +352,23 @@ PRICES: Mapping[str, float] = {
 
 
 def priced(**changes: float) -> Price:
-    """A price for each kind of job: that of `PRICES`, unless it is named here."""
+    """The price of each kind of job: from `PRICES`, unless given here."""
     prices = {**PRICES, **changes}
     return lambda job: prices[job.kind]
 
 
-# More simulated seconds than any test has use for.
+# Simulated seconds; longer than any test needs.
 TOO_LONG = 2e6
 
 
 @attrs.define
-class Handed:
-    """A job that was handed to a worker: when, and when it was done; None for one that was taken back."""
+class HandedJob:
+    """A job that was handed to a worker.
+
+    Attributes:
+        at: when it was handed over, in simulated seconds.
+        done_at: when it was done; None if it was taken back.
+    """
 
     job: Job[Any]
     at: float
@@ -369,16 +376,16 @@ class Handed:
 
 
 class WatchedSessions(dict[int, ActorSession]):
-    """An actor's parts in its sessions, of which none is forgotten.
+    """An actor's session states by session id, with a record of past ones.
 
     Attributes:
-        ever: every session_state, also of sessions that are over.
-        received: the messages that each session_state was handed.
+        all_states: every session state, including those of closed sessions.
+        received: the messages that each session state received.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ever: dict[int, ActorSession] = {}
+        self.all_states: dict[int, ActorSession] = {}
         self.received: dict[int, list[Message]] = {}
 
     def __setitem__(self, session: int, session_state: ActorSession) -> None:
@@ -390,54 +397,54 @@ class WatchedSessions(dict[int, ActorSession]):
             receive(message)
 
         session_state.receive = watched  # type: ignore[method-assign]
-        self.ever[session] = session_state
+        self.all_states[session] = session_state
         super().__setitem__(session, session_state)
 
 
-class BookkeepingWorker(SimulatedWorker):
-    """A simulated worker that compares, at each job, what the session's books say with what its line holds.
+class ComparingWorker(SimulatedWorker):
+    """A simulated worker that compares, at each job, the session state's cached tokens with the scripted sequence.
 
     Attributes:
-        handed: every job that was handed in, and every step that was done, in order.
-        runs: the steps that were done in a row, for each time that steps were handed in.
-        num_comparisons: how often books and line were compared.
-        most_ahead: most tokens that a line held beyond the text as it was committed when the job was handed in.
-        sessions: the actor's parts in its sessions.
+        handed: every job that was handed in and every step that was done, in order.
+        runs: the steps that were done in a row, one list per `run_steps` call.
+        num_comparisons: number of comparisons so far.
+        max_ahead: maximum number of tokens that a sequence held beyond the committed text at the time of the hand-over.
+        sessions: the actor's session states.
     """
 
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
         super().__init__(actor, price, on_event)
-        self.handed: list[Handed] = []
+        self.handed: list[HandedJob] = []
         self.runs: list[list[Job[Any]]] = []
         self.num_comparisons = 0
-        self.most_ahead = 0
+        self.max_ahead = 0
         self.sessions = WatchedSessions()
         self._is_target = actor == "target"
-        self._lines: dict[int | None, ScriptedLine] = {}
+        self._sequences: dict[int | None, ScriptedSequence] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        sequence, num_committed = self._look(job.session)
-        handed = Handed(job, self.clock())
+        sequence, num_committed = self._check_session(job.session)
+        handed = HandedJob(job, self.clock())
         self.handed.append(handed)
         try:
             result = await super().run(job, meanwhile=meanwhile)
         except JobError:
-            # What a model that failed in the middle of a job holds, nobody knows.
-            self._lines.pop(job.session, None)
+            # After a failure in the middle of a job, the contents of the sequence are undefined.
+            self._sequences.pop(job.session, None)
             raise
         handed.done_at = self.clock()
-        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedLine):
-            self._lines[job.session] = result.sequence
-            # Whatever it was before, from now on it is this session's.
-            assert list(self._lines.values()).count(result.sequence) == 1, "two sessions have one line"
+        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
+            self._sequences[job.session] = result.sequence
+            # The sequence came from the prefix cache; it now belongs to this session only.
+            assert list(self._sequences.values()).count(result.sequence) == 1, "two sessions share a sequence"
         if job.kind == "close":
-            self._lines.pop(job.session, None)
+            self._sequences.pop(job.session, None)
         if sequence is not None:
-            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
+            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
         return result
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        sequence, num_committed = self._look(steps.session)
+        sequence, num_committed = self._check_session(steps.session)
         assert sequence is not None
         at, on_step = self.clock(), steps.on_step
         done: list[Job[Any]] = []
@@ -445,10 +452,10 @@ class BookkeepingWorker(SimulatedWorker):
         def watched(job: Job[Any], result: Any, goes_on: bool) -> None:
             nonlocal at, num_committed
             done.append(job)
-            self.handed.append(Handed(job, at, self.clock()))
+            self.handed.append(HandedJob(job, at, self.clock()))
             on_step(job, result, goes_on)
-            self.most_ahead = max(self.most_ahead, len(sequence.tokens) - num_committed)
-            _, num_committed = self._look(steps.session)
+            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
+            _, num_committed = self._check_session(steps.session)
             at = self.clock()
 
         steps.on_step = watched
@@ -456,22 +463,27 @@ class BookkeepingWorker(SimulatedWorker):
         try:
             await super().run_steps(steps)
         except JobError:
-            self._lines.pop(steps.session, None)
+            self._sequences.pop(steps.session, None)
             raise
 
-    def _look(self, session: int | None) -> tuple[ScriptedLine | None, int]:
-        """Compare a session's line, if it has one, with its books; it, and the length of the committed text."""
-        if (sequence := self._lines.get(session)) is None:
+    def _check_session(self, session: int | None) -> tuple[ScriptedSequence | None, int]:
+        """Compare a session's sequence with its state.
+
+        Returns: the sequence, or None if the session has none; and the length of the committed text.
+        """
+        if (sequence := self._sequences.get(session)) is None:
             return None, 0
         assert session is not None
         session_state = self.sessions[session]
         self._compare(session_state, sequence)
         return sequence, len(session_state.state.committed)
 
-    def _compare(self, session_state: ActorSession, sequence: ScriptedLine) -> None:
+    def _compare(self, session_state: ActorSession, sequence: ScriptedSequence) -> None:
         self.num_comparisons += 1
         cached_tokens, committed = list(session_state.cached_tokens.tokens), session_state.state.committed
-        assert cached_tokens == sequence.tokens, f"the books say {cached_tokens}, the line holds {sequence.tokens}"
+        assert cached_tokens == sequence.tokens, (
+            f"the session state says {cached_tokens}, the sequence holds {sequence.tokens}"
+        )
         if self._is_target:
             both = min(len(cached_tokens), len(committed))
             assert cached_tokens[:both] == committed[:both], (
@@ -479,23 +491,25 @@ class BookkeepingWorker(SimulatedWorker):
             )
 
 
-class LaggingWorker(BookkeepingWorker):
-    """A worker that goes on before trio's thread has heard of a step, as a thread does.
+class LaggingWorker(ComparingWorker):
+    """A worker that continues before trio's thread has heard of a step, as a real worker thread does.
 
-    So books and line are compared only where a job is handed in.
+    State and sequence are therefore compared only where a job is handed in.
     """
 
-    def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None], hop: Callable[[], float]) -> None:
-        """As `BookkeepingWorker`, and:
+    def __init__(
+        self, actor: Any, price: Price, on_event: Callable[[Event], None], report_delay: Callable[[], float]
+    ) -> None:
+        """As `ComparingWorker`, and:
 
         Args:
-            hop: seconds until a step is heard of, asked for each; none is heard of before an earlier one.
+            report_delay: called for each step; the seconds until trio's thread hears of it. Steps arrive in order.
         """
         super().__init__(actor, price, on_event)
-        self._hop = hop
+        self._report_delay = report_delay
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        self._look(steps.session)
+        self._check_session(steps.session)
         error: JobError | None = None
         send, receive = trio.open_memory_channel[Any](math.inf)
 
@@ -520,20 +534,20 @@ class LaggingWorker(BookkeepingWorker):
                             step = as_job_error(job, result).unwrap()
                         except JobError as raised:
                             error = raised
-                            self._lines.pop(steps.session, None)
+                            self._sequences.pop(steps.session, None)
                             break
                         following = None if self._is_wanted_elsewhere() else steps.following(step)
-                        send.send_nowait((self.clock() + self._hop(), job, step.result, following is not None))
+                        send.send_nowait((self.clock() + self._report_delay(), job, step.result, following is not None))
         if error is not None:
             raise error
 
 
 @attrs.define
 class Simulation:
-    """A runtime over scripted models, and everything that happened in it.
+    """A runtime over scripted models, and a record of everything that happened in it.
 
     Attributes:
-        runtime: to be used as any other.
+        runtime: the runtime.
         target, draft: the models.
         target_worker, draft_worker: their workers.
         events: all spans and instants so far.
@@ -542,12 +556,12 @@ class Simulation:
     runtime: Runtime
     target: ScriptedModel
     draft: ScriptedModel | None
-    target_worker: BookkeepingWorker
-    draft_worker: BookkeepingWorker | None
+    target_worker: ComparingWorker
+    draft_worker: ComparingWorker | None
     events: list[Event] = attrs.Factory(list)
 
     def spans(self, actor: str, *kinds: str, session: int | None = None) -> list[Span]:
-        """Finished jobs of an actor, of these kinds or of all, of one session or of all."""
+        """Finished jobs of an actor; of all kinds and all sessions unless given."""
         return [
             event
             for event in self.events
@@ -558,11 +572,11 @@ class Simulation:
         ]
 
     def instants(self, kind: str, actor: str | None = None) -> list[Instant]:
-        """Decisions of one kind, of one actor or of both."""
+        """Decisions of one kind; of both actors unless one is given."""
         return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
 
-    def assert_put_away(self) -> None:
-        """No line is open, and none was ever misused."""
+    def assert_all_closed(self) -> None:
+        """Assert that no sequence is open and that none was misused."""
         for model in (self.target, self.draft):
             if model is not None:
                 assert model.misuses == []
@@ -583,35 +597,35 @@ async def simulated(
     tokenizer: Any = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     chains: bool | None = None,
-    hop: Callable[[], float] | None = None,
+    report_delay: Callable[[], float] | None = None,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
-    Leaving it asserts that no task is left over, no line is open, and none was misused.
+    Asserts on exit that no task is left, that no sequence is open, and that none was misused.
 
     Args:
-        target, draft: the models; or "ngram" for a drafter that has none.
+        target, draft: the models; "ngram" for prompt lookup instead of a draft model.
         price: seconds that a job takes, on either worker.
-        draft_price: the same for the drafter's worker, where that is another.
+        draft_price: seconds that a job takes on the draft worker, if that differs.
         listener: called with each event.
-        schedule: which of several tasks that could go on at once goes first is trio's dice; this seeds them.
-        make_policy: decides how far a session is drafted ahead.
-        max_streams: how many are at work at the same time.
-        tokenizer: the target's.
-        prefix_cache_bytes: most that either model keeps of texts that are over.
-        chains: whether a draft step is launched before the one before it is read; None for as it is.
-        hop: seconds until trio's thread hears of a draft step, asked for each; None for at once.
+        schedule: seed of trio's random choice between tasks that are ready at the same time.
+        make_policy: creates the lookahead policy of a session.
+        max_streams: maximum number of streams that run at the same time.
+        tokenizer: the target's tokenizer.
+        prefix_cache_bytes: size limit of either model's prefix cache.
+        chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
+        report_delay: called for each draft step; the seconds until trio's thread hears of it. None for no delay.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     events = Events()
-    target_worker = BookkeepingWorker("target", price, events)
+    target_worker = ComparingWorker("target", price, events)
     draft_model = draft if isinstance(draft, ScriptedModel) else None
-    draft_worker: BookkeepingWorker | None = None
+    draft_worker: ComparingWorker | None = None
     if draft_model is not None:
         about = ("draft", draft_price or price, events)
-        draft_worker = BookkeepingWorker(*about) if hop is None else LaggingWorker(*about, hop)
+        draft_worker = ComparingWorker(*about) if report_delay is None else LaggingWorker(*about, report_delay)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
@@ -632,8 +646,8 @@ async def simulated(
                 runtime._draft._sessions = draft_worker.sessions
                 runtime._draft.chains = chains
             yield simulation
-    simulation.assert_put_away()
-    # Fewer where tasks of somebody else's have ended meanwhile.
+    simulation.assert_all_closed()
+    # Fewer if tasks that were already running have ended meanwhile.
     assert trio.lowlevel.current_statistics().tasks_living <= num_tasks
 
 
@@ -648,7 +662,7 @@ async def collect(stream: Any) -> list[int]:
 
 
 async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
-    """Append the ids of a stream to a list, with a pause after each, as far as the stream goes."""
+    """Append the ids of a stream to a list, sleeping for `pause` seconds after each, until the stream ends."""
     async for token in stream:
         got.append(token.id)
         if pause:
@@ -656,10 +670,10 @@ async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
 
 
 async def text_of(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[int]:
-    """The ids of a whole text."""
+    """The ids of a whole generated text."""
     return ids((await simulation.runtime.generate(prompt, **settings)).tokens)
 
 
 def run(main: Callable[..., Any], *args: Any) -> Any:
-    """Run an async function in simulated time of its own."""
+    """Run an async function with a simulated clock of its own."""
     return trio.run(main, *args, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -1,4 +1,4 @@
-"""A server that answers the page as a test says, byte by byte and at its bidding."""
+"""A server that answers the page byte by byte, as a test tells it to."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 
-# Generous, since it is no expectation but a way out of a hang.
+# Ends a hang; not an expectation.
 HANGS_S = 60
 
-# As the real server has it.
+# The real server's policy.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE = resources.files("runtime") / "server" / "page"
 
-Word = str | tuple[str, str]  # a text of the target's own; or a text, and what it is: "drafted", "thought" or both
+Word = str | tuple[str, str]  # a text of the target's own; or (text, kind): "drafted", "thought" or both
 
 
 class Exchange:
-    """A request for an answer, and what is answered.
+    """A completion request, and the response to it.
 
     Attributes:
-        path: where it was asked.
-        headers: of the request.
-        body: of the request.
-        id: of the answer.
+        path: path of the request.
+        headers: headers of the request.
+        body: body of the request.
+        id: id of the completion.
     """
 
     def __init__(self, handler: BaseHTTPRequestHandler, number: int) -> None:
@@ -49,7 +49,7 @@ class Exchange:
         self._counts = {"generated_tokens": 0, "proposed": 0, "accepted": 0}
 
     def wait_gone(self) -> None:
-        """Until the browser has hung up."""
+        """Wait until the browser has hung up."""
         assert self._gone.wait(HANGS_S), "the browser never hung up"
 
     def hold(self) -> None:
@@ -59,34 +59,34 @@ class Exchange:
                 pass
         self._gone.set()
 
-    # --- what is answered ---
+    # --- the response -----------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """Bytes as they are. None where the browser has hung up, as it may upon whatever it has had so far."""
+        """Send bytes as they are; nothing if the browser has hung up, which it may do at any point of the response."""
         with contextlib.suppress(OSError):
             self._handler.connection.sendall(data)
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
-        """The head of an answer that streams."""
+        """Send the head of a streaming response."""
         head = ["HTTP/1.1 200 OK", f"Content-Type: {content_type}", "Transfer-Encoding: chunked", "Connection: close"]
         self.send("\r\n".join([*head, "", ""]).encode())
 
     def stream(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Send a piece of the body."""
         self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     def event(self, data: Any) -> None:
-        """An event, as the real server writes them."""
+        """Send an event in the real server's format."""
         self.stream(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode())
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
-        """An error instead of an answer."""
+        """Send an error response."""
         self.answer(
             status, json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}), headers
         )
 
     def answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
-        """A body at once."""
+        """Send a whole response."""
         data = text.encode()
         lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", "Content-Type: application/json"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in (headers or {}).items()]
@@ -101,15 +101,15 @@ class Exchange:
         drafter: Sequence[tuple[float, str]] = (),
         **statistics: Any,
     ) -> dict[str, Any]:
-        """What the next chunk would be.
+        """The data of the next chunk.
 
         Args:
-            words: of the text.
-            finish_reason: of the text, where these are its last words.
-            spans: actor, kind, begin and end; by default a verify and drafts beside it, of `round_s`.
-            round_s: how long that round took, in seconds.
-            drafter: changes of its state: when, and to what.
-            statistics: that are not what the words make of them.
+            words: words of the text.
+            finish_reason: given with the last words of the text.
+            spans: (actor, kind, begin, end); by default a verify and concurrent drafts, of `round_s`.
+            round_s: duration of the default round, in seconds.
+            drafter: changes of the drafter's state: (time, state).
+            statistics: figures that replace those that follow from the words.
         """
         tokens = [
             {"id": self._told + i, "text": text, "from_draft": "drafted" in kind, "is_thinking": "thought" in kind}
@@ -157,24 +157,24 @@ class Exchange:
         self.event(self.chunk(*words, **more))
 
     def finish(self, reason: str = "stop") -> None:
-        """The end of the text, the usage, and the end of the stream."""
+        """Send the end of the text, the usage, and the end of the stream."""
         self.write(finish_reason=reason)
         self.event({"id": self.id, "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self._told}})
         self.event("[DONE]")
         self.send(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """The connection breaks."""
+        """Break the connection."""
         self._handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 class ScriptedServer:
-    """Serves the page, and hands requests for answers to a test.
+    """A server that serves the page and hands completion requests to a test.
 
     Attributes:
-        url: where.
-        model: what the server says of its model.
-        key: what is to be asked with, if anything.
+        url: address of the server.
+        model: what `/v1/models` says of the model.
+        key: the API key that requests need, if any.
     """
 
     def __init__(self) -> None:
@@ -200,12 +200,12 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
 
     def next(self) -> Exchange:
-        """The next request for an answer."""
+        """The next completion request."""
         return self._exchanges.get(timeout=HANGS_S)
 
     @property
     def was_asked(self) -> bool:
-        """Whether there is a request that was not looked at."""
+        """Whether there is a completion request that the test has not taken."""
         return not self._exchanges.empty()
 
     @contextlib.contextmanager
@@ -217,7 +217,7 @@ class ScriptedServer:
         finally:
             self._server.shutdown()
             thread.join()
-            self._server.server_close()  # which waits for the handlers: the browser has to be gone
+            self._server.server_close()  # waits for the handlers: the browser must have hung up
 
     def _may(self, handler: BaseHTTPRequestHandler) -> bool:
         return self.key is None or handler.headers["Authorization"] == f"Bearer {self.key}"

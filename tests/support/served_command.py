@@ -22,12 +22,12 @@ MODEL = "outrider-demo-target"
 
 @attrs.define
 class Server:
-    """A server that is a process of its own.
+    """A server in a process of its own.
 
     Attributes:
-        process: it.
-        url: where it is to be found.
-        said: the lines that it wrote on stderr.
+        process: the process.
+        url: address of the server, with a slash at the end.
+        said: the lines that it has written to stderr.
     """
 
     process: subprocess.Popen[str]
@@ -48,7 +48,7 @@ class Server:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Ask again and again."""
+    """Poll until a condition holds."""
     began = time.monotonic()
     while not is_so():
         assert time.monotonic() - began < HANGS_S
@@ -56,12 +56,12 @@ def until(is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iterator[Server]:
-    """`outrider serve …` at a port that is free, killed in the end if it still is there."""
+    """`outrider serve …` at a free port; killed on exit if it still runs."""
     command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
         assert p.stderr is not None
         said: list[str] = []
-        # To the end, or it could not write any more at some time.
+        # Read stderr to its end, or the process would block on a full pipe.
         reader = threading.Thread(target=said.extend, args=(p.stderr,))
         try:
             found = None

@@ -11,7 +11,7 @@ ROOT, POSITION = 100, 9
 
 
 def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
-    """A tree with these paths of (token, confidence); the first to be drafted after a node is its choice."""
+    """A tree with these paths of (token, confidence). The first child drafted at a node is its choice."""
     tree = LookaheadTree(ROOT, POSITION)
     for path in paths:
         node = tree.root

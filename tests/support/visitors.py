@@ -1,4 +1,4 @@
-"""People at a page, in a real browser: what they do goes through the browser's own input, and nothing goes unseen."""
+"""Users of the page in a real browser. They use the browser's own input; every error in the page is seen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import browser
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
 
-# Generous, since it is no expectation but a way out of a hang.
+# Ends a hang; not an expectation.
 HANGS_MS = 60_000
 
 expect.set_options(timeout=HANGS_MS)
@@ -19,7 +19,7 @@ expect.set_options(timeout=HANGS_MS)
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser; playwright keeps this thread's asyncio to itself until it is left."""
+    """A browser. Playwright occupies this thread's asyncio loop until it is closed."""
     found = browser.find()
     assert found is not None, f"no Chromium was found; install it, or say in {browser.VARIABLE} where it is"
     arguments = ["--no-sandbox"] if sys.platform == "linux" and os.geteuid() == 0 else []
@@ -30,11 +30,11 @@ def chromium() -> Iterator[Browser]:
 
 
 class Tab:
-    """A tab with the page.
+    """A browser tab with the page.
 
     Attributes:
-        page: playwright's.
-        failed_requests: requests that the browser complains of, which a test expects or not.
+        page: playwright's page.
+        failed_requests: the browser's messages about failed requests; a test may expect some.
     """
 
     def __init__(self, context: BrowserContext, url: str) -> None:
@@ -50,8 +50,8 @@ class Tab:
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type != "error":
             return
-        # A page cannot keep the browser from saying so. Whatever else is an error is the page's own, and violations of
-        # its policy come here too.
+        # The browser reports failed requests whatever the page does. Any other error is the page's own; violations of
+        # its policy are reported here too.
         network = "Failed to load resource" in message.text
         (self.failed_requests if network else self._wrong).append(message.text)
 
@@ -60,30 +60,30 @@ class Tab:
             self._wrong.append(f"asks another host: {request.url}")
 
     def check(self) -> None:
-        """That nothing went wrong."""
+        """Assert that nothing went wrong."""
         assert self._wrong == []
 
-    # --- what is to be seen ---
+    # --- what the page shows ----------------------------------------------------------------------
 
     def __getitem__(self, id: str) -> Locator:
         return self.page.locator(f"#{id}")
 
     def expect_state(self, state: str) -> None:
-        """Wait until it is."""
+        """Wait until the page is in this state."""
         expect(self["state"]).to_have_attribute("data-state", state)
 
     def expect_text(self, text: str) -> None:
-        """Wait until the answer is this, with its prompt, to the last blank."""
+        """Wait until the answer, with its prompt, is exactly this text."""
         expect(self["text"]).to_have_js_property("innerText", text)
 
     def expect_failed(self, message: str) -> None:
-        """Wait until it is."""
+        """Wait until the page shows this error."""
         self.expect_state("failed")
         expect(self["problem-text"]).to_have_text(message)
 
     @property
     def runs(self) -> list[list[str]]:
-        """The parts of the answer: of what kind each is, and its words."""
+        """The parts of the answer: (kinds, words) of each."""
         told: list[list[str]] = self.page.locator("#text span").evaluate_all(
             "spans => spans.map((e) => [`${e.parentNode.className} ${e.className}`.trim(), e.textContent])"
         )
@@ -91,31 +91,31 @@ class Tab:
 
     @property
     def sideways(self) -> int:
-        """CSS pixels that the page is wider than the window."""
+        """CSS pixels by which the page is wider than the window."""
         wider: int = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         return wider
 
-    # --- what is done ---
+    # --- what the user does -----------------------------------------------------------------------
 
     def load(self) -> None:
-        """Go to the page, and wait until it has met the server."""
+        """Go to the page, and wait until it has reached the server."""
         self.page.goto(self.url)
         expect(self["models"]).to_be_visible()
 
     def press(self, *keys: str) -> None:
-        """One after another, wherever the focus is."""
+        """Press keys one after another, wherever the focus is."""
         for key in keys:
             self.page.keyboard.press(key)
 
     def type(self, text: str) -> None:
-        """Wherever the focus is; a new line is begun as a person would."""
+        """Type a text, wherever the focus is; a new line is Shift+Enter."""
         for i, line in enumerate(text.split("\n")):
             if i:
                 self.press("Shift+Enter")
             self.page.keyboard.insert_text(line)
 
     def ask(self, prompt: str) -> None:
-        """Put a prompt in the box in place of what is there, and send it."""
+        """Replace the contents of the prompt box, and send it."""
         self["prompt"].focus()
         self.press("ControlOrMeta+a", "Backspace")
         self.type(prompt)
@@ -124,7 +124,7 @@ class Tab:
 
 @contextlib.contextmanager
 def visitor(chromium: Browser, url: str, **options: Any) -> Iterator[BrowserContext]:
-    """A person with a browser of their own; options as `Browser.new_context` has them."""
+    """A user with a browser context of their own; options as in `Browser.new_context`."""
     context = chromium.new_context(base_url=url, **options)
     try:
         yield context

@@ -1,4 +1,4 @@
-"""The timeline page: what it is given, that text stays text, and in a real browser, that a person can use it."""
+"""The timeline page: its data, that text stays text, and that it works in a real browser."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import mlx_lm.tokenizer_utils
 import pytest
 import trio
 from browser import visit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sample_tokenizers import demo
 from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
 
 import runtime
@@ -53,7 +52,7 @@ Use = Callable[[Simulation], Awaitable[Any]]
 def simulate(
     *uses: Use, target: ScriptedModel | None = None, draft: ScriptedModel | None = None
 ) -> tuple[list[Event], list[Any]]:
-    """What happened while some streams ran at once, begun in this order, and what came of each."""
+    """The events and outcomes of streams that run at once and begin in this order."""
 
     async def main() -> tuple[list[Event], list[Any]]:
         came: list[Any] = [None] * len(uses)
@@ -72,7 +71,7 @@ def simulate(
 
 
 def generated(prompt: Sequence[int], **settings: Any) -> Use:
-    """A whole stream; what comes of it is a completion."""
+    """A use that reads a whole stream; its outcome is a completion."""
 
     async def read(stream: runtime.TokenStream) -> runtime.Completion:
         tokens = tuple([token async for token in stream])
@@ -83,7 +82,7 @@ def generated(prompt: Sequence[int], **settings: Any) -> Use:
 
 
 def broken_off(prompt: Sequence[int], after: int) -> Use:
-    """A stream that is cancelled after so many tokens."""
+    """A use that cancels a stream after some tokens."""
 
     async def read(stream: runtime.TokenStream) -> None:
         async with stream:
@@ -96,7 +95,7 @@ def broken_off(prompt: Sequence[int], after: int) -> Use:
 
 @pytest.fixture(scope="module")
 def several() -> list[Event]:
-    """A stream, one beside it that is cancelled, and one that nobody drafts for."""
+    """A stream, a concurrent one that is cancelled, and one without drafts."""
     uses = [
         generated([5, 6, 7], max_tokens=60, lookahead=4),
         broken_off([9, 8, 7], 12),
@@ -111,7 +110,7 @@ def long() -> list[Event]:
     return simulate(generated([5, 6, 7], max_tokens=2000, lookahead=4))[0]
 
 
-# --- what the page is given -----------------------------------------------------------------------
+# --- the page's data ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time
 
 
 def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(tmp_path):
-    tokenizer = demo_tokenizer()
+    tokenizer = demo()
     text = "a = 'äöü €…'  # 日本語\n"
     ids = tokenizer.encode(text, add_special_tokens=False)
     commits = [Commit(0, i, i, (id,), 0) for i, id in enumerate(ids)]
@@ -191,7 +190,7 @@ def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(
     (session,) = data_for(events, tokenizer)["sessions"]
     pieces = [piece for round in session["rounds"] for piece, _, _ in round["tokens"]]
     assert "".join(pieces) == tokenizer.decode(ids)
-    assert "" in pieces  # some character did take more than one token
+    assert "" in pieces  # some character took more than one token
 
 
 @pytest.mark.parametrize(("stop_reason", "last"), [("the end", " w4"), (4, ""), (None, "")])
@@ -202,16 +201,12 @@ def test_the_last_token_of_a_stop_string_is_text_and_a_stop_token_is_none(stop_r
     assert [piece for round in session["rounds"] for piece, _, _ in round["tokens"]] == [" w3", last]
 
 
-def demo_tokenizer() -> TokenizerWrapper:
-    return mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-
-
 def test_busy_is_what_was_worked_until_the_text_was_there():
     events = [
         Instant("target", "open", 0, 0.0),
         Span("target", "verify", 0, 1.0, 3.0, round=0),
         Instant("target", "verdict", 0, 3.0, commit=Commit(0, 0, 1, (7,), 0)),
-        Span("target", "verify", 0, 3.0, 9.0, round=1),  # it was cancelled meanwhile
+        Span("target", "verify", 0, 3.0, 9.0, round=1),  # the stream was cancelled meanwhile
         Span("draft", "draft", 0, 2.0, 4.0),
     ]
     (session,) = data_for(events)["sessions"]
@@ -366,7 +361,7 @@ class Scripts(html.parser.HTMLParser):
 
 
 def nasty() -> list[Event]:
-    """Prompt and text are markup that would do something if it were taken for it."""
+    """A prompt and a text with markup that would run a script if it were not escaped."""
     commit = Commit(0, 0, 3, (0, 1), 1, finish_reason="length")
     return [
         Instant("target", "open", 0, 0.0, tokens=(0, 1)),
@@ -384,7 +379,7 @@ def test_no_text_breaks_out_of_the_page():
     (attributes, data), (_, code) = scripts.found
     assert attributes == {"type": "application/json", "id": "data"}
     assert json.loads(data)["sessions"][0]["prompt"] == BREAKOUT + "</SCRIPT >"
-    # Whatever a browser makes of the beginnings of tags and comments in a script: there are none.
+    # The data contains no character that can begin a tag or a comment.
     assert not set("<>&") & set(data)
     assert "broken" not in code
 
@@ -405,11 +400,11 @@ def test_the_page_asks_nothing_of_any_network():
     assert policy[1].startswith("default-src 'none';")
 
 
-# --- what can be read -----------------------------------------------------------------------------
+# --- readability ----------------------------------------------------------------------------------
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, as WCAG 2 has it."""
+    """Relative luminance, as defined by WCAG 2."""
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -485,7 +480,7 @@ def test_a_browser_takes_no_text_for_markup(tmp_path):
     assert said["prompt"] == words.decode([0, 1])
     assert said["marked_up"] == 0
     assert "</script>" in said["details"]
-    # A kind that this page has never heard of is named as it is.
+    # An unknown kind is shown by its name.
     assert "<img src=x onerror=alert(1)>" in said["legend"]
 
 
@@ -629,7 +624,7 @@ def test_a_browser_says_why_the_drafter_is_away_and_how_far_the_prompt_was_read(
         return out;""",
         tmp_path,
     )
-    # Two of ten tokens were cached, and the last is read by the first round.
+    # Two of ten tokens were cached, and the first round reads the last one.
     assert "then 6 of the prompt's 10 tokens were read" in said["prefill"][0]
     assert "then 9 of the prompt's 10 tokens were read" in said["prefill"][1]
     assert said["away"][0].startswith("Draft: resting, 1.00 splain decoding is faster here")
@@ -718,6 +713,6 @@ def test_a_browser_window_that_is_narrow_needs_no_scrolling_sideways(several, tm
         page_for(several, Words()),
         "return [document.documentElement.scrollWidth, document.documentElement.clientWidth];",
         tmp_path,
-        width=500,  # the narrowest that Chromium makes a window
+        width=500,  # the narrowest window that Chromium makes
     )
     assert said[0] <= said[1] <= 500

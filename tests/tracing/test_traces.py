@@ -1,4 +1,4 @@
-"""Traces in files: Chrome trace JSON that is whole however the runtime ends, and recorders that hold nothing up."""
+"""Traces in files: Chrome trace JSON that is complete however the runtime ends, and recorders that delay nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def nanoseconds(microseconds: float) -> int:
 
 
 def assert_in_order(entries: Sequence[Entry]) -> None:
-    """Every entry has what the format asks for, and what is on one lane does not overlap."""
+    """Assert that every entry has the fields of the format, and that entries of a lane do not overlap."""
     lanes = defaultdict(list)
     for entry in entries:
         assert {"name", "ph", "ts", "pid", "tid"} <= set(entry)
@@ -77,7 +77,7 @@ def assert_in_order(entries: Sequence[Entry]) -> None:
 
 
 def assert_flows_pair_up(entries: Sequence[Entry]) -> None:
-    """Each flow leads from a proposal to the verify of the same round of the same session."""
+    """Assert that each flow leads from a proposal to the verify of the same round and session."""
     begins = {flow["id"]: flow for flow in of(entries, "s")}
     ends = {flow["id"]: flow for flow in of(entries, "f")}
     assert begins.keys() == ends.keys()
@@ -95,7 +95,7 @@ def assert_flows_pair_up(entries: Sequence[Entry]) -> None:
 
 
 async def a_bit_of_everything(simulation: Simulation) -> None:
-    """Streams at once, one that is cancelled, one that nobody drafts for, and one after the others."""
+    """Concurrent streams, one that is cancelled, one without drafts, and one after the others."""
 
     async def cancelled() -> None:
         stream = simulation.runtime.stream([9, 8, 7], max_tokens=200, lookahead=4)
@@ -113,7 +113,7 @@ async def a_bit_of_everything(simulation: Simulation) -> None:
 
 @pytest.fixture(scope="module")
 def events() -> list[Event]:
-    """Of `a_bit_of_everything`, with a drafter that is right three times in four."""
+    """The events of `a_bit_of_everything`, with a drafter that is right three times in four."""
 
     async def main() -> list[Event]:
         price = priced(prefill=0.25, draft=0.03125, verify=0.125, decode=0.125)
@@ -125,7 +125,7 @@ def events() -> list[Event]:
     return happened
 
 
-# --- what is in it --------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 async def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(events):
@@ -171,7 +171,7 @@ async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(even
 
 async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=priced(verify=64.0)) as simulation:
-        with trio.move_on_after(40):  # in the first verify, while which is judged what was proposed
+        with trio.move_on_after(40):  # during the first verify
             await text_of(simulation, [5, 6, 7], max_tokens=20, lookahead=2)
     until_then = [e for e in simulation.events if not (isinstance(e, Span) and e.kind == "verify")]
     entries = json.loads(written(until_then))
@@ -191,7 +191,7 @@ async def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_
     sessions = defaultdict(set)
     for proposal in of(entries, "X", "proposal"):
         sessions[proposal["tid"]].add(proposal["args"]["session"])
-    # Three at once, and then one more, which takes over one of theirs. One of the three is not drafted.
+    # Three at once, and then a fourth on the lane of one of them. One of the three has no drafts.
     drafted = {e["args"]["session"] for e in of(entries, "i", "proposal")}
     assert len(drafted) == 3
     assert sorted(session for lane in sessions.values() for session in lane) == sorted(drafted)
@@ -226,7 +226,7 @@ async def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
     for event in events:
         text += trace.add(event)
         assert text.count("\n") == text.rstrip("\n").count("\n")
-        # As a process that is killed would leave it: readers of this format supply the bracket.
+        # A killed process leaves the file like this; readers of the format supply the bracket.
         json.loads(text + "]")
 
 
@@ -240,7 +240,7 @@ async def test_a_span_names_the_round_that_it_was_for(autojump_clock):
     assert [span.round for span in simulation.spans("target", "verify", "decode")] == [v.round for v in verdicts]
     assert {span.round for span in simulation.spans("target", "prefill", "open", "close")} == {None}
     for draft in simulation.spans("draft", "draft"):
-        # The round that was under way when it began.
+        # The round that was running when it began.
         assert draft.round == sum(verdict.at <= draft.began for verdict in verdicts)
 
 
@@ -260,7 +260,7 @@ async def test_events_name_the_tokens_of_prompt_proposals_and_text(autojump_cloc
 
 
 def whole(path: Path) -> list[Entry]:
-    """The entries of a file, which is whole: it has all that the workers did, to the last."""
+    """The entries of a file; asserts that all spans of the workers are there."""
     entries: list[Entry] = json.loads(path.read_text(encoding="utf-8"))
     assert_in_order(entries)
     assert_flows_pair_up(entries)
@@ -283,7 +283,7 @@ async def test_a_path_gets_the_trace(kind, tmp_path):
 
 
 def text_on(page: Path) -> str:
-    """The generated text that a timeline page has, of all its streams."""
+    """The generated text of all streams on a timeline page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
     assert found is not None
     rounds = [round for session in json.loads(found[1])["sessions"] for round in session["rounds"]]
@@ -343,7 +343,7 @@ def test_a_runtime_that_is_interrupted_leaves_a_whole_trace(tmp_path):
 
 
 def test_an_interrupt_while_the_end_is_written_waits_for_it(tmp_path):
-    """Sent by the thread that writes the end, when the main task waits for nothing else."""
+    """The signal comes from the thread that writes the end, while the main task waits for nothing else."""
 
     class Interrupted(ChromeFile):
         def _put(self, text: str) -> None:
@@ -385,7 +385,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_a_whole_trace(tmp_path):
     ],
 )
 async def test_a_path_that_cannot_be_written_is_a_settings_error_before_any_model_work(path, reason, tmp_path):
-    # A model that would be a ModelError as soon as it was looked into.
+    # Opening this model would raise a ModelError.
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(runtime.SettingsError, match=reason) as refusal:
         async with runtime.open(tmp_path, trace=path):
@@ -421,7 +421,7 @@ async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
         assert path.read_text() == ""
         recorder(moments(1)[0])
         await idle(recorder)
-        # The chunk is gone from memory, and on disk but for what the file keeps in its buffer.
+        # The chunk is no longer in memory; it is on disk or in the file's buffer.
         assert recorder._events == []
         assert len(path.read_text()) > runtime.tracing.trace_files.EVENTS_PER_WRITE * 50
     assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.trace_files.EVENTS_PER_WRITE
@@ -437,7 +437,7 @@ async def test_chunks_make_the_same_text_as_one_go(events, tmp_path, monkeypatch
 
 
 class Held(ChromeFile):
-    """A disk that takes nothing until it is let go, at the end at the latest."""
+    """A disk that blocks until it is released, or until the recorder exits."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -508,12 +508,12 @@ async def test_a_disk_that_fails_in_the_middle_is_not_asked_again(tmp_path, capl
 
 
 class Disk:
-    """A file that fails when it is told to, and on from there."""
+    """A file that fails at the `at`-th call of a method, and at all later ones."""
 
     def __init__(self, file: Any, call: str, at: int, error: OSError) -> None:
         self._file = file
         self._call = call
-        self._left = at
+        self._calls_left = at
         self._error = error
         self.is_closed = False
 
@@ -528,8 +528,8 @@ class Disk:
 
     def _fail_if_told(self, call: str) -> None:
         if call == self._call:
-            self._left -= 1
-            if self._left <= 0:
+            self._calls_left -= 1
+            if self._calls_left <= 0:
                 raise self._error
 
 

@@ -1,4 +1,4 @@
-"""Measures what a grammar costs to compile, in a process that can be killed: `checker_process.py`."""
+"""The cost of compiling a grammar, measured in a process that can be killed: `checker_process.py`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Outcome = Literal["done", "time", "memory", "crash"]
 
 
 class CheckerGoneError(OutriderError):
-    """The process that tries out grammars has ended; the next grammar starts another."""
+    """The process that checks grammars has ended; the next check starts another."""
 
 
 @attrs.frozen
 class Cost:
-    """What it took to compile a grammar.
+    """The cost of compiling a grammar.
 
     Attributes:
-        outcome: "done"; or what it took too much of; or that it brought the process down.
-        cpu_s: seconds of CPU time until then.
+        outcome: "done"; the limit that was exceeded, "time" or "memory"; or "crash".
+        cpu_s: CPU time until then, in seconds.
     """
 
     outcome: Outcome
@@ -40,23 +40,23 @@ class Cost:
 
 
 class GrammarCheck(Protocol):
-    """Tries out a grammar."""
+    """Measures the cost of a grammar."""
 
     async def __call__(self, grammar: str, /) -> Cost:
-        """What it takes to compile `grammar`, which is in llguidance's own format.
+        """The cost of compiling `grammar`, which is in llguidance's own format.
 
-        Raises: OutriderError: that cannot be found out.
+        Raises: OutriderError: the cost cannot be measured.
 
-        Cancellation: ends it at once.
+        Cancellation: ends the compilation at once.
         """
 
 
 @attrs.define
 class _Job:
-    """A grammar that is being tried out.
+    """A grammar that is being checked.
 
     Attributes:
-        over: set once it is known what it costs, or that it will not be.
+        over: set once `cost` or `error` is.
     """
 
     over: trio.Event = attrs.field(factory=trio.Event)
@@ -65,17 +65,17 @@ class _Job:
 
 
 class GrammarChecker:
-    """A process that tries out grammars; it is started with the first one, and again where it has ended."""
+    """A process that checks grammars; the first check starts it, and a check after it has ended starts it again."""
 
     def __init__(
         self, nursery: trio.Nursery, read_vocabulary: Callable[[], tuple[str, list[int]]], cpu_s: int, memory_bytes: int
     ) -> None:
         self._nursery = nursery
         self._read_vocabulary = read_vocabulary
-        self._bounds = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
+        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
         self._ids = count()
         self._jobs: dict[int, _Job] = {}
-        self._outbox: trio.MemorySendChannel[dict[str, Any]] | None = None
+        self._outbox: trio.MemorySendChannel[dict[str, Any]] | None = None  # to the process; None if none runs
 
     async def __call__(self, grammar: str, /) -> Cost:
         """See `GrammarCheck`.
@@ -87,10 +87,10 @@ class GrammarChecker:
         if self._outbox is None:
             self._outbox, inbox = trio.open_memory_channel[dict[str, Any]](float("inf"))
             self._nursery.start_soon(self._run, inbox)
-        # The process that is asked; by the end of this, there may be another.
+        # Of the process that gets this job. By the end of the job, another process may have taken its place.
         id, job, outbox = next(self._ids), _Job(), self._outbox
         self._jobs[id] = job
-        # Sent by a task of its own: half of a message, where this one is cancelled, would be the end of all.
+        # Another task sends it: a cancellation of this task could leave half of a message in the pipe.
         outbox.send_nowait({"check": id, "grammar": grammar})
         try:
             await job.over.wait()
@@ -104,15 +104,15 @@ class GrammarChecker:
         return job.cost
 
     async def _run(self, inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
-        """A process, from its start to its end."""
-        error: OutriderError = CheckerGoneError("the process that tries out grammars has ended; try again")
+        """Run a process, from its start to its end."""
+        error: OutriderError = CheckerGoneError("the process that checks grammars has ended; try again")
         try:
-            tokenizer, ends = await trio.to_thread.run_sync(self._read_vocabulary)
-            await self._converse({"tokenizer": tokenizer, "end_tokens": ends, **self._bounds}, inbox)
+            tokenizer, end_tokens = await trio.to_thread.run_sync(self._read_vocabulary)
+            await self._communicate({"tokenizer": tokenizer, "end_tokens": end_tokens, **self._limits}, inbox)
         except OutriderError as caught:
             error = caught
         except OSError as caught:
-            error = CheckerGoneError(f"the process that tries out grammars cannot be started: {caught}; try again")
+            error = CheckerGoneError(f"the process that checks grammars cannot be started: {caught}; try again")
         finally:
             self._outbox = None
             inbox.close()
@@ -121,13 +121,13 @@ class GrammarChecker:
                 job.error = error
                 job.over.set()
 
-    async def _converse(self, first: dict[str, Any], inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
+    async def _communicate(self, first: dict[str, Any], inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
         process = await trio.lowlevel.open_process(
-            # Not the directory of the program before all others, whose modules are not meant by their bare names.
+            # -P: otherwise Python would search the program's directory for modules first.
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Ctrl-C in a terminal is the server's to hear.
+            # Ctrl-C in a terminal must interrupt the server only.
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -143,14 +143,14 @@ class GrammarChecker:
                 await process.wait()
 
     async def _receive(self, stdout: trio.abc.ReceiveStream) -> None:
-        """Hear what grammars cost, until the process has ended."""
+        """Receive the costs of grammars until the process ends."""
         unread = b""
         with suppress(trio.BrokenResourceError):
             while data := await stdout.receive_some():
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
                     answer = json.loads(line)
-                    # None where nobody waits for it any more.
+                    # None if the job was cancelled.
                     if (job := self._jobs.pop(answer["id"], None)) is not None:
                         job.cost = Cost(answer["outcome"], answer["cpu_s"])
                         job.over.set()
@@ -159,7 +159,7 @@ class GrammarChecker:
 async def _send(
     stdin: trio.abc.SendStream, first: dict[str, Any], inbox: trio.MemoryReceiveChannel[dict[str, Any]]
 ) -> None:
-    # That the process has ended is heard where it is listened to.
+    # The receiving task notices that the process has ended.
     with suppress(trio.BrokenResourceError):
         await stdin.send_all(json.dumps(first).encode() + b"\n")
         async for request in inbox:
@@ -170,13 +170,13 @@ async def _send(
 async def grammar_checker(
     read_vocabulary: Callable[[], tuple[str, list[int]]], *, cpu_s: int = 1, memory_bytes: int = 2**28
 ) -> AsyncIterator[GrammarChecker]:
-    """A checker of grammars, whose process ends with the block.
+    """A checker of grammars; its process ends with the block.
 
     Args:
-        read_vocabulary: called in a thread; a fast tokenizer as JSON, and the ids of its end-of-text tokens. May raise
-            an OutriderError, which is what is then said of every grammar.
-        cpu_s: seconds of CPU time that a grammar may take, >= 1.
-        memory_bytes: that it may take.
+        read_vocabulary: called in a thread; returns a fast tokenizer as JSON, and the ids of its end-of-text tokens. An
+            OutriderError that it raises is the error of every check.
+        cpu_s: limit of CPU time for each grammar, in seconds, >= 1.
+        memory_bytes: limit of memory for each grammar.
 
     Cancellation: kills the process.
     """

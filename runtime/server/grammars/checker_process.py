@@ -1,20 +1,21 @@
-"""A process that tries out grammars for the server, run as a script; `runtime.server.grammars.checker` starts it.
+"""The process that checks the cost of grammars, run as a script; `runtime.server.grammars.checker` starts it.
 
-There are schemas of a hundred bytes for which llguidance takes hours and gigabytes, and in a thread nothing stops it.
-So each grammar is first compiled in a process that can be killed. This one imports llguidance, indexes the vocabulary
-once, and forks a child for each grammar: a fork takes milliseconds, where a fresh process would index the vocabulary
-again (1.2 s for 150,000 tokens). It has one thread and imports neither mlx nor the runtime, so that forking is safe.
+There are schemas of a hundred bytes that llguidance compiles for hours with gigabytes of memory, and nothing stops it
+in a thread. So each grammar is first compiled in a process that can be killed. This one imports llguidance, indexes the
+vocabulary once, and forks a child for each grammar: a fork takes milliseconds, and a new process would have to index
+the vocabulary again (1.2 s for 150,000 tokens). Forking is safe because this process has one thread and imports neither
+mlx nor the runtime.
 
-What bounds a child:
+The limits of a child:
 
 - CPU time: RLIMIT_CPU, on Linux and macOS.
-- Memory: a thread of its own that looks at the peak resident size (llguidance does not hold Python's lock while it
-  compiles), on both. On Linux RLIMIT_AS as well, for what is allocated between two looks; macOS takes that limit and
-  does not enforce it.
-- Wall time: not here. Whoever asks stops waiting, and says so.
+- Memory: a thread in the child polls its peak resident size, on both systems; it can run because llguidance releases
+  Python's lock while it compiles. On Linux also RLIMIT_AS, for allocations between two polls; macOS accepts that limit
+  without enforcing it.
+- Wall time: none here. The server stops waiting after a timeout.
 
-Requests come as lines of JSON on stdin, answers go as lines of JSON to stdout. The end of stdin (the server has ended,
-or was killed) ends this process and its children.
+Requests arrive as lines of JSON on stdin, and results are written as lines of JSON to stdout. The end of stdin, when
+the server has ended or was killed, ends this process and its children.
 """
 
 from __future__ import annotations
@@ -31,35 +32,35 @@ from typing import Any, NoReturn
 
 import llguidance
 
-# Between two looks at a child's memory.
-_LOOK_S = 0.02
+# Seconds between two polls of a child's memory.
+_POLL_S = 0.02
 
-# Of address space, beside the memory that a child may take: what threads and allocators reserve and do not use.
+# Address space beyond the limit of memory: threads and allocators reserve some that they do not use.
 _RESERVED_BYTES = 2**29
 
-# A child's exit status where it needs too much memory.
+# The exit status of a child that exceeds the limit of memory.
 _TOO_MUCH_MEMORY = 3
 
-_MOST_AT_ONCE = 2**16
+_READ_BYTES = 2**16
 
-# The models come first.
+# The models' threads have a higher priority.
 _NICENESS = 5
 
 
 class Checker:
-    """Children that try out grammars, by the ids of the requests."""
+    """The children that compile grammars, by the ids of the requests."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
         self._unread = bytearray()
-        self._children: dict[int, tuple[int, int]] = {}  # pid, and a pipe that ends with it
+        self._children: dict[int, tuple[int, int]] = {}  # process id, and the read end of a pipe that closes with it
         self._tokenizer: Any = None
         self._cpu_s = 0
         self._memory_bytes = 0
 
     def run(self) -> None:
-        """Until stdin ends."""
+        """Handle requests until stdin ends."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd != 0:
@@ -75,57 +76,57 @@ class Checker:
             os.waitpid(pid, 0)
 
     def _read(self) -> bool:
-        """Do what stdin says; False at its end."""
-        data = os.read(0, _MOST_AT_ONCE)
-        # Only what is new can have the end of a line: a vocabulary has megabytes.
-        searched = len(self._unread)
+        """Handle the requests that have arrived; False at the end of stdin."""
+        data = os.read(0, _READ_BYTES)
+        # Only the new data is searched for the end of the line: the line of a vocabulary has megabytes.
+        num_searched = len(self._unread)
         self._unread += data
-        while (end := self._unread.find(b"\n", searched)) >= 0:
-            line, searched = bytes(self._unread[:end]), 0
+        while (end := self._unread.find(b"\n", num_searched)) >= 0:
+            line, num_searched = bytes(self._unread[:end]), 0
             del self._unread[: end + 1]
-            self._do(json.loads(line))
+            self._handle(json.loads(line))
         return bool(data)
 
-    def _do(self, request: dict[str, Any]) -> None:
+    def _handle(self, request: dict[str, Any]) -> None:
         match request:
-            case {"tokenizer": tokenizer, "end_tokens": ends, "cpu_s": cpu_s, "memory_bytes": memory_bytes}:
-                self._tokenizer = llguidance.LLTokenizer(tokenizer, eos_token=ends)
+            case {"tokenizer": tokenizer, "end_tokens": end_tokens, "cpu_s": cpu_s, "memory_bytes": memory_bytes}:
+                self._tokenizer = llguidance.LLTokenizer(tokenizer, eos_token=end_tokens)
                 self._cpu_s, self._memory_bytes = cpu_s, memory_bytes
             case {"check": id, "grammar": grammar}:
-                self._begin(id, grammar)
+                self._start(id, grammar)
             case {"kill": id} if id in self._children:
                 os.kill(self._children[id][0], signal.SIGKILL)
 
-    def _begin(self, id: int, grammar: str) -> None:
-        take, hold = os.pipe()
+    def _start(self, id: int, grammar: str) -> None:
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._try_out(grammar)
-        os.close(hold)
-        self._children[id] = pid, take
-        self._selector.register(take, selectors.EVENT_READ, id)
+            self._compile(grammar)
+        os.close(write_end)
+        self._children[id] = pid, read_end
+        self._selector.register(read_end, selectors.EVENT_READ, id)
 
     def _report(self, id: int) -> None:
-        """A child has ended."""
+        """Write the result of a child that has ended."""
         pid, pipe = self._children.pop(id)
         self._selector.unregister(pipe)
         os.close(pipe)
         _, status, usage = os.wait4(pid, 0)
-        answer = {"id": id, "outcome": _outcome(status), "cpu_s": usage.ru_utime + usage.ru_stime}
-        os.write(1, json.dumps(answer).encode() + b"\n")  # shorter than what a pipe takes at once
+        result = {"id": id, "outcome": _outcome(status), "cpu_s": usage.ru_utime + usage.ru_stime}
+        os.write(1, json.dumps(result).encode() + b"\n")  # short enough for a pipe to take at once
 
-    def _try_out(self, grammar: str) -> NoReturn:
-        """Compile a grammar, in a child, which ends."""
+    def _compile(self, grammar: str) -> NoReturn:
+        """Compile a grammar in the child, and end it."""
         status = 1
         try:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            # What llguidance says as it dies is no news; and nobody is to take a child's stdout for its parent's.
-            for number in (0, 1, 2):
-                os.dup2(nothing, number)
+            # llguidance writes to stderr when it crashes, and stdout is the parent's.
+            null_device = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):
+                os.dup2(null_device, descriptor)
             self._limit()
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
             matcher.compute_logit_bias()
-            # Also where the grammar is in error: that is found as quickly by whoever compiles it next.
+            # Also for an invalid grammar: the server finds the error as quickly when it compiles the grammar itself.
             status = 0
         finally:
             os._exit(status)
@@ -136,17 +137,17 @@ class Checker:
         if sys.platform == "linux":
             with open("/proc/self/statm", encoding="ascii") as file:
                 size = int(file.read().split()[0]) * resource.getpagesize()
-            most = size + self._memory_bytes + _RESERVED_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit = size + self._memory_bytes + _RESERVED_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         threading.Thread(target=_watch, args=(_peak_bytes() + self._memory_bytes, os.getppid()), daemon=True).start()
 
 
-def _watch(most_bytes: int, parent: int) -> None:
-    """End this process where it takes too much memory, or its parent is not there any more."""
-    while os.getppid() == parent:
-        if _peak_bytes() > most_bytes:
+def _watch(max_bytes: int, parent_pid: int) -> None:
+    """End this process when it exceeds the limit of memory, or when its parent has ended."""
+    while os.getppid() == parent_pid:
+        if _peak_bytes() > max_bytes:
             os._exit(_TOO_MUCH_MEMORY)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     os._exit(1)
 
 
@@ -157,13 +158,13 @@ def _peak_bytes() -> int:
 
 def _outcome(status: int) -> str:
     if os.WIFSIGNALED(status):
-        # By SIGABRT, Rust ends a process that cannot allocate.
+        # Rust ends a process that cannot allocate memory with SIGABRT.
         return {signal.SIGXCPU: "time", signal.SIGABRT: "memory"}.get(signal.Signals(os.WTERMSIG(status)), "crash")
     return {0: "done", _TOO_MUCH_MEMORY: "memory"}.get(os.WEXITSTATUS(status), "crash")
 
 
 def main() -> None:
-    """Try out grammars until stdin ends."""
+    """Check grammars until stdin ends."""
     os.nice(_NICENESS)
     checker = Checker()
     try:

@@ -1,4 +1,4 @@
-"""Slots for work that clients ask for, so that one client's does not keep another's waiting."""
+"""Slots for work that clients request, shared fairly, so that one client cannot keep the others waiting."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import trio
 
 
 class ClientSlots:
-    """Slots, of which one client has only some at a time, and for which clients wait in turn.
+    """A limited number of slots, with a smaller limit for each client; waiting clients take turns.
 
     Attributes:
-        num_waiting: pieces of work that wait for a slot.
+        num_waiting: number of tasks that wait for a slot.
     """
 
     def __init__(self, total: int, per_client: int) -> None:
-        """All free.
+        """All slots free.
 
         Args:
-            total: pieces of work at a time, >= 1.
-            per_client: of one client, from 1 to `total`.
+            total: number of slots, >= 1.
+            per_client: number of slots that one client may hold, from 1 to `total`.
         """
         self._num_free = total
         self._per_client = per_client
-        self._num_held: Counter[str] = Counter()
-        # By client, in the order of their turns.
+        self._num_held: Counter[str] = Counter()  # by client
+        # Waiting tasks by client; the clients are in the order of their turns.
         self._waiting: dict[str, deque[trio.Event]] = {}
 
     @property
@@ -36,9 +36,9 @@ class ClientSlots:
 
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
-        """A slot for the duration of the block.
+        """Hold a slot for the duration of the block.
 
-        Cancellation: gives up waiting.
+        Cancellation: stops waiting.
         """
         granted = trio.Event()
         self._waiting.setdefault(client, deque()).append(granted)
@@ -50,13 +50,13 @@ class ClientSlots:
             if granted.is_set():
                 self._num_free += 1
                 self._num_held[client] -= 1
-                self._num_held += Counter()  # without those that have none
+                self._num_held += Counter()  # drops clients with 0
                 self._grant()
             else:
-                self._leave(client, granted)
+                self._stop_waiting(client, granted)
 
     def _grant(self) -> None:
-        """Give what is free to who waits, to each client one before any has its second."""
+        """Grant the free slots; each goes to the waiting client that holds the fewest."""
         while self._num_free:
             ready = [client for client in self._waiting if self._num_held[client] < self._per_client]
             if not ready:
@@ -67,11 +67,11 @@ class ClientSlots:
             granted = self._waiting[client][0]
             granted.set()
             queue = self._waiting[client]
-            self._leave(client, granted)
+            self._stop_waiting(client, granted)
             if queue:
-                self._waiting[client] = self._waiting.pop(client)  # the others' turn
+                self._waiting[client] = self._waiting.pop(client)  # to the end: the others' turn
 
-    def _leave(self, client: str, granted: trio.Event) -> None:
+    def _stop_waiting(self, client: str, granted: trio.Event) -> None:
         queue = self._waiting[client]
         queue.remove(granted)
         if not queue:

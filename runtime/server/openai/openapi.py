@@ -1,105 +1,82 @@
-"""The server's description of itself, as OpenAPI has it, made of the types of what it takes and gives."""
+"""The OpenAPI description of the server, made from the types of its requests and responses."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
-from runtime.server.errors import ErrorBody
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
-from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.responses import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    ErrorBody,
+    HealthReport,
+    ModelDescription,
+    ModelList,
+)
 
+_RESPONSES = (ChatChunk, ChatCompletion, Completion, ErrorBody, ModelDescription, ModelList, HealthReport)
+_REQUESTS = (ChatRequest, CompletionRequest)
 
-class ModelDescription(BaseModel):
-    """A model that is served."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    draft: str | None
-    has_chat_template: bool
-
-
-class ModelList(BaseModel):
-    """The models that are served: one."""
-
-    object: str
-    data: list[ModelDescription]
-
-
-class HealthReport(BaseModel):
-    """Whether the actors are alive, and what they have to do."""
-
-    status: Literal["ok", "degraded", "broken"]
-    ok: bool
-    target: bool
-    draft: bool | None
-    streams: int
-    waiting: int
-
-
-_GIVEN = (ChatChunk, ChatCompletion, Completion, ErrorBody, ModelDescription, ModelList, HealthReport)
-_TAKEN = (ChatRequest, CompletionRequest)
-
-
+# Fields of every example of a request.
 _EXAMPLE = {"max_tokens": 32, "stream": True}
 
 
 def description(model: str, *, has_key: bool) -> dict[str, Any]:
-    """The description.
+    """The OpenAPI 3.1 description, for JSON.
 
     Args:
-        model: what the target is called.
-        has_key: whether `/v1` wants an API key.
+        model: the target's name.
+        has_key: whether `/v1` requires an API key.
     """
-    _, schemas = models_json_schema(
-        [*((given, "serialization") for given in _GIVEN), *((taken, "validation") for taken in _TAKEN)],
+    adapters: list[TypeAdapter[Any]] = [TypeAdapter(each) for each in (*_RESPONSES, *_REQUESTS)]
+    _, schemas = TypeAdapter.json_schemas(
+        [(i, "serialization" if i < len(_RESPONSES) else "validation", adapter) for i, adapter in enumerate(adapters)],
         ref_template="#/components/schemas/{model}",
     )
-    refused = ("401",) if has_key else ()
-    asked: list[dict[str, Any]] = [{"bearer": []}] if has_key else []
+    key_statuses = ("401",) if has_key else ()
+    security: list[dict[str, Any]] = [{"bearer": []}] if has_key else []
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     if has_key:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
-    def generation(name: str, taken: str, given: str, chunk: str, example: dict[str, Any]) -> dict[str, Any]:
+    def generation(id: str, request: str, response: str, chunk: str, example: dict[str, Any]) -> dict[str, Any]:
         return {
             "post": {
-                "operationId": name,
-                "summary": "Generate a text; whoever hangs up cancels it",
-                "security": asked,
+                "operationId": id,
+                "summary": "Generate a text; disconnecting cancels it",
+                "security": security,
                 "requestBody": {
                     "required": True,
-                    "content": {"application/json": {"schema": _ref(taken), "example": {**example, **_EXAMPLE}}},
+                    "content": {"application/json": {"schema": _ref(request), "example": {**example, **_EXAMPLE}}},
                 },
                 "responses": {
                     "200": {
-                        "description": "The text; with `stream`, server-sent events with a chunk each, and [DONE]",
+                        "description": "The text; with `stream`, server-sent events, one for each chunk, then [DONE]",
                         "content": {
-                            "application/json": {"schema": _ref(given)},
+                            "application/json": {"schema": _ref(response)},
                             "text/event-stream": {"schema": _events(chunk)},
                         },
                     },
-                    **_errors("400", *refused, "404", "408", "413", "415", "429", "500", "503"),
+                    **_errors("400", *key_statuses, "404", "408", "413", "415", "429", "500", "503"),
                 },
             }
         }
 
-    def reading(
-        name: str, summary: str, content: str, schema: dict[str, Any], *errors: str, **more: Any
+    def getter(
+        id: str, summary: str, content_type: str, schema: dict[str, Any], *error_statuses: str, **fields: Any
     ) -> dict[str, Any]:
         return {
             "get": {
-                "operationId": name,
+                "operationId": id,
                 "summary": summary,
-                **more,
+                **fields,
                 "responses": {
-                    "200": {"description": summary, "content": {content: {"schema": schema}}},
-                    **_errors(*errors),
+                    "200": {"description": summary, "content": {content_type: {"schema": schema}}},
+                    **_errors(*error_statuses),
                 },
             }
         }
@@ -110,7 +87,7 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
         "info": {
             "title": "Outrider",
             "version": importlib.metadata.version("outrider"),
-            "description": f"Speculative decoding of {model}, by OpenAI's interface.",
+            "description": f"Speculative decoding of {model}, with OpenAI's API.",
         },
         "paths": {
             "/v1/completions": generation(
@@ -123,32 +100,37 @@ def description(model: str, *, has_key: bool) -> dict[str, Any]:
                 "ChatChunk",
                 {"messages": [{"role": "user", "content": "def quicksort(items):"}]},
             ),
-            "/v1/models": reading(
-                "models", "The models that are served", "application/json", _ref("ModelList"), *refused, security=asked
+            "/v1/models": getter(
+                "models", "The served models", "application/json", _ref("ModelList"), *key_statuses, security=security
             ),
-            "/v1/models/{model}": reading(
+            "/v1/models/{model}": getter(
                 "model",
-                "A model that is served",
+                "A served model",
                 "application/json",
                 _ref("ModelDescription"),
-                *refused,
+                *key_statuses,
                 "404",
-                security=asked,
-                parameters=[_path("model")],
+                security=security,
+                parameters=[_path_parameter("model")],
             ),
             "/health": {
                 "get": {
                     "operationId": "health",
-                    "summary": "Whether texts come; degraded while the drafter has ended, hangs or is late",
+                    "summary": "Whether the models work; degraded while the drafter has ended, hangs or is late",
                     "responses": {
-                        status: {"description": said, "content": {"application/json": {"schema": _ref("HealthReport")}}}
-                        for status, said in (("200", "They do"), ("503", "They do not: the target has failed"))
+                        status: {"description": text, "content": {"application/json": {"schema": _ref("HealthReport")}}}
+                        for status, text in (("200", "The target works"), ("503", "The target has failed"))
                     },
                 }
             },
-            "/metrics": reading("metrics", "Figures for Prometheus", "text/plain", text),
-            "/timelines/{id}": reading(
-                "timeline", "Who worked when on an answer", "text/html", text, "404", parameters=[_path("id")]
+            "/metrics": getter("metrics", "Metrics for Prometheus", "text/plain", text),
+            "/timelines/{id}": getter(
+                "timeline",
+                "When each model worked on an answer",
+                "text/html",
+                text,
+                "404",
+                parameters=[_path_parameter("id")],
             ),
         },
         "components": components,
@@ -160,14 +142,14 @@ def _ref(name: str) -> dict[str, str]:
 
 
 def _events(chunk: str) -> dict[str, Any]:
-    """Of each event: a chunk, an error after which nothing comes, or the end."""
-    one = {"anyOf": [_ref(chunk), _ref("ErrorBody")]}
-    written = {"type": "string", "contentMediaType": "application/json", "contentSchema": one}
-    data = {"anyOf": [{"const": "[DONE]"}, written]}
+    """The schema of one server-sent event: a chunk, an error (then it is the last), or the end."""
+    content = {"anyOf": [_ref(chunk), _ref("ErrorBody")]}
+    json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    data = {"anyOf": [{"const": "[DONE]"}, json_text]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def _path(name: str) -> dict[str, Any]:
+def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
@@ -181,11 +163,11 @@ def _errors(*statuses: str) -> dict[str, Any]:
 _MEANINGS = {
     "400": "A field, a setting or the prompt is wrong",
     "401": "The API key is missing or wrong",
-    "404": "There is no such thing",
-    "408": "The body did not come in time",
+    "404": "Not found",
+    "408": "The body did not arrive in time",
     "413": "The body is too long",
-    "415": "The body is not said to be JSON",
-    "429": "The house is full; Retry-After says when to come again",
+    "415": "The content type of the body is not JSON",
+    "429": "Too many requests; Retry-After says when to try again",
     "500": "The generation failed",
-    "503": "The models are not there any more",
+    "503": "The models are unavailable",
 }

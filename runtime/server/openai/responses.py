@@ -1,32 +1,88 @@
-"""Response bodies and chunks as types, in OpenAI's format; `runtime.server.openai.serializers` makes them."""
+"""Response bodies and chunks, in OpenAI's format and with extensions of our own.
+
+The code that responds builds these dictionaries, and `runtime.server.openai.openapi` makes the API's description from
+the same types. They are typed dictionaries rather than pydantic models, because a chunk is built for every round of
+every stream and the type checker has checked it already. Their keys are sent in the order in which they are built.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from pydantic import BaseModel
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
 
 from runtime.tracing.drafter_states import DrafterState
 
 FinishReason = Literal["stop", "length"]
 
 
-class PromptDetails(BaseModel):
-    """Of the prompt's tokens: how many were still cached."""
+# --- errors, models and health --------------------------------------------------------------------
+
+
+class ErrorDetail(TypedDict):
+    """An error: a message for people, the rest for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every response with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class ModelDescription(TypedDict):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    draft: str | None
+    has_chat_template: bool
+
+
+class ModelList(TypedDict):
+    """The served models: always one."""
+
+    object: Literal["list"]
+    data: list[ModelDescription]
+
+
+class HealthReport(TypedDict):
+    """Whether the models work, and the number of streams that run and wait."""
+
+    status: Literal["ok", "degraded", "broken"]
+    ok: bool
+    target: bool
+    draft: bool | None
+    streams: int
+    waiting: int
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+class PromptDetails(TypedDict):
+    """Prompt tokens that were still cached."""
 
     cached_tokens: int
 
 
-class CompletionDetails(BaseModel):
-    """Of the answer's tokens: how many were thoughts, and what became of those that were drafted."""
+class CompletionDetails(TypedDict):
+    """Answer tokens that are reasoning, and drafted tokens that were accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(BaseModel):
-    """Tokens of a request and its answer, and of those that the drafter proposed, how many stood."""
+class Usage(TypedDict):
+    """Token counts of a request and its answer, and of the proposed and accepted drafted tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -37,7 +93,10 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails
 
 
-class DraftedToken(BaseModel):
+# --- speculation, for `stream_options.include_speculation` ----------------------------------------
+
+
+class SpeculationToken(TypedDict):
     """A token, and whether the drafter had proposed it."""
 
     id: int
@@ -46,8 +105,8 @@ class DraftedToken(BaseModel):
     is_thinking: bool
 
 
-class SoFar(BaseModel):
-    """The statistics that a page shows: see `runtime.Statistics`."""
+class SpeculationStatistics(TypedDict):
+    """Statistics of the stream so far: see `runtime.Statistics`."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -61,8 +120,8 @@ class SoFar(BaseModel):
     elapsed: float
 
 
-class WorkSpan(BaseModel):
-    """What a model worked on, in seconds since the generation began."""
+class WorkSpan(TypedDict):
+    """A job of a model; its begin and end in seconds since the stream began."""
 
     actor: Literal["target", "draft"]
     kind: str
@@ -71,28 +130,36 @@ class WorkSpan(BaseModel):
     round: int | None
 
 
-class DrafterChange(BaseModel):
-    """What the drafter does from a moment on, in seconds since the generation began.
+class DrafterChange(TypedDict):
+    """A change of the drafter's state, at a time in seconds since the stream began.
 
     "resting": it leaves rounds to the target, where plain decoding is faster; "overdue": it took too long, and the
-    target goes on without it; "left": it takes no part in this generation any more.
+    target goes on without it; "left": it takes no further part in this stream.
     """
 
     at: float
     state: DrafterState
 
 
-class Speculation(BaseModel):
-    """What has happened since the last chunk, and the statistics so far."""
+class ModelActivity(TypedDict):
+    """Jobs of the models and changes of the drafter's state, since the last chunk."""
 
-    tokens: list[DraftedToken]
-    statistics: SoFar
     spans: list[WorkSpan]
     drafter: list[DrafterChange]
 
 
-class CompletionLogprobs(BaseModel):
-    """Log-probabilities, a list item a token."""
+class Speculation(ModelActivity):
+    """The chunk's tokens, the statistics so far, and the activity of the models since the last chunk."""
+
+    tokens: list[SpeculationToken]
+    statistics: SpeculationStatistics
+
+
+# --- /v1/completions ------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities; each list has an item per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -100,7 +167,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(TypedDict):
     """The text."""
 
     index: int
@@ -109,20 +176,23 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class Completion(BaseModel):
-    """An answer of `/v1/completions`, or with `usage` only at the end, a chunk of one."""
+class Completion(TypedDict):
+    """A response of `/v1/completions`, or a chunk of one. Of the chunks, only the last may have `usage`."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    speculation: Speculation | None = None
+    usage: NotRequired[Usage]
+    speculation: NotRequired[Speculation]
 
 
-class TopLogprob(BaseModel):
-    """A token, and its log-probability."""
+# --- /v1/chat/completions -------------------------------------------------------------------------
+
+
+class TopLogprob(TypedDict):
+    """A token and its log-probability; `bytes` is null where the token is part of a character."""
 
     token: str
     logprob: float
@@ -130,38 +200,38 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """Likewise, and those of the likeliest tokens at its place."""
+    """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
-    """Log-probabilities."""
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of the answer's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class Reply(BaseModel):
-    """What is said, and what was thought before."""
+class ChatMessage(TypedDict):
+    """The answer, and the reasoning before it if there is any."""
 
     role: Literal["assistant"]
     content: str
     refusal: None
-    reasoning_content: str | None = None
+    reasoning_content: NotRequired[str]
 
 
-class ChatChoice(BaseModel):
-    """The answer."""
+class ChatChoice(TypedDict):
+    """The message."""
 
     index: int
-    message: Reply
+    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
-    """An answer of `/v1/chat/completions`."""
+class ChatCompletion(TypedDict):
+    """A response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -171,16 +241,16 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class Delta(BaseModel):
-    """What is new of the answer."""
+class Delta(TypedDict):
+    """The part of the message that is new in a chunk."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
-class ChunkChoice(BaseModel):
-    """What is new."""
+class ChunkChoice(TypedDict):
+    """The part of the choice that is new in a chunk."""
 
     index: int
     delta: Delta
@@ -188,13 +258,16 @@ class ChunkChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(BaseModel):
-    """A chunk of an answer of `/v1/chat/completions`."""
+class ChatChunk(TypedDict):
+    """A chunk of a response of `/v1/chat/completions`; only the last may have `usage`."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
-    speculation: Speculation | None = None
+    usage: NotRequired[Usage]
+    speculation: NotRequired[Speculation]
+
+
+Chunk = Completion | ChatChunk

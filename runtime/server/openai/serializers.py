@@ -1,8 +1,4 @@
-"""Writes answers: from a stream's tokens to bodies and chunks, as plain dictionaries.
-
-The types in `runtime.server.openai.responses` describe them; instances of these would be made for every round of every
-stream.
-"""
+"""Serializers: from a stream's tokens to the response bodies and chunks of `runtime.server.openai.responses`."""
 
 from __future__ import annotations
 
@@ -10,61 +6,74 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from protocol.statistics import Statistics
 from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, Request
+from runtime.server.openai.responses import (
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Chunk,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    FinishReason,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from runtime.generation.token_reader import Token
 
-# What stands for minus infinity, which JSON does not have.
-IMPOSSIBLE = -9999.0
+# OpenAI's stand-in for minus infinity, which JSON does not have.
+_MIN_LOGPROB = -9999.0
 
 
 class Serializer(ABC):
-    """Writes the answer to one request.
+    """Serializer of the response to one request.
 
     Attributes:
-        id: of the answer; nobody can guess it.
+        id: the response's id; random, so that other clients cannot guess it.
     """
 
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    kind_of_chunk: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     def __init__(self, request: Request, model: str, tokenizer: TokenizerWrapper) -> None:
-        """For one answer.
+        """For one response.
 
         Args:
-            request: what was asked.
-            model: its name.
+            request: the request.
+            model: the model's name.
             tokenizer: the target's.
         """
-        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {"created": int(time.time()), "model": model}
+        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._model = model
         self._num_logprobs = request.num_logprobs
         self._tokenizer = tokenizer
-        self._num_thinking = 0
-        self._num_characters = 0  # written
-
-    def chunk(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """A chunk for what has come since the last; maybe for nothing."""
-        return self._headed(self.kind_of_chunk, [self._choice(tokens)])
-
-    def last_chunk(self, statistics: Statistics) -> dict[str, Any]:
-        """The chunk that comes after the text, with the usage."""
-        return {**self._headed(self.kind_of_chunk, []), "usage": self.usage(statistics)}
+        self._num_reasoning_tokens = 0
 
     @abstractmethod
-    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
-        """The answer as one body."""
+    def chunk(self, tokens: Sequence[Token]) -> Chunk:
+        """A chunk with the tokens since the last one, possibly none."""
 
-    def usage(self, statistics: Statistics) -> dict[str, Any]:
-        """What the answer took; see `Usage`."""
+    @abstractmethod
+    def last_chunk(self, statistics: Statistics) -> Chunk:
+        """The chunk after the text, with the usage."""
+
+    @abstractmethod
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Completion | ChatCompletion:
+        """The whole response as one body."""
+
+    def _usage(self, statistics: Statistics) -> Usage:
         return {
             "prompt_tokens": statistics.prompt_tokens,
             "completion_tokens": statistics.generated_tokens,
@@ -73,144 +82,194 @@ class Serializer(ABC):
             "accepted_tokens": statistics.accepted,
             "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
             "completion_tokens_details": {
-                "reasoning_tokens": self._num_thinking,
+                "reasoning_tokens": self._num_reasoning_tokens,
                 "accepted_prediction_tokens": statistics.accepted,
                 "rejected_prediction_tokens": statistics.rejected,
             },
         }
 
-    def _headed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, **self._head, "choices": choices}
-
-    @abstractmethod
-    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """A chunk's part for some tokens."""
-
-    def _readable(self, tokens: Sequence[Token]) -> list[Token]:
-        """The tokens without the one that ends the text and is none."""
-        if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
-            return list(tokens[:-1])
-        return list(tokens)
-
-    def _said(self, token: int) -> str:
-        said: str = self._tokenizer.decode([token])
-        return said
+    def _decoded(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
 
 
 class CompletionSerializer(Serializer):
-    """Writes a text."""
+    """Serializer for `/v1/completions`."""
 
-    prefix = "cmpl"
-    kind = kind_of_chunk = "text_completion"
+    id_prefix = "cmpl"
 
-    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         """See `Serializer`."""
-        return {**self._headed(self.kind, [self._choice(tokens)]), "usage": self.usage(statistics)}
+        super().__init__(request, model, tokenizer)
+        self._num_characters = 0  # of the text so far
 
-    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        logprobs = None if self._num_logprobs is None else self._logprobs(tokens)
-        text = "".join(token.text for token in tokens)
-        self._num_thinking += sum(token.is_thinking for token in tokens)
-        finish_reason = tokens[-1].finish_reason if tokens else None
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def chunk(self, tokens: Sequence[Token]) -> Completion:
+        """See `Serializer`."""
+        return self._completion([self._choice(tokens)])
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        readable = self._readable(tokens)
+    def last_chunk(self, statistics: Statistics) -> Completion:
+        """See `Serializer`."""
+        return {**self._completion([]), "usage": self._usage(statistics)}
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Completion:
+        """See `Serializer`."""
+        return {**self._completion([self._choice(tokens)]), "usage": self._usage(statistics)}
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _choice(self, tokens: Sequence[Token]) -> CompletionChoice:
+        self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
+        return {
+            "index": 0,
+            "text": "".join(token.text for token in tokens),
+            "logprobs": None if self._num_logprobs is None else self._logprobs(tokens),
+            "finish_reason": _finish_reason(tokens),
+        }
+
+    def _logprobs(self, tokens: Sequence[Token]) -> CompletionLogprobs:
+        text_tokens = _text_tokens(tokens)
         offsets = []
         for token in tokens:
             offsets.append(self._num_characters)
             self._num_characters += len(token.text)
         return {
-            "tokens": [self._said(token.id) for token in readable],
-            "token_logprobs": [_finite(token.logprob) for token in readable],
+            "tokens": [self._decoded(token.id) for token in text_tokens],
+            "token_logprobs": [_finite(token.logprob) for token in text_tokens],
             "top_logprobs": [
                 {top.text: _finite(top.logprob) for top in token.top_logprobs[: self._num_logprobs]}
-                for token in readable
+                for token in text_tokens
             ]
             if self._num_logprobs
             else None,
-            "text_offset": offsets[: len(readable)],
+            "text_offset": offsets[: len(text_tokens)],
         }
 
 
 class ChatSerializer(Serializer):
-    """Writes an assistant's message, its thoughts apart."""
+    """Serializer for `/v1/chat/completions`; it separates the reasoning from the answer."""
 
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    kind_of_chunk = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(
-        self,
-        request: Request,
-        model: str,
-        tokenizer: TokenizerWrapper,
-        *,
-        tags: tuple[str, str] = ("", ""),
-        is_thinking: bool = False,
+        self, request: ChatRequest, model: str, tokenizer: TokenizerWrapper, reasoning: ReasoningSplitter | None
     ) -> None:
-        """See `Serializer`; and what opens and closes thoughts, and whether the answer begins within one."""
+        """See `Serializer`; without a splitter, all text is the answer."""
         super().__init__(request, model, tokenizer)
-        self._thoughts = ReasoningSplitter(tags, is_thinking=is_thinking) if all(tags) else None
+        self._reasoning = reasoning
         self._is_first = True
 
-    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> dict[str, Any]:
+    def chunk(self, tokens: Sequence[Token]) -> ChatChunk:
         """See `Serializer`."""
-        said, thought = self._apart(tokens)
-        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
-        if thought:
-            message["reasoning_content"] = thought
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": tokens[-1].finish_reason,
-        }
-        return {**self._headed(self.kind, [choice]), "usage": self.usage(statistics)}
-
-    def _choice(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        said, thought = self._apart(tokens)
-        delta = {"role": "assistant", "content": ""} if self._is_first else {}
+        answer, reasoning = self._split(tokens)
+        delta: Delta = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
-        if said:
-            delta["content"] = said
-        if thought:
-            delta["reasoning_content"] = thought
-        finish_reason = tokens[-1].finish_reason if tokens else None
-        logprobs = self._logprobs(tokens) if tokens else None
-        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if answer:
+            delta["content"] = answer
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        choice: ChunkChoice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": self._logprobs(tokens) if tokens else None,
+            "finish_reason": _finish_reason(tokens),
+        }
+        return self._chunk([choice])
 
-    def _apart(self, tokens: Sequence[Token]) -> tuple[str, str]:
-        """What the tokens say, and what they think."""
+    def last_chunk(self, statistics: Statistics) -> ChatChunk:
+        """See `Serializer`."""
+        return {**self._chunk([]), "usage": self._usage(statistics)}
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ChatCompletion:
+        """See `Serializer`."""
+        answer, reasoning = self._split(tokens)
+        message: ChatMessage = {"role": "assistant", "content": answer, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        finish_reason = _finish_reason(tokens)
+        assert finish_reason is not None, "the last token of a stream has a finish reason"
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "logprobs": self._logprobs(tokens),
+                    "finish_reason": finish_reason,
+                }
+            ],
+            "usage": self._usage(statistics),
+        }
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _split(self, tokens: Sequence[Token]) -> tuple[str, str]:
+        """The new text of the answer, and that of the reasoning."""
         text = "".join(token.text for token in tokens)
-        if self._thoughts is None:
+        if self._reasoning is None:
             return text, ""
-        self._num_thinking += sum(token.is_thinking for token in tokens)
-        return self._thoughts.add(text, is_last=bool(tokens) and tokens[-1].finish_reason is not None)
+        self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
+        return self._reasoning.add(text, is_last=_finish_reason(tokens) is not None)
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         if self._num_logprobs is None:
             return None
-        content = []
-        for token in self._readable(tokens):
-            top = [_named(top.text, top.logprob) for top in token.top_logprobs[: self._num_logprobs]]
-            content.append({**_named(self._said(token.id), token.logprob), "top_logprobs": top})
+        content: list[TokenLogprob] = []
+        for token in _text_tokens(tokens):
+            top = [_top_logprob(top.text, top.logprob) for top in token.top_logprobs[: self._num_logprobs]]
+            content.append({**_top_logprob(self._decoded(token.id), token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
-def _named(text: str, logprob: float | None) -> dict[str, Any]:
-    # Of a part of a character, only that it is one can be told.
+def serializer_for(
+    request: Request, model: str, tokenizer: TokenizerWrapper, reasoning: ReasoningSplitter | None
+) -> Serializer:
+    """The serializer of the response to a request.
+
+    Args:
+        request: the request.
+        model: the model's name.
+        tokenizer: the target's.
+        reasoning: splits the text of a chat; None where all of the text is the answer. A completion is never split.
+    """
+    if isinstance(request, ChatRequest):
+        return ChatSerializer(request, model, tokenizer, reasoning)
+    assert isinstance(request, CompletionRequest)
+    return CompletionSerializer(request, model, tokenizer)
+
+
+def _finish_reason(tokens: Sequence[Token]) -> FinishReason | None:
+    return tokens[-1].finish_reason if tokens else None
+
+
+def _text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens without an end-of-text or stop token, which has no text."""
+    if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
+        return tokens[:-1]
+    return tokens
+
+
+def _top_logprob(text: str, logprob: float | None) -> TopLogprob:
+    # The bytes of part of a character are unknown: its decoded text is the replacement character.
     is_whole = "\ufffd" not in text
     return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
 
 
 def _finite(logprob: float | None) -> float:
-    return IMPOSSIBLE if logprob is None else max(logprob, IMPOSSIBLE)
-
-
-def serializer_for(request: Request, model: str, tokenizer: TokenizerWrapper, **thinking: Any) -> Serializer:
-    """What writes the answer to a request; thinking is told apart in chats."""
-    if isinstance(request, ChatRequest):
-        return ChatSerializer(request, model, tokenizer, **thinking)
-    assert isinstance(request, CompletionRequest)
-    return CompletionSerializer(request, model, tokenizer)
+    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)

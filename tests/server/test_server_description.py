@@ -1,0 +1,208 @@
+"""The server's OpenAPI description against its routes and its responses, over scripted models in simulated time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+import trio
+from asgi import (
+    CHAT,
+    COMPLETIONS,
+    DEF,
+    HELLO,
+    MODEL,
+    Exchange,
+    Letters,
+    Served,
+    looping,
+    saying,
+    simulated_server,
+)
+from jsonschema import Draft202012Validator, ValidationError
+from scripted import ScriptedModel
+from starlette.routing import Mount, Route
+
+from runtime.server.endpoint import Limits
+
+PAGES = {"/", "/page", "/docs", "/openapi.json"}
+BODIES: dict[str, dict[str, Any]] = {COMPLETIONS: {**DEF, "max_tokens": 6}, CHAT: {**HELLO, "max_tokens": 6}}
+LOGPROBS: dict[str, dict[str, Any]] = {COMPLETIONS: {"logprobs": 2}, CHAT: {"logprobs": True, "top_logprobs": 2}}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "include_speculation": True}}
+KEYED = {"api_key": "s3cret"}
+WITH_KEY = {"content-type": "application/json", "authorization": "Bearer s3cret"}
+
+# The path in the description, and a response.
+Seen = list[tuple[str, Exchange]]
+
+
+def closed(schema: Any) -> Any:
+    """A schema that takes no property that it does not describe."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {name: closed(value) for name, value in schema.items()}
+    return {"additionalProperties": False, **result} if "properties" in schema else result
+
+
+def check(description: dict[str, Any], path: str, answer: Exchange) -> tuple[str, str, str, str]:
+    """Validate a response against its description, of which all schemas are `closed`.
+
+    Returns: path, method, status and content type of the response.
+    """
+    method, status = answer.scope["method"].lower(), str(answer.status)
+    content_type = answer.headers["content-type"].partition(";")[0]
+    schema = description["paths"][path][method]["responses"][status]["content"][content_type]["schema"]
+
+    def validator(schema: Any) -> Draft202012Validator:
+        return Draft202012Validator({**schema, "components": description["components"]})
+
+    if content_type == "application/json":
+        validator(schema).validate(answer.json)
+    elif content_type == "text/event-stream":
+        _, json_text = schema["properties"]["data"]["anyOf"]
+        event, content = validator(schema), validator(json_text["contentSchema"])
+        for data in re.findall(r"^data: (.*)$", answer.body.decode(), re.MULTILINE):
+            event.validate({"data": data})
+            if data != "[DONE]":
+                content.validate(json.loads(data))
+    else:
+        validator(schema).validate(answer.body.decode())
+    return path, method, status, content_type
+
+
+def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+    """Path, method, status and content type of every response that there may be."""
+    return {
+        (path, method, status, content_type)
+        for path, operations in description["paths"].items()
+        for method, operation in operations.items()
+        for status, response in operation["responses"].items()
+        for content_type in response["content"]
+    }
+
+
+def test_the_description_has_the_routes_of_the_application_but_for_its_pages() -> None:
+    async def test(server: Served) -> None:
+        routes = {}
+        for route in server.app._app.routes:
+            assert isinstance(route, (Mount, Route))
+            if route.path not in PAGES:
+                assert isinstance(route, Route)
+                assert route.methods is not None
+                routes[re.sub(r":\w+}", "}", route.path)] = {method.lower() for method in route.methods} - {"head"}
+        paths = (await server.ask("/openapi.json")).json["paths"]
+        assert {path: set(operations) for path, operations in paths.items()} == routes
+
+    simulated_server(test)
+
+
+async def usual(server: Served, seen: Seen) -> None:
+    """Successes and the errors of requests, from a server with a key."""
+    for path, body in BODIES.items():
+        for more in ({}, LOGPROBS[path], STREAM, {**LOGPROBS[path], **STREAM}):
+            seen.append((path, await server.ask(path, {**body, **more}, headers=WITH_KEY)))
+        seen.append((path, await server.ask(path, {**body, "temperature": -1}, headers=WITH_KEY)))
+        seen.append((path, await server.ask(path, {**body, "model": "another"}, headers=WITH_KEY)))
+        seen.append((path, await server.ask(path, b" " * 3000, headers=WITH_KEY)))
+        seen.append((path, await server.ask(path, body, headers={**WITH_KEY, "content-type": "text/plain"})))
+        seen.append((path, await server.ask(path, body)))
+        async with server.exchange(path, headers=WITH_KEY) as slow:
+            slow.give(b"{", more=True)
+        seen.append((path, slow))
+    for path, address in (
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/{model}", f"/v1/models/{MODEL}"),
+        ("/v1/models/{model}", "/v1/models/another"),
+    ):
+        seen.append((path, await server.ask(address, headers=WITH_KEY)))
+        seen.append((path, await server.ask(address)))
+    seen.append(("/health", await server.ask("/health")))
+    seen.append(("/metrics", await server.ask("/metrics")))
+    watched = next(answer for _, answer in seen if answer.headers["content-type"].startswith("text/event-stream"))
+    for id in (watched.events[0]["id"], "unknown"):
+        seen.append(("/timelines/{id}", await server.ask(f"/timelines/{id}")))
+
+
+async def reasoning(server: Served, seen: Seen) -> None:
+    """Chats with reasoning."""
+    for more in ({}, STREAM):
+        answer = await server.ask(CHAT, {**HELLO, **more})
+        assert answer.thought == "hm"
+        seen.append((CHAT, answer))
+
+
+async def busy(server: Served, seen: Seen) -> None:
+    """Errors of a server whose one place is taken."""
+    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500}) as first:
+        await trio.sleep(1)  # in simulated time: until it is admitted
+        for path, body in BODIES.items():
+            seen.append((path, await server.ask(path, body)))
+        first.leave()
+
+
+async def failing(server: Served, seen: Seen) -> None:
+    """Errors of generations, and of the server's health if they broke it."""
+    for path, body in BODIES.items():
+        for more in ({}, STREAM):
+            seen.append((path, await server.ask(path, {**body, "max_tokens": 50, "lookahead": 0, **more})))
+    seen.append(("/health", await server.ask("/health")))
+
+
+@functools.cache
+def all_seen() -> Seen:
+    """Responses of each kind."""
+    seen: Seen = []
+    simulated_server(lambda server: usual(server, seen), limits=Limits(max_body_bytes=2000), small="small", **KEYED)
+    tokenizer = Letters(thinks=True)
+    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
+    thinks = ScriptedModel(saying("<t>hm</t>yes", start))
+    simulated_server(lambda server: reasoning(server, seen), thinks, tokenizer=tokenizer)
+    simulated_server(lambda server: busy(server, seen), ScriptedModel(looping), max_streams=1, max_waiting=0)
+    for fails in ({"feed": range(8, 10_000)}, {"check": range(6, 10_000)}):
+        simulated_server(lambda server: failing(server, seen), ScriptedModel(looping, fails=fails))
+    return seen
+
+
+def description_with_key() -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+
+    async def ask(server: Served) -> None:
+        found.append((await server.ask("/openapi.json")).json)
+
+    simulated_server(ask, **KEYED)
+    return found[0]
+
+
+def test_every_response_is_as_described_and_every_described_response_is_given() -> None:
+    description = closed(description_with_key())
+    assert {check(description, path, answer) for path, answer in all_seen()} == described(description)
+
+
+@pytest.mark.slow
+def test_a_field_that_is_not_described_is_noticed_in_every_part_of_a_response() -> None:
+    description = description_with_key()
+    schemas = description["components"]["schemas"]
+    # Requests say themselves that they take no other fields.
+    names = [name for name, schema in schemas.items() if "additionalProperties" not in schema]
+    assert len(names) > 20
+    for name in names:
+        less = closed(description)
+        schema = less["components"]["schemas"][name]
+        field, _ = schema["properties"].popitem()
+        schema["required"] = [each for each in schema.get("required", ()) if each != field]
+        assert not fits(less, all_seen()), f"{name}.{field}"
+
+
+def fits(description: dict[str, Any], seen: Seen) -> bool:
+    """Whether all responses are as described."""
+    try:
+        for path, answer in seen:
+            check(description, path, answer)
+    except ValidationError:
+        return False
+    return True
