@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from protocol.statistics import Statistics
 
-# There is no advice before this many rounds, or drafted tokens.
+# No advice is given before this many rounds, or drafted tokens.
 MIN_ROUNDS = 10
 MIN_PROPOSED = 30
 
 # A loss of a few per cent against plain decoding may be noise.
 MIN_SPEED_UP = 0.95
 LOW_ACCEPTANCE = 0.3
-# The share of the rounds of one kind that is worth a sentence.
-MOST_ROUNDS = 0.8
+# Advice on rounds of one kind is given if they are more than this share of all rounds.
+MAX_SHARE_OF_ROUNDS = 0.8
 
 
 def advise(statistics: Statistics, lookahead: int | Literal["auto"] | None) -> tuple[str, ...]:
@@ -56,13 +56,13 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
             f"only {s.acceptance_rate:.0%} of {s.proposed} drafted tokens were accepted; use a draft model that is "
             "closer to the target, or was trained on such texts"
         )
-    if s.n1_rounds > MOST_ROUNDS * s.rounds:
+    if s.n1_rounds > MAX_SHARE_OF_ROUNDS * s.rounds:
         yield (
             f"in {s.n1_rounds} of {s.rounds} rounds the caches could undo nothing (N=1), and speculation gains nothing "
             'then; open the models with rewind="auto" and without max_kv_size'
         )
     # If the drafter was late, an earlier sentence says so.
-    if s.resting_rounds > MOST_ROUNDS * s.rounds and not s.draft_timeouts:
+    if s.resting_rounds > MAX_SHARE_OF_ROUNDS * s.rounds and not s.draft_timeouts:
         yield (
             f"{s.resting_rounds} of {s.rounds} rounds were left to the target alone, since speculating does not pay "
             "here; without a draft nothing would be slower"

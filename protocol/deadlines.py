@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from protocol.prices import Prices
 
-# The shortest wait for a drafter that is still reading the prompt. Who waits for the first token does not notice less.
+# The shortest wait for a drafter that is still reading the prompt. A user does not notice so short a delay of the first
+# token.
 MIN_PROMPT_WAIT_S = 0.1
-# The shortest wait for a proposal that is late. Less says more about a busy machine than about the drafter.
+# The shortest wait for a proposal. A shorter delay may be due to a busy machine, and not to the drafter.
 MIN_PROPOSAL_WAIT_S = 1.0
-# A proposal may take this many times what its draft steps should take. After that it is not expected to come.
+# The wait for a proposal is this many times the expected time of its draft steps.
 PROPOSAL_FACTOR = 4.0
-# The wait for a proposal while no draft step was measured yet.
+# The wait for a proposal before any draft step has been measured.
 UNPRICED_PROPOSAL_WAIT_S = 60.0
-# Rounds for which the target goes on alone before it decides anew.
+# Rounds that the target decodes alone before it decides again.
 ROUNDS_ALONE = 2
 
 

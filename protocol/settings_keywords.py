@@ -10,9 +10,9 @@ from protocol.settings import Acceptance
 
 
 class SettingsArguments(TypedDict, total=False):
-    """The keyword arguments of `stream` and the like: one for each field of `Settings`, which says what they mean.
+    """The keyword arguments of `stream`, `generate` and others: one for each field of `Settings`, which explains them.
 
-    A type is that of the field, or wider where `Settings` converts what it is given.
+    Each has the type of the field, or a wider one if `Settings` converts the argument.
     """
 
     max_tokens: int | None

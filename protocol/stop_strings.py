@@ -15,7 +15,7 @@ from attrs.validators import ge
 
 @attrs.frozen
 class Stop:
-    """The end of a text by a stop string.
+    """The end of a text, caused by a stop string.
 
     Attributes:
         text: the stop string.
@@ -27,7 +27,7 @@ class Stop:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces, and withholds an end that may become one.
+    """Finds stop strings in a text that comes in pieces. Withholds the end of the text while it may become one.
 
     Attributes:
         found: the stop string that ended the text, or None so far.
@@ -64,8 +64,8 @@ class StopMatcher:
         known = text + ahead
         found = [(begin, i) for i, stop in enumerate(self._stops) if (begin := known.find(stop)) >= 0]
         if found:
-            begin, first = min(found)
-            self.found, self._withheld = self._stops[first], ""
+            begin, index = min(found)
+            self.found, self._withheld = self._stops[index], ""
             return known[:begin]
         begin = self._may_begin(text)
         self._withheld = text[begin:]

@@ -9,7 +9,7 @@ import attrs
 from protocol.reprs import brief
 
 if TYPE_CHECKING:
-    # Not at run time: it would import MLX, and an error on the command line should not wait for that.
+    # Not at run time: this imports MLX, and the command line must not wait for that before it reports an error.
     from protocol.session_state import Commit
 
 Actor = Literal["target", "draft"]
@@ -76,8 +76,8 @@ class Instant:
     commit: Commit | None = None
 
     def __repr__(self) -> str:
-        told = {name: getattr(self, name) for name in ("actor", "kind", "session", "at", "round", "num_tokens")}
-        return brief("Instant", told | ({"tokens": self.tokens} if self.tokens else {}))
+        shown = {name: getattr(self, name) for name in ("actor", "kind", "session", "at", "round", "num_tokens")}
+        return brief("Instant", shown | ({"tokens": self.tokens} if self.tokens else {}))
 
 
 Event = Span | Instant

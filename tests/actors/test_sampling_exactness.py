@@ -352,11 +352,41 @@ def test_filters_take_effect_on_target_and_draft_and_texts_have_what_is_left_of_
         assert share > 0.1
 
 
+def biased_target(bias: float) -> ScriptedModel:
+    """A target whose probabilities are those of `TARGET`, with this share of `DRAFT` mixed in."""
+    rows = [
+        [(1 - bias) * p + bias * q for p, q in zip(target_row, draft_row, strict=True)]
+        for target_row, draft_row in zip(TARGET, DRAFT, strict=True)
+    ]
+    rows[0] = list(TARGET[0])  # no token that the target never says
+    return ScriptedModel(markov(rows), vocab_size=4)
+
+
 def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:
-    biased = [[0.8 * p + 0.2 * q for p, q in zip(*rows, strict=True)] for rows in zip(TARGET, DRAFT, strict=True)]
-    biased[0] = list(TARGET[0])
-    tokens = run(lambda: sample(NUM_SESSIONS, ScriptedModel(markov(biased), vocab_size=4), None, max_tokens=6))
+    tokens = run(lambda: sample(NUM_SESSIONS, biased_target(0.2), None, max_tokens=6))
     assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
+
+
+def successors(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+    """For each token, what came after it, and what should. Has a quarter of the degrees of freedom of `triples`."""
+    after: dict[int, Counter[int]] = {}
+    for text in texts:
+        for last, token in itertools.pairwise(text):
+            after.setdefault(last, Counter())[token] += 1
+    return [(counts, dict(enumerate(TARGET[last]))) for last, counts in after.items()]
+
+
+@pytest.mark.slow
+def test_in_long_texts_a_bias_of_a_twentieth_towards_the_draft_would_be_seen() -> None:
+    tokens = run(lambda: sample(4, biased_target(0.05), None, max_tokens=6000))
+    assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
+
+
+@pytest.mark.slow
+def test_under_rejection_long_texts_have_the_targets_distribution() -> None:
+    tokens = run(lambda: sample(4, target(), drafter(), max_tokens=6000, lookahead=2))
+    assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) > SIGNIFICANCE
+    assert sum(token.from_draft for text in tokens for token in text) > 5000
 
 
 # --- the coupled match rule -----------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["machine"]["device"] in ("cpu", "gpu")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there does a process list what it has loaded")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the libraries that a process has loaded")
 def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.CaptureFixture[str], target: str) -> None:
     blas = blas_in_use()
     assert blas is not None

@@ -421,6 +421,58 @@ def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, nu
         )
 
 
+# --- the power of these tests ---------------------------------------------------------------------
+
+# With so many draws, the chi-square test sees a bias of 5 %: its noncentrality is 50, and `SMALLEST_P_VALUE` is the
+# p-value of a statistic of 21 at three degrees of freedom.
+NUM_DRAWS = 30_000
+PROBS = [0.40, 0.05, 0.25, 0.00, 0.30]
+# One probability is greater by 5 % of itself, at the expense of the others in proportion.
+BIASED_PROBS = [0.42, *(p * 0.58 / 0.60 for p in PROBS[1:])]
+
+
+def coupled_choices(probs: list[float], starts: range) -> np.ndarray:
+    rows = mx.broadcast_to(logits_of(probs), (len(starts), 5))
+    return np.array(choices(rows, 1.0, seed=58, start=starts[0], noise_size=5))
+
+
+def independent_draws(probs: list[float], starts: range) -> np.ndarray:
+    return np.array(mx.stack([draw(mx.array(probs), key_for(59, Purpose.RECOVER, start)) for start in starts]))
+
+
+def judged_by_rejection(probs: list[float], starts: range) -> np.ndarray:
+    drafts = draws(DRAFT_ROWS[:1], seed=60, starts=starts)
+    judgements = [
+        judge_by_rejection(
+            logits_of(probs)[None], drafted, (mx.array(DRAFT_ROWS[0]),), temperature=1.0, seed=60, start=start
+        )
+        for drafted, start in zip(drafts, starts, strict=True)
+    ]
+    return np.array(
+        [
+            drafted[0] if judgement.num_accepted else judgement.token
+            for drafted, judgement in zip(drafts, judgements, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        coupled_choices,
+        pytest.param(independent_draws, marks=pytest.mark.slow),
+        pytest.param(judged_by_rejection, marks=pytest.mark.slow),
+    ],
+)
+def test_a_bias_of_a_twentieth_is_seen(sampler):
+    def tokens(probs: list[float]) -> np.ndarray:
+        return np.concatenate([sampler(probs, range(start, start + 3000)) for start in range(1, NUM_DRAWS, 3000)])
+
+    assert_drawn_from(tokens(PROBS), PROBS)
+    with pytest.raises(AssertionError):
+        assert_drawn_from(tokens(BIASED_PROBS), PROBS)
+
+
 # --- rejection of looked-up tokens ----------------------------------------------------------------
 
 

@@ -648,9 +648,9 @@ _PARTS = (
     "switch_layers",
 )
 
-NO_MODEL = "has no Model: a part of others"
-NO_IMPORT = "ends the process that imports it, unless a package is there that mlx-lm does not depend on"
-METAL_ONLY = "calls Metal kernels, and nothing does their work elsewhere"
+NO_MODEL = "defines no Model; other modules use its parts"
+NO_IMPORT = "importing it ends the process without a package that mlx-lm does not depend on"
+METAL_ONLY = "calls Metal kernels that have no other implementation"
 
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(_PARTS, NO_MODEL),
