@@ -36,7 +36,7 @@ Texts and settings:
 
 * `settings`: the settings of one generation.
 * `validation`: checks of whole numbers and numbers that a user gives.
-* `synonyms`: what arguments are called in other libraries.
+* `argument_aliases`: what arguments are called in other libraries.
 * `logits_processors`: the interfaces of a user's logits processors and samplers.
 * `stop_strings`: where a text ends by a stop string.
 

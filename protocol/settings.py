@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
+from protocol.argument_aliases import ALIASES, OPEN_ARGUMENTS, meant
 from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
-from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 from protocol.validation import check_integer, check_number, is_integer, is_number, validator
 
 Acceptance = Literal["auto", "match", "rejection"]
@@ -27,7 +27,7 @@ MAX_STOP_LENGTH = 1000
 NGRAM: Final = "ngram"
 
 # The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
-# synonym (`target_model`) before the synonym could get its hint.
+# alias (`target_model`) before the alias could get its hint.
 MISSING: Any = attrs.NOTHING
 
 
@@ -325,7 +325,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
-            if (argument := SYNONYMS.get(name, name)) in OPEN_ARGUMENTS:
+            if (argument := ALIASES.get(name, name)) in OPEN_ARGUMENTS:
                 hint = f"it is {argument}= of open()"
             elif near := meant(name, known, cutoff=0.7):
                 hint = f"did you mean {near!r}?"

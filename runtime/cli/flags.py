@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from protocol.argument_aliases import ALIASES, OPEN_ARGUMENTS, meant
 from protocol.settings import Settings
-from protocol.synonyms import OPEN_ARGUMENTS, SYNONYMS, meant
 
 _SETTINGS = {field.name for field in attrs.fields(Settings)}
 _NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
@@ -65,7 +65,7 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
         return _REPLACEMENTS[given]
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
     name = given.lstrip("-").replace("-", "_")
-    setting = SYNONYMS.get(name, name)
+    setting = ALIASES.get(name, name)
     if setting in _SETTINGS and setting not in names:
         # A flag with a similar spelling means something else.
         has_field = by_request and setting not in _NO_FIELDS

@@ -19,10 +19,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx.cache_options import CacheOptions, Rewind
 from actors.mlx.model import MLXModel, load, tokenizer_wrapper
 from actors.workers.worker import Job, JobError, Worker
+from protocol.argument_aliases import ALIASES, INSTEAD, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
-from protocol.synonyms import INSTEAD, NOTES, SYNONYMS, meant
 from protocol.validation import check_integer
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
@@ -135,7 +135,7 @@ def check_unknown(
     """
     settings = {field.name for field in attrs.fields(Settings)}
     for name in options:
-        here = SYNONYMS.get(name)
+        here = ALIASES.get(name)
         note = f" ({NOTES[name]})" if name in NOTES else ""
         if name in settings:
             hint = "it is a setting of stream() and the like"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from protocol.argument_aliases import ALIASES
 from protocol.errors import (
     OutriderError,
     ProcessorError,
@@ -19,7 +20,6 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
-from protocol.synonyms import SYNONYMS
 from runtime.server.openai.responses import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def _hint(location: tuple[int | str, ...], fields: Sequence[str]) -> str:
     unknown = str(location[-1])
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
-    if SYNONYMS.get(unknown) in fields:
-        return f"did you mean {SYNONYMS[unknown]!r}?"
+    if ALIASES.get(unknown) in fields:
+        return f"did you mean {ALIASES[unknown]!r}?"
     close = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(location) == 1 else []
     return f"did you mean {close[0]!r}?" if close else "leave it out"
 

@@ -12,7 +12,7 @@ from command_line import save_model
 
 import runtime
 import runtime.engine.opening
-from protocol.synonyms import OPEN_ARGUMENTS
+from protocol.argument_aliases import OPEN_ARGUMENTS
 from runtime.cli import main as cli
 from runtime.cli.flags import in_flags
 from runtime.cli.model_arguments import OPTIONS

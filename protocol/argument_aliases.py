@@ -1,4 +1,4 @@
-"""Synonyms: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their command lines.
+"""Argument aliases: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their CLIs.
 
 One table serves every place where a user may give a name that does not exist here: options of `runtime.open`, settings
 of a stream, fields of a request, and flags.
@@ -25,7 +25,7 @@ OPEN_ARGUMENTS = (
     "tune_mlx",
 )
 
-SYNONYMS = {
+ALIASES = {
     # arguments of open
     "model": "target",
     "model_id": "target",
@@ -114,10 +114,10 @@ def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None
         known: the names that exist.
         cutoff: how similar a misspelt name must be to a known one, in [0, 1]; see `difflib.get_close_matches`.
 
-    Returns: the name's synonym, if it is known; else the most similar known name; else None.
+    Returns: the name that it is an alias of, if that is known; else the most similar known name; else None.
     """
     known = tuple(known)
-    if (here := SYNONYMS.get(name)) in known:
+    if (here := ALIASES.get(name)) in known:
         return here
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return near[0] if near else None

@@ -14,8 +14,8 @@ import trio
 from models import llama
 
 import runtime
+from protocol.argument_aliases import ALIASES, NOTES, OPEN_ARGUMENTS, meant
 from protocol.settings import Settings, settings_from
-from protocol.synonyms import NOTES, OPEN_ARGUMENTS, SYNONYMS, meant
 from runtime.cli import main as cli
 from runtime.cli.flags import flag, hint_for
 from runtime.server.openai.requests import CompletionRequest
@@ -24,9 +24,9 @@ SETTINGS = {field.name for field in attrs.fields(Settings)}
 
 
 def test_the_table_leads_to_names_that_there_are_and_from_names_that_there_are_not() -> None:
-    assert set(SYNONYMS.values()) <= SETTINGS | set(OPEN_ARGUMENTS)
-    assert not set(SYNONYMS) & (SETTINGS | set(OPEN_ARGUMENTS))
-    assert set(NOTES) <= set(SYNONYMS)
+    assert set(ALIASES.values()) <= SETTINGS | set(OPEN_ARGUMENTS)
+    assert not set(ALIASES) & (SETTINGS | set(OPEN_ARGUMENTS))
+    assert set(NOTES) <= set(ALIASES)
 
 
 def test_the_arguments_of_open_are_those_that_it_has() -> None:
@@ -200,5 +200,5 @@ def test_mlx_lm_s_names_of_models_are_understood(command: str, capfd: Any) -> No
 def test_what_is_spelt_alike_is_found_where_no_other_name_is_known() -> None:
     assert meant("temprature", ["temperature", "seed"]) == "temperature"
     assert meant("temp", ["seed"]) is None
-    # A synonym comes before a name with a similar spelling.
+    # An alias comes before a name with a similar spelling.
     assert meant("temp", ["stop", "temperature"]) == "temperature"
