@@ -296,6 +296,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
     makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
     minders = {
+        "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
