@@ -30,6 +30,7 @@ from scripted import (
 )
 
 from runtime.server.app import Service, application
+from runtime.server.connections import connection
 from runtime.server.connections.listener import ConnectionLimits, serve
 from runtime.server.endpoint import Limits
 from runtime.server.timelines import Timelines
@@ -339,6 +340,43 @@ async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind: b
             await client.send(completion(num_tokens=10**6, stream=stream) + behind)
             while (await server.health()).json()["streams"] == 0:
                 pass
+        await server.assert_unharmed()
+
+
+async def test_the_answer_to_head_is_that_to_get_without_its_body() -> None:
+    async with served() as server:
+        for path in ("/v1/models", "/health", "/nothing"):
+            with await connect(server.port) as client:
+                await client.send(request("GET", path) + request("HEAD", path) + request("GET", path))
+                get = await client.answer()
+                assert get is not None
+                head = await client.head()
+                assert head is not None
+                status, headers = head
+                assert (status, headers["content-type"]) == (get.status, get.headers["content-type"])
+                assert int(headers["content-length"]) == len(get.body)
+                # What follows it is the next answer.
+                again = await client.answer()
+                assert again is not None
+                assert (again.status, again.body) == (get.status, get.body)
+        with await connect(server.port) as client:
+            await client.send(request("HEAD", "/v1/completions"))
+            refused = await client.head()
+            assert refused is not None
+            assert (refused[0], refused[1]["allow"]) == (405, "POST")
+        await server.assert_unharmed()
+
+
+async def test_a_connection_ends_with_the_last_request_that_it_is_good_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(connection, "_MAX_REQUESTS", 3)
+            with await connect(server.port) as client:
+                await client.send(4 * REQUESTS["health"])
+                answers = [await client.answer() for _ in range(3)]
+                assert [answer and answer.status for answer in answers] == [200] * 3
+                assert [answer and answer.headers.get("connection") for answer in answers] == [None, None, "close"]
+                assert await client.hear_all() == b""
         await server.assert_unharmed()
 
 

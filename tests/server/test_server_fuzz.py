@@ -53,6 +53,7 @@ def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis
     case.call_and_validate(base_url=server.url, checks=CHECKED, timeout=HANGS_S)
 
 
+# The cases above come from this process's description. test_server_description.py compares it with responses.
 def test_the_server_says_of_itself_what_was_tried(server: Server) -> None:
     assert httpx.get(f"{server.url}openapi.json").json() == description(MODEL, has_key=False)
 

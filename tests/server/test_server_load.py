@@ -9,9 +9,12 @@ import trio
 NUM_CLIENTS = 200
 SECONDS = 15
 
-# Both models keep 64 texts for later, and the longest here take some four megabytes each. To see that nothing else
-# grows takes minutes: `python tests/support/load.py`.
-KEPT_BYTES = 400 * 2**20
+# What each model may keep of texts that are over, so little that it cannot hide what is left of requests.
+PREFIX_CACHE_BYTES = 8 * 2**20
+
+# How much the server may grow: the caches of both models, and 24 MiB. In 15 s there are some 200
+# answers and more than 2000 requests that are told to come back, so it takes 10 KiB a request, or 120 KiB an answer.
+KEPT_BYTES = 2 * PREFIX_CACHE_BYTES + 24 * 2**20
 
 # Prompts are tokenised in a thread, one at a time, and a client that leaves meanwhile leaves its thread to its work.
 PASSING_THREADS = 16
@@ -20,7 +23,7 @@ PASSING_THREADS = 16
 @pytest.mark.slow
 async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_nothing() -> None:
     with trio.fail_after(900):
-        async with load.served() as server:
+        async with load.served("--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)) as server:
             num_threads, num_files, resident_bytes = server.num_threads, server.num_files, server.resident_bytes
             seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=24)
             await load.nobody_left(server)
