@@ -92,7 +92,7 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
                         assert statistics.accepted == 0
         if drafter == "near":
             # Otherwise the intended mixture of acceptances and rejections did not happen.
-            assert 0.2 < rt.statistics().acceptance_rate < 0.9
+            assert 0.1 < rt.statistics().acceptance_rate < 0.95
 
 
 @pytest.mark.parametrize("length", [1, 2, PREFILL_STEP_SIZE, PREFILL_STEP_SIZE + 1, 2 * PREFILL_STEP_SIZE + 1, 50])
