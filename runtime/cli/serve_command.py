@@ -218,7 +218,7 @@ async def _open_and_serve(server: _Server) -> None:
     from runtime.server.access_log import AccessLog
     from runtime.server.app import Service, application
     from runtime.server.connections.listener import ConnectionLimits, serve
-    from runtime.server.endpoint import Limits
+    from runtime.server.generation_endpoints import Limits
     from runtime.server.grammars.checker import grammar_checker
     from runtime.server.timelines import Timelines
 

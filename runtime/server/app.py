@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.background import Background, in_thread
-from runtime.server.endpoint import Endpoint, Limits, ServerContext
 from runtime.server.errors import ErrorResponse
+from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext
 from runtime.server.grammars.checker import GrammarCheck
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.metrics import Metrics, service_status

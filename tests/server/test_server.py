@@ -43,8 +43,8 @@ from runtime.generation.text import apply_chat_template
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.app import Service, application
-from runtime.server.endpoint import Limits
 from runtime.server.errors import ErrorResponse
+from runtime.server.generation_endpoints import Limits
 from runtime.server.openai import serializers
 from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion

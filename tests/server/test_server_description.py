@@ -26,7 +26,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from scripted import ScriptedModel
 from starlette.routing import Mount, Route
 
-from runtime.server.endpoint import Limits
+from runtime.server.generation_endpoints import Limits
 
 PAGES = {"/", "/page", "/docs", "/openapi.json"}
 BODIES: dict[str, dict[str, Any]] = {COMPLETIONS: {**DEF, "max_tokens": 6}, CHAT: {**HELLO, "max_tokens": 6}}

@@ -32,7 +32,7 @@ from scripted import (
 from runtime.server.app import Service, application
 from runtime.server.connections import connection
 from runtime.server.connections.listener import ConnectionLimits, serve
-from runtime.server.endpoint import Limits
+from runtime.server.generation_endpoints import Limits
 from runtime.server.timelines import Timelines
 
 PROMPT = "outrider"

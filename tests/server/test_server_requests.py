@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from scripted import ScriptedModel
 
 from protocol.settings import settings_from
-from runtime.server.endpoint import Limits
+from runtime.server.generation_endpoints import Limits
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, parse_request
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.server.connections.connection import Connection
-from runtime.server.endpoint import Limits
+from runtime.server.generation_endpoints import Limits
 
 STALLED_S = 2
 RATE = 50_000  # bytes a second
