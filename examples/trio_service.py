@@ -80,20 +80,22 @@ class Client:
         self._listening.cancel()
 
     async def _answer(self, scope: trio.CancelScope, asked: dict[str, Any]) -> None:
+        end: dict[str, Any] = {"end": "cancelled"}
         async with self._turn:
-            with scope:
-                try:
+            try:
+                with scope:
                     async with self._rt.stream(asked.pop("prompt"), **asked) as stream:
                         async for token in stream:
                             if token.text:
                                 await self.send(text=token.text)
-                    await self.send(end=stream.finish_reason)
-                except runtime.RuntimeBrokenError:
+                    end = {"end": stream.finish_reason}
+            except runtime.OutriderError as error:
+                end = {"end": "error", "error": str(error)}
+                if isinstance(error, runtime.RuntimeBrokenError):
                     raise
-                except runtime.OutriderError as error:
-                    await self.send(end="error", error=str(error))
-            if scope.cancelled_caught:
-                await self.send(end="cancelled")
+            finally:
+                # Also where the service ends before the text does.
+                await self.send(**end)
 
     async def send(self, **message: Any) -> None:
         """Send a line.

@@ -14,20 +14,18 @@ from typing import Any, Generic, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError
-from protocol.session_state import Commit, FinishReason
+from protocol.session_state import Commit
 from protocol.statistics import Statistics
 from runtime.bridge.iterator_handle import IteratorHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.engine.health import Health
+from runtime.generation.consumers import StreamState
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message
-from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt
-from runtime.generation.token_reader import Token
+from runtime.generation.token_reader import Token, TokenReader
 from runtime.generation.token_stream import SessionFile, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
-
-_NO_ANSWER = ReasoningTracker(None, ())
 
 
 class CommitSource:
@@ -58,7 +56,7 @@ class CommitSource:
         self.stream.hang_up()
 
 
-class StreamHandle(IteratorHandle[CommitSource, Commit, Token]):
+class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
     """A handle on one generation from outside the trio thread; gives its tokens."""
 
     _how_to_close: str  # the call that closes a stream, for messages
@@ -72,42 +70,14 @@ class StreamHandle(IteratorHandle[CommitSource, Commit, Token]):
             warn_unread(self, self._how_to_close)
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return None if self._source is None else self._source.reader.finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the text, once its last token was given, or None."""
-        return None if self._source is None else self._source.reader.stop_reason
-
-    @property
-    def answer(self) -> ReasoningTracker:
-        """The text given so far, split into the model's reasoning and its answer."""
-        return _NO_ANSWER if self._source is None else self._source.reader.answer
-
-    @property
-    def tail(self) -> str:
-        """The text of the tokens given that was not given with them; see `runtime.TokenStream.tail`."""
-        return "" if self._source is None else self._source.reader.tail
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no further tokens come: the last one was given, or the stream was closed or failed."""
-        return self._is_closed
+    def _opened_reader(self) -> TokenReader | None:
+        return None if self._source is None else self._source.reader
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot. See `runtime.Statistics`."""
         if self._source is None:
             return self._bridge.unopened_statistics()
         return self._source.reader.statistics(is_over=self._is_closed)
-
-    @property
-    def _state(self) -> str:
-        """For a repr."""
-        state = self.finish_reason or ("closed" if self._is_closed else "under way")
-        num_given = 0 if self._source is None else self._source.reader.num_given
-        return f"{state}: {num_given} tokens given"
 
     def _source_once_opened(self) -> CommitSource:
         if self._source is None:

@@ -61,6 +61,12 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
         of = "" if source is None else f" of {source.merged.num_prompts}"
         return f"{'over or closed' if self._is_closed else 'under way'}: {self._num_finished}{of} given"
 
+    @property
+    def _has_ended_early(self) -> bool:
+        """Whether this was closed or has failed, so that the next call raises the reason."""
+        source = self._bridge_stream.source
+        return self._is_closed and (source is None or self._num_finished < source.merged.num_prompts)
+
     def _must_request(self, source: MergedSource[T]) -> bool:
         return self._num_finished < source.merged.num_prompts and not self._is_closed and not self._arrived
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import trio
 
-from protocol.errors import PromptError, SettingsError, StreamBusyError
+from protocol.errors import PromptError, SettingsError
 from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
 from protocol.validation import check_integer
+from runtime.generation.consumers import AwaitableCompletions
 from runtime.generation.merged_streams import Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
@@ -66,7 +67,7 @@ def check_each(prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[s
     return checked
 
 
-class Completions(Merged[Completion]):
+class Completions(Merged[Completion], AwaitableCompletions):
     """The completions of many prompts: awaitable, an async iterator, and an async context manager.
 
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
@@ -83,22 +84,9 @@ class Completions(Merged[Completion]):
     free after the forward pass that is running.
     """
 
-    _gathered: list[Completion] | None = None
-    _is_gathering = False
-
     @staticmethod
     async def _produce(stream: TokenStream, give: Give[Completion]) -> None:
         await give(await complete(stream))
-
-    def __await__(self) -> Generator[Any, None, list[Completion]]:
-        """All completions, in the order of the prompts; awaited again, the same ones.
-
-        Raises:
-            StreamBusyError: they are being awaited, or given one by one, already.
-            RuntimeClosedError: the runtime or this was closed before all were finished.
-            RuntimeBrokenError, RewindError: the error of a stream; see `Failure` above.
-        """
-        return self._gather().__await__()
 
     async def __anext__(self) -> tuple[int, Completion]:
         """The next finished completion, with the index of its prompt.
@@ -110,24 +98,18 @@ class Completions(Merged[Completion]):
 
         Cancellation: ends all generations.
         """
-        if self._is_gathering and not self._has_ended_early:
-            raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
+        self._check_not_gathering()
         return await super().__anext__()
 
-    async def _gather(self) -> list[Completion]:
-        if self._gathered is not None:
-            await trio.lowlevel.checkpoint()
-            return self._gathered
-        is_begun = self._is_gathering or self._is_waiting or self._num_left < self.num_prompts
-        if is_begun and not self._has_ended_early:
-            raise StreamBusyError("these completions are given to somebody already, and each is given once")
-        self._is_gathering = True
-        gathered: dict[int, Completion] = {}
-        while (following := await self.next_item()) is not None:
-            index, completion = following
-            gathered[index] = completion
-        self._gathered = [gathered[index] for index in range(self.num_prompts)]
-        return self._gathered
+    @property
+    def _is_taken(self) -> bool:
+        return self._is_waiting or self._num_left < self.num_prompts
+
+    async def _next_completion(self) -> tuple[int, Completion] | None:
+        return await self.next_item()
+
+    async def _checkpoint(self) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 class TokenStreams(Merged[Token]):

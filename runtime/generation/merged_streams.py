@@ -103,7 +103,7 @@ class Merged(SingleConsumer, Generic[T]):
 
     @property
     def _has_ended_early(self) -> bool:
-        """Whether it was closed or has failed, so that the next call raises the reason."""
+        """Whether this was closed or has failed, so that the next call raises the reason."""
         return self._is_closed and self._num_left > 0
 
     async def next_item(self) -> tuple[int, T] | None:

@@ -13,7 +13,7 @@ import trio
 from protocol.reprs import excerpt
 from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
-from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.consumers import StreamState
 from runtime.generation.single_consumer import SingleConsumer
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
 
@@ -50,7 +50,7 @@ class Completion:
         return f"<outrider Completion, {self.finish_reason}{at}: {len(self.tokens)} tokens, {excerpt(self.text, 60)}>"
 
 
-class TokenStream(SingleConsumer):
+class TokenStream(StreamState, SingleConsumer):
     """The tokens of one generation: an async iterator, and an async context manager.
 
     The generation runs from the moment the stream exists, as far ahead of the consumer as its buffer allows.
@@ -83,8 +83,7 @@ class TokenStream(SingleConsumer):
         self._is_unread = True
 
     def __repr__(self) -> str:
-        state = self.finish_reason or ("closed" if self._is_closed else "under way")
-        return f"<outrider TokenStream, {state}: {self.reader.num_given} tokens given>"
+        return f"<outrider TokenStream, {self._state}>"
 
     @property
     def session(self) -> int:
@@ -97,34 +96,8 @@ class TokenStream(SingleConsumer):
         return self.reader.began
 
     @property
-    def answer(self) -> ReasoningTracker:
-        """The tokens given so far, split into reasoning and answer."""
-        return self.reader.answer
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        return self.reader.finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
-        return self.reader.stop_reason
-
-    @property
-    def tail(self) -> str:
-        """The text of the given tokens that was withheld: the possible beginning of a stop string, or half a character.
-
-        The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
-        cancellation or a failure, the tail is the rest of the text. While the stream goes on, the tail comes with a
-        later token, unless it turns out to be a stop string. It is empty once the text is over.
-        """
-        return self.reader.tail
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more tokens come: the last one was given, or the stream was closed or failed."""
-        return self._is_closed
+    def _opened_reader(self) -> TokenReader:
+        return self.reader
 
     async def __anext__(self) -> Token:
         """The next token.
