@@ -306,7 +306,7 @@ class Child:
         self._errors = directory / "stderr"
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
             "HF_HUB_OFFLINE": "1",
         }
         with self._errors.open("w") as errors:
