@@ -49,6 +49,7 @@ async def running(
     defaults: SettingsLike | None = None,
     draft_resources: AsyncExitStack | None = None,
     load_draft: Load | None = None,
+    chains: bool | None = None,
 ) -> AsyncIterator[Runtime]:
     """A runtime over loaded models and running workers.
 
@@ -65,6 +66,7 @@ async def running(
         defaults: see `open`.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
+        chains: whether draft steps are chained, see `DraftActor`; None on devices on which that pays.
 
     Cancellation: as `open`.
     """
@@ -91,7 +93,7 @@ async def running(
                 return LookupActor(
                     events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
                 )
-            return DraftActor(
+            actor = DraftActor(
                 *draft,
                 events,
                 prices,
@@ -101,6 +103,8 @@ async def running(
                 prefix_cache_bytes=prefix_cache_bytes,
                 target_queue=target_queue,
             )
+            actor.chains = chains
+            return actor
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
         if draft is not None:

@@ -1,0 +1,234 @@
+"""Checks of what a text is: the target's own in float32, the same for the same seed, and free of what is no number.
+
+Each is a function of a `Subject`, called in a process of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import mlx.core as mx
+import trio
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import runtime
+from actors.sampling.logit_check import LogitCheck
+from actors.workers.thread_pool import release_streams
+from protocol.randomness import Purpose, key_for
+from runtime.generation.token_stream import Completion
+from runtime.selftest.findings import Finding, passed_if
+from runtime.selftest.small_models import FAMILIES, small_model
+from runtime.selftest.subject import Subject, running_pair
+
+T = TypeVar("T")
+
+LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
+SEED = 20_26
+NUM_CONCURRENT_PASSES = 40
+
+
+def greedy_equality(subject: Subject) -> Finding:
+    """Greedy text in float32 is mlx-lm's own, for every lookahead, with and without chained draft steps."""
+    target, draft = subject.load("target", mx.float32), subject.load("draft", mx.float32)
+    prompts = subject.prompts(target[1])
+    expected = [plain_text(target[0], prompt, subject.max_tokens) for prompt in prompts]
+    differences: list[dict[str, Any]] = []
+
+    async def compare() -> None:
+        for chains in (False, True):
+            async with running_pair(target, draft, chains=chains) as rt:
+                for lookahead in LOOKAHEADS:
+                    for index, prompt in enumerate(prompts):
+                        completion = await rt.generate(prompt, max_tokens=subject.max_tokens, lookahead=lookahead)
+                        if (place := first_difference(ids(completion), expected[index])) is not None:
+                            differences.append(
+                                {"prompt": index, "lookahead": lookahead, "chains": chains, "position": place}
+                            )
+
+    trio.run(compare)
+    num_texts = 2 * len(LOOKAHEADS) * len(prompts)
+    return passed_if(
+        not differences,
+        f"{num_texts} greedy texts in float32 are mlx-lm's own, token for token",
+        f"{len(differences)} of {num_texts} greedy texts in float32 differ from mlx-lm's own",
+        differences=differences,
+    )
+
+
+def seeded_equality(subject: Subject) -> Finding:
+    """A seed gives the same text again, and under the match rule the same text with any lookahead."""
+    target, draft = subject.load("target", mx.float32), subject.load("draft", mx.float32)
+    prompt = subject.prompts(target[1])[0]
+    settings: dict[str, Any] = {"max_tokens": subject.max_tokens, "temperature": 0.8, "seed": SEED}
+    differences: list[str] = []
+
+    async def compare() -> None:
+        async with running_pair(target, draft) as rt:
+            plain = ids(await rt.generate(prompt, lookahead=0, **settings))
+            for lookahead in (1, 4, 4, "auto"):
+                if ids(await rt.generate(prompt, lookahead=lookahead, **settings)) != plain:
+                    differences.append(f"match, lookahead {lookahead}")
+            rejection = {**settings, "acceptance": "rejection", "lookahead": 4}
+            if ids(await rt.generate(prompt, **rejection)) != ids(await rt.generate(prompt, **rejection)):
+                differences.append("rejection, the same settings twice")
+
+    trio.run(compare)
+    return passed_if(
+        not differences,
+        "a seed gives the same text each time, with and without a drafter",
+        f"texts of one seed differ: {'; '.join(differences)}",
+        differences=differences,
+    )
+
+
+def concurrent_logits(subject: Subject) -> Finding:
+    """Two models that compute at the same time, each on its thread, compute the same bits as one after the other."""
+    models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
+    inputs = mx.array([[1 + i % 50 for i in range(24)]])
+    mx.eval(inputs)
+
+    def logits_of(role: str) -> list[bytes]:
+        """The logits of a prefill and of a few decoding steps, as bytes."""
+        model, found = models[role], []
+        for _ in range(NUM_CONCURRENT_PASSES):
+            cache = make_prompt_cache(model)
+            first = model(inputs, cache=cache)[:, -1]
+            second = model(mx.argmax(first, axis=-1)[None], cache=cache)[:, -1]
+            found.append(bytes_of(first) + bytes_of(second))
+        return found
+
+    serial = {role: on_thread(lambda role=role: logits_of(role)) for role in models}  # type: ignore[misc]
+    concurrent = in_parallel({role: lambda role=role: logits_of(role) for role in models})  # type: ignore[misc]
+    num_wrong = {role: sum(a != b for a, b in zip(serial[role], concurrent[role], strict=True)) for role in models}
+    return passed_if(
+        not any(num_wrong.values()),
+        f"{NUM_CONCURRENT_PASSES} passes of each model beside the other gave the bits that they give alone",
+        f"{sum(num_wrong.values())} of {2 * NUM_CONCURRENT_PASSES} passes gave other bits beside another model",
+        num_wrong=num_wrong,
+    )
+
+
+def noise(subject: Subject) -> Finding:
+    """The noise that target and drafter share under the match rule is the same on two threads."""
+
+    def draw() -> list[bytes]:
+        return [
+            bytes_of(mx.random.gumbel((vocab_size,), key=key_for(SEED, Purpose.NOISE, position)))
+            for position in range(20)
+            for vocab_size in (100, 4101, 151_936)
+        ]
+
+    drawn = in_parallel({"target": draw, "draft": draw})
+    return passed_if(
+        drawn["target"] == drawn["draft"],
+        "random noise of one key is the same on both threads",
+        "random noise of one key differs between two threads: sampled texts with a drafter are not those without",
+    )
+
+
+def not_a_number(subject: Subject) -> Finding:
+    """Logits that are no numbers are noticed in each number format."""
+    unnoticed = []
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        for value in (float("nan"), float("inf")):
+            for width in (7, 4101, 151_936):
+                row = mx.zeros((3, width), dtype)
+                row[1, width // 2] = value
+                check = LogitCheck.of(row, row)
+                mx.eval(*check.arrays())
+                if check.num_sound() != 1:
+                    unnoticed.append(f"{value} in {str(dtype).removeprefix('mlx.core.')}, {width} wide")
+    return passed_if(
+        not unnoticed,
+        "a logit that is no number is noticed in float32, float16 and bfloat16",
+        f"logits that are no numbers go unnoticed: {'; '.join(unnoticed)}",
+        unnoticed=unnoticed,
+    )
+
+
+def kernels(subject: Subject) -> Finding:
+    """Families with kernels and caches of their own give mlx-lm's text, as target and as drafter."""
+    different, failed = [], {}
+    prompt = tuple(1 + i % 60 for i in range(37))
+    for family in FAMILIES:
+        try:
+            target, draft = small_model(family, 0), small_model(family, 1)
+            expected = plain_text(target, prompt, 24)
+
+            async def generate(target: Module = target, draft: Module = draft) -> Completion:
+                async with runtime.open((target, None), (draft, None)) as rt:
+                    return await rt.generate(prompt, max_tokens=24, lookahead=3)
+
+            if ids(trio.run(generate)) != expected:
+                different.append(family)
+        except (RuntimeError, ValueError, runtime.OutriderError) as error:  # MLX raises the first two
+            failed[family] = f"{type(error).__name__}: {error}"
+    return passed_if(
+        not different and not failed,
+        f"{len(FAMILIES)} families with caches and kernels of their own give mlx-lm's text",
+        f"other texts than mlx-lm's: {', '.join(different) or 'none'}; errors: {', '.join(failed) or 'none'}",
+        families=list(FAMILIES),
+        different=different,
+        failed=failed,
+    )
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def ids(completion: Completion) -> list[int]:
+    """The token ids of a text."""
+    return [token.id for token in completion.tokens]
+
+
+def plain_text(model: Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The greedy text of mlx-lm's plain decoding, without an end of text."""
+    return [int(token) for token, _ in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens)]
+
+
+def first_difference(text: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The index of the first token that differs from the expected text's; None if none does.
+
+    A text may be shorter: it ends with an end-of-text token, which plain decoding goes on behind.
+    """
+    return next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), None)
+
+
+def bytes_of(array: mx.array) -> bytes:
+    """The bits of an array, evaluated and copied."""
+    return bytes(memoryview(cast(Any, mx.contiguous(array).view(mx.uint8))))
+
+
+def on_thread(function: Callable[[], T]) -> T:
+    """Call a function on a thread of its own."""
+    return in_parallel({"": function})[""]
+
+
+def in_parallel(functions: dict[str, Callable[[], T]]) -> dict[str, T]:
+    """Call functions at the same time, each on a thread of its own, which releases its streams of MLX at its end.
+
+    Raises: what one of them raised.
+    """
+    results: dict[str, T] = {}
+    errors: list[BaseException] = []
+
+    def call(name: str, function: Callable[[], T]) -> None:
+        try:
+            results[name] = function()
+        except Exception as error:  # raised again on the caller's thread
+            errors.append(error)
+        finally:
+            release_streams()
+
+    threads = [threading.Thread(target=call, args=item, name=f"selftest-{item[0]}") for item in functions.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+    return results

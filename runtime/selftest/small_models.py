@@ -1,0 +1,124 @@
+"""Small random models of families that have kernels or caches of their own, from mlx-lm's classes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten, tree_unflatten
+
+VOCAB_SIZE = 96
+
+# Heads and states are multiples of 32, for which Metal has kernels. What a family does not know it ignores.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_bias": False,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+}
+
+# By family: the arguments of its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+    },
+    "deepseek_v3": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "intermediate_size": 128,
+        "state_size": 32,
+        "n_groups": 1,
+        "time_step_limit": (0.001, 100.0),
+        "time_step_rank": 4,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "conv_bias": True,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_next": {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "lru_width": 64,
+        "embeddings_scale_by_sqrt_dim": True,
+    },
+    "rwkv7": {"a_low_rank_dim": 32, "v_low_rank_dim": 32, "gate_low_rank_dim": 32, "decay_low_rank_dim": 32},
+}
+
+
+def small_model(family: str, seed: int) -> Module:
+    """A model of a family with random weights in float32, evaluated on this thread.
+
+    The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
+    """
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(seed)  # some families draw their decays themselves
+    model: Module = module.Model(module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family]))
+    leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    weights = [(name, weight) for name, weight in leaves if weight.ndim > 1]
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    drawn = [
+        (name, 2.0 / weight.shape[-1] ** 0.5 * mx.random.normal(weight.shape, weight.dtype, key=key))
+        for (name, weight), key in zip(weights, keys, strict=True)
+        if not name.endswith("A_log") and weight.shape[-1] > 1
+    ]
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    return model
