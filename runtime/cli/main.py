@@ -26,10 +26,11 @@ from protocol.settings import NGRAM
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, serve_command
 from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.model_arguments import add_models, models_of
+from runtime.cli.selftest_command import add_selftest
 from runtime.cli.settings_arguments import add_settings
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
-from runtime.terminal.display import SIGNAL_STATUS_BASE, CommandOutcome, print_message, print_text
+from runtime.terminal.display import SIGNAL_STATUS_BASE, exit_status, print_message, print_text
 
 FAILED = 1
 MISUSED = 2
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    add_selftest(commands)
     add_simulate(commands)
     return parser
 
@@ -285,7 +287,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; the text so far has been shown.
     """
-    return _status(generate_command.generate(arguments, models_of(arguments)))
+    return exit_status(generate_command.generate(arguments, models_of(arguments)))
 
 
 def chat(arguments: argparse.Namespace) -> int:
@@ -295,7 +297,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(chat_command.chat(arguments, models_of(arguments)))
+    return exit_status(chat_command.chat(arguments, models_of(arguments)))
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -305,7 +307,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed.
     """
-    return _status(serve_command.serve(arguments, models_of(arguments)))
+    return exit_status(serve_command.serve(arguments, models_of(arguments)))
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -315,7 +317,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: a model cannot be loaded or fails.
     """
-    return _status(doctor_command.doctor(models_of(arguments)))
+    return exit_status(doctor_command.doctor(models_of(arguments)))
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -325,16 +327,4 @@ def bench(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: it failed; the figures so far have been shown.
     """
-    return _status(bench_command.bench(arguments, models_of(arguments)))
-
-
-def _status(outcome: CommandOutcome) -> int:
-    """The exit status for an outcome.
-
-    Raises: OutriderError: the failure in the outcome.
-    """
-    if outcome.signal is not None:
-        return SIGNAL_STATUS_BASE + outcome.signal
-    if outcome.failure is None:
-        return 0
-    raise outcome.failure
+    return exit_status(bench_command.bench(arguments, models_of(arguments)))

@@ -45,6 +45,18 @@ class CommandOutcome:
     signal: int | None = None
 
 
+def exit_status(outcome: CommandOutcome) -> int:
+    """The exit status for an outcome.
+
+    Raises: OutriderError: the failure in the outcome.
+    """
+    if outcome.signal is not None:
+        return SIGNAL_STATUS_BASE + outcome.signal
+    if outcome.failure is None:
+        return 0
+    raise outcome.failure
+
+
 def print_message(message: str) -> None:
     """Print one line on stderr, after the program's name; line breaks in the message become blanks."""
     print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)

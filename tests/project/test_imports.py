@@ -25,6 +25,7 @@ ORDER = (
     {"aio", "sync"},
     {"simulation"},
     {"bench"},
+    {"selftest"},
     {"doctor"},
     {"server"},
     {"cli"},

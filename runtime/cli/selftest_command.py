@@ -1,0 +1,125 @@
+"""The command `outrider selftest`: checks on this device what Outrider promises, and finds the settings that suit it.
+
+Nothing here imports mlx; the checks do, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from protocol.errors import OutriderError, SettingsError
+from protocol.reprs import shown_path
+from protocol.settings import NGRAM
+from protocol.validation import check_number
+from runtime.cli.model_arguments import add_models, models_of
+from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.terminal.display import (
+    CommandOutcome,
+    Display,
+    OutputError,
+    exit_status,
+    print_message,
+    print_sections,
+    warnings_at_the_end,
+)
+from runtime.terminal.signals import SignalScope, exit_on_signal
+
+if TYPE_CHECKING:
+    from runtime.selftest.report import SelfTestReport
+
+# What the checks that can go on for any time share: one takes all of it, another about as much again.
+SECONDS_A_MINUTE = 30.0
+
+
+class CheckError(OutriderError):
+    """A check has failed."""
+
+
+def add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "selftest",
+        usage="outrider selftest [options]",
+        help="check on this device what Outrider promises",
+        description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, streams "
+        "and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process of its "
+        "own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
+        epilog="""examples:
+  outrider selftest
+  outrider selftest --json report.json
+  outrider selftest --target org/model --draft org/small --minutes 20
+
+The report has neither paths nor prompts. Attach it to an issue.""",
+    )
+    parser.set_defaults(command=selftest)
+    add_models(
+        parser,
+        without=("prefix_cache_bytes", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "rewind"),
+        draft_help="path or hub id of a draft model",
+    )
+    parser.add_argument(
+        "--minutes",
+        metavar="N",
+        type=float,
+        default=1.0,
+        help="about how long the checks that can go on for any time go on (default: 1)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+
+
+def selftest(arguments: argparse.Namespace) -> int:
+    """The command `selftest`.
+
+    Returns: the exit status: 0 if every check passed.
+
+    Raises: OutriderError: an argument is invalid, a check has failed, or the report cannot be written.
+    """
+    from runtime.selftest.report import SelfTestReport, check_report_path, summary
+
+    check_number("--minutes", arguments.minutes, above=0)
+    path = check_report_path(arguments.json)
+    models = models_of(arguments)
+    subject = {
+        "target": str(models.target),
+        "draft": str(models.draft if models.draft is not None else DEMO_DRAFT),
+        "seconds": SECONDS_A_MINUTE * arguments.minutes,
+        "device": models.device,
+    }
+    if models.draft in (None, NGRAM):
+        raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")
+    report, outcome = SelfTestReport(with_own_models=models.target != DEMO_TARGET), CommandOutcome()
+    with warnings_at_the_end(), Display() as display, exit_on_signal(display):
+        trio.run(SignalScope(outcome, display).run, partial(_run, subject, report, display.show_activity))
+    if report.runs:
+        print_sections(report.sections())
+        print_message(summary(report.runs))
+    if path is not None:
+        _write(path, report.as_json())
+    if report.failures and outcome.signal is None:
+        outcome.failure = CheckError(f"these checks failed: {', '.join(run.check.label for run in report.failures)}")
+    return exit_status(outcome)
+
+
+async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Callable[[str], None]) -> None:
+    from runtime.selftest.checks import CHECKS, CHECKS_OF_BUFFER_SIZES
+    from runtime.selftest.runner import run_checks
+
+    await run_checks(CHECKS, subject, on_progress, report.runs.append)
+    on_gpu = any(run.finding.figures.get("device") == "gpu" for run in report.runs)
+    if on_gpu:
+        await run_checks(CHECKS_OF_BUFFER_SIZES, subject, on_progress, report.runs.append)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """Raises: OutputError: the file cannot be written."""
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise OutputError(f"cannot write {shown_path(path)}: {error.strerror}") from error

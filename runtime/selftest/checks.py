@@ -1,0 +1,85 @@
+"""The checks of the self-test, in the order in which they run.
+
+Imports nothing that needs mlx: a check's function is looked up in the process that runs it.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+# Float32 is float32: on CUDA and on Apple's M5 it is TF32 otherwise.
+EXACT = {"MLX_ENABLE_TF32": "0"}
+
+
+@attrs.frozen
+class Check:
+    """One check.
+
+    Attributes:
+        name: of the function, in `module`.
+        module: of `runtime.selftest`.
+        meaning: what it means for a user if the check fails.
+        timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
+        environment: variables of its process.
+    """
+
+    name: str
+    module: str
+    meaning: str
+    timeout_s: float = 600.0
+    environment: dict[str, str] = attrs.field(factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The check's name for people, with the variables that set it apart from another of the same function."""
+        variables = ", ".join(f"{name}={value}" for name, value in self.environment.items() if name not in EXACT)
+        return self.name.replace("_", " ") + (f" with {variables}" if variables else "")
+
+
+CHECKS = (
+    Check(
+        "greedy_equality",
+        "exactness",
+        "greedy text with a drafter is not the target's own: a bug of Outrider's, or of MLX on this device",
+        environment=EXACT,
+    ),
+    Check(
+        "seeded_equality",
+        "exactness",
+        "a seed does not give the same text each time: do not rely on seeds on this device",
+        environment=EXACT,
+    ),
+    Check(
+        "concurrent_logits",
+        "exactness",
+        "two threads that compute at the same time disturb each other: results may be wrong without an error",
+    ),
+    Check("noise", "exactness", "sampled texts with a drafter differ from those without, and are less often accepted"),
+    Check("not_a_number", "exactness", "damaged weights or overflows may give nonsense in place of an error"),
+    Check(
+        "kernels",
+        "exactness",
+        "families that are named give other texts than mlx-lm's, or none, on this device",
+        environment=EXACT,
+    ),
+    Check("streams", "stability", "long-running services lose memory or their drafter on this device"),
+    Check("opening", "stability", "a runtime cannot be opened again and again in one process"),
+    Check("failures", "stability", "a failing model may take the process with it, or change texts"),
+    Check("device_isolation", "stability", "the runtime disturbs what your own code computes with MLX beside it"),
+    Check("failing_allocation", "stability", "a stream that runs out of memory ends the others, too"),
+    Check("memory", "speed", "the models are too large for this device, and it will swap"),
+    Check("prices", "speed", "forward passes could not be timed"),
+    Check("overlap", "speed", "two models at a time could not be timed"),
+    Check("switch_intervals", "speed", "the effect of the GIL's switch interval could not be measured"),
+    Check("speeds", "speed", "tokens per second could not be measured"),
+)
+
+# The speeds again, with other sizes of MLX's buffers: only for GPUs.
+CHECKS_OF_BUFFER_SIZES = tuple(
+    attrs.evolve(CHECKS[-1], environment=environment)
+    for environment in (
+        {"OUTRIDER_TUNE_MLX": "0"},
+        {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"},
+        {"MLX_MAX_OPS_PER_BUFFER": "4000", "MLX_MAX_MB_PER_BUFFER": "8000"},
+    )
+)

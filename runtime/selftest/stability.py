@@ -1,0 +1,223 @@
+"""Checks of how things end: streams, cancellations, threads, failures, and the memory that is left.
+
+Each is a function of a `Subject`, called in a process of its own: that the process crashes or hangs is a finding, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+import time
+from typing import Any
+
+import mlx.core as mx
+import trio
+from mlx.nn.layers.base import Module
+
+import runtime
+from runtime.engine.runtime import Runtime
+from runtime.selftest.findings import Finding, passed_if
+from runtime.selftest.small_models import VOCAB_SIZE, small_model
+from runtime.selftest.subject import Subject, running_pair
+
+NUM_OPENINGS = 8
+# Memory may grow by as much as the caches of one text, over any number of streams.
+MAX_GROWTH_BYTES = 64 * 2**20
+PROMPT = tuple(1 + i % 60 for i in range(24))
+# More than any machine has: 4 TiB.
+TOO_LARGE = (2**40,)
+
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"lookahead": 0},
+    {"lookahead": 4},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.8, "seed": 2, "acceptance": "rejection"},
+    {"temperature": 0.7, "seed": 3, "top_p": 0.9, "min_p": 0.02},
+    {"reuse_prefix": True},
+    {"logprobs": 3},
+)
+
+
+def streams(subject: Subject) -> Finding:
+    """Streams of all kinds, several at a time, some of which are cancelled at any moment, leave nothing behind."""
+    target, draft = subject.load("target"), subject.load("draft")
+    prompts = subject.prompts(target[1])
+    draws, begins_at = random.Random(0), time.monotonic()
+    num_read = num_cancelled = 0
+    growth = 0
+
+    async def read(rt: Runtime) -> None:
+        nonlocal num_read, num_cancelled
+        patience_s = draws.choice((None, None, draws.random(), draws.random() * 0.05))
+        with trio.move_on_after(math.inf if patience_s is None else patience_s) as scope:
+            await rt.generate(draws.choice(prompts), max_tokens=subject.max_tokens, **draws.choice(_SETTINGS))
+        num_cancelled += scope.cancelled_caught
+        num_read += not scope.cancelled_caught
+
+    async def run() -> bool:
+        nonlocal growth
+        async with running_pair(target, draft) as rt:
+            memory: int | None = None
+            while time.monotonic() < begins_at + subject.seconds or memory is None:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(draws.randint(1, 3)):
+                        nursery.start_soon(read, rt)
+                if memory is None and num_read + num_cancelled >= 12:
+                    memory = mx.get_active_memory()
+            growth = mx.get_active_memory() - memory
+            return rt.health().ok and rt.num_streams == 0
+
+    is_sound = trio.run(run)
+    return passed_if(
+        is_sound and growth <= MAX_GROWTH_BYTES,
+        f"{num_read} streams were read and {num_cancelled} cancelled, and nothing was left behind",
+        "after streams and cancellations "
+        + ("memory had grown" if is_sound else "a model was dead, or streams were left"),
+        num_read=num_read,
+        num_cancelled=num_cancelled,
+        growth_bytes=growth,
+    )
+
+
+def opening(subject: Subject) -> Finding:
+    """A runtime can be opened and closed many times, and its threads end each time."""
+    target, draft = subject.load("target"), subject.load("draft")
+    prompt = subject.prompts(target[1])[0]
+    seconds: list[float] = []
+    for _ in range(NUM_OPENINGS):
+        began = time.monotonic()
+        with runtime.open_sync(target, draft=draft) as rt:
+            rt.generate(prompt, max_tokens=4)
+        seconds.append(time.monotonic() - began)
+    gc.collect()
+    at_work = [thread.name for thread in threading.enumerate() if thread.name in ("outrider-target", "outrider-draft")]
+    return passed_if(
+        not at_work,
+        f"a runtime was opened, used and closed {NUM_OPENINGS} times",
+        f"threads were still at work after the runtime was closed: {', '.join(at_work)}",
+        seconds=seconds,
+    )
+
+
+class _Failing(Module):
+    """A model whose forward pass fails from its nth call on."""
+
+    def __init__(self, model: Module, num_calls: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.args: Any = model.args
+        self._num_calls = num_calls
+
+    @property
+    def layers(self) -> list[Module]:
+        layers: list[Module] = self.model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self._num_calls -= 1
+        if self._num_calls < 0:
+            raise RuntimeError("a failure on purpose")
+        logits: mx.array = self.model(inputs, cache=cache)
+        return logits
+
+
+def failures(subject: Subject) -> Finding:
+    """A model that fails ends as it should: a drafter costs no text, and a target ends its runtime with an error."""
+    wrong: list[str] = []
+    healthy = small_model("llama", 0)
+
+    async def with_failing_drafter() -> None:
+        async with runtime.open((healthy, None), (_Failing(small_model("llama", 1), 12), None)) as rt:
+            plain = await rt.generate(PROMPT, max_tokens=24, lookahead=0)
+            drafted = await rt.generate(PROMPT, max_tokens=24, lookahead=2)
+            if [token.id for token in plain.tokens] != [token.id for token in drafted.tokens]:
+                wrong.append("a drafter that fails changes the text")
+
+    async def with_failing_target() -> None:
+        async with runtime.open((_Failing(small_model("llama", 0), 12), None)) as rt:
+            try:
+                await rt.generate(PROMPT, max_tokens=24)
+            except runtime.RuntimeBrokenError:
+                return
+            wrong.append("a target that fails gives a text")
+
+    trio.run(with_failing_drafter)
+    trio.run(with_failing_target)
+    # The threads of both have ended after an error; a new runtime finds everything in order.
+    with runtime.open_sync((healthy, None)) as rt:
+        if len(rt.generate(PROMPT, max_tokens=8).tokens) != 8:
+            wrong.append("after a failure a new runtime gives no text")
+    return passed_if(
+        not wrong, "models that fail end as they should", f"after failures: {'; '.join(wrong)}", found=wrong
+    )
+
+
+def device_isolation(subject: Subject) -> Finding:
+    """MLX's default device and stream are the same before, during and after a runtime, on the main thread."""
+    target, draft = subject.load("target"), subject.load("draft")
+    prompt = subject.prompts(target[1])[0]
+    before = mx.default_device(), mx.default_stream(mx.default_device())
+    changed: list[str] = []
+
+    def look(when: str) -> None:
+        if (mx.default_device(), mx.default_stream(mx.default_device())) != before:
+            changed.append(when)
+
+    with runtime.open_sync(target, draft=draft) as rt:
+        look("once a runtime is open")
+        for _ in rt.stream(prompt, max_tokens=16):
+            look("while it streams")
+        own = mx.sum(mx.ones(64))  # the user's own computation, beside the models'
+        if own.item() != 64:
+            changed.append("the result of a computation beside it")
+    look("once it is closed")
+    return passed_if(
+        not changed,
+        f"MLX's default device is {before[0].type.name} before, while and after a runtime is open",
+        f"changed: {', '.join(dict.fromkeys(changed))}",
+        changed=list(dict.fromkeys(changed)),
+    )
+
+
+def failing_allocation(subject: Subject) -> Finding:
+    """A stream whose own code needs more memory than there is ends alone."""
+    model = small_model("llama", 0)
+
+    @runtime.stateless
+    def wants_too_much(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + mx.sum(mx.zeros(TOO_LARGE))
+
+    async def run() -> str | None:
+        async with runtime.open((model, None)) as rt:
+            async with trio.open_nursery() as nursery:
+                beside: list[int] = []
+
+                async def read() -> None:
+                    beside.append(len((await rt.generate(PROMPT, max_tokens=48)).tokens))
+
+                nursery.start_soon(read)
+                try:
+                    await rt.generate(PROMPT, max_tokens=8, logits_processors=[wants_too_much])
+                except runtime.OutriderError as error:
+                    kind = type(error).__name__
+                else:
+                    return "an allocation of 4 TiB succeeded"
+            if beside != [48]:
+                return f"the stream beside it ended, too, after {kind}"
+            again = await rt.generate(PROMPT, max_tokens=8)
+            return None if len(again.tokens) == 8 else f"the runtime gives no text after {kind}"
+
+    wrong = trio.run(run)
+    return passed_if(wrong is None, "a stream whose code needs too much memory ends alone", wrong or "")
+
+
+# For a prompt of these models.
+assert max(PROMPT) < VOCAB_SIZE
