@@ -48,8 +48,8 @@ def add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "selftest",
         usage="outrider selftest [options]",
         help="check on this device what Outrider promises",
-        description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, streams "
-        "and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process of its "
+        description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
+        "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process of its "
         "own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
         epilog="""examples:
   outrider selftest
@@ -122,4 +122,4 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(report, indent=2) + "\n")
     except OSError as error:
-        raise OutputError(f"cannot write {shown_path(path)}: {error.strerror}") from error
+        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error

@@ -25,7 +25,7 @@ def main(module: str, name: str) -> None:
 
     if device is not None:
         mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu))
-    check = importlib.import_module(f"runtime.selftest.{module}")
+    check = importlib.import_module(module)
     try:
         finding: Finding = getattr(check, name)(Subject(**given))
     except (OutriderError, JobError, RuntimeError, ValueError, MemoryError) as error:  # MLX raises the last three

@@ -17,7 +17,7 @@ class Check:
 
     Attributes:
         name: of the function, in `module`.
-        module: of `runtime.selftest`.
+        module: full name of the module.
         meaning: what it means for a user if the check fails.
         timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
         environment: variables of its process.
@@ -39,39 +39,53 @@ class Check:
 CHECKS = (
     Check(
         "greedy_equality",
-        "exactness",
+        "runtime.selftest.exactness",
         "greedy text with a drafter is not the target's own: a bug of Outrider's, or of MLX on this device",
         environment=EXACT,
     ),
     Check(
         "seeded_equality",
-        "exactness",
+        "runtime.selftest.exactness",
         "a seed does not give the same text each time: do not rely on seeds on this device",
         environment=EXACT,
     ),
     Check(
         "concurrent_logits",
-        "exactness",
+        "runtime.selftest.exactness",
         "two threads that compute at the same time disturb each other: results may be wrong without an error",
     ),
-    Check("noise", "exactness", "sampled texts with a drafter differ from those without, and are less often accepted"),
-    Check("not_a_number", "exactness", "damaged weights or overflows may give nonsense in place of an error"),
+    Check(
+        "noise",
+        "runtime.selftest.exactness",
+        "sampled texts with a drafter differ from those without, and are less often accepted",
+    ),
+    Check(
+        "not_a_number",
+        "runtime.selftest.exactness",
+        "damaged weights or overflows may give nonsense in place of an error",
+    ),
     Check(
         "kernels",
-        "exactness",
+        "runtime.selftest.exactness",
         "families that are named give other texts than mlx-lm's, or none, on this device",
         environment=EXACT,
     ),
-    Check("streams", "stability", "long-running services lose memory or their drafter on this device"),
-    Check("opening", "stability", "a runtime cannot be opened again and again in one process"),
-    Check("failures", "stability", "a failing model may take the process with it, or change texts"),
-    Check("device_isolation", "stability", "the runtime disturbs what your own code computes with MLX beside it"),
-    Check("failing_allocation", "stability", "a stream that runs out of memory ends the others, too"),
-    Check("memory", "speed", "the models are too large for this device, and it will swap"),
-    Check("prices", "speed", "forward passes could not be timed"),
-    Check("overlap", "speed", "two models at a time could not be timed"),
-    Check("switch_intervals", "speed", "the effect of the GIL's switch interval could not be measured"),
-    Check("speeds", "speed", "tokens per second could not be measured"),
+    Check("streams", "runtime.selftest.stability", "long-running services lose memory or their drafter on this device"),
+    Check("opening", "runtime.selftest.stability", "a runtime cannot be opened again and again in one process"),
+    Check("failures", "runtime.selftest.stability", "a failing model may take the process with it, or change texts"),
+    Check(
+        "device_isolation",
+        "runtime.selftest.stability",
+        "the runtime disturbs what your own code computes with MLX beside it",
+    ),
+    Check("failing_allocation", "runtime.selftest.stability", "a stream that runs out of memory ends the others, too"),
+    Check("memory", "runtime.selftest.speed", "the models are too large for this device, and it will swap"),
+    Check("prices", "runtime.selftest.speed", "forward passes could not be timed"),
+    Check("overlap", "runtime.selftest.speed", "two models at a time could not be timed"),
+    Check(
+        "switch_intervals", "runtime.selftest.speed", "the effect of the GIL's switch interval could not be measured"
+    ),
+    Check("speeds", "runtime.selftest.speed", "tokens per second could not be measured"),
 )
 
 # The speeds again, with other sizes of MLX's buffers: only for GPUs.
