@@ -120,7 +120,9 @@ async def open(
     keywords_of(defaults, "defaults")
     if not isinstance(tune_mlx, bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(tune_mlx)}")
-    if not tune_mlx:
+    if tune_mlx:
+        mlx_environment.tune()
+    else:
         mlx_environment.untune()
     events = Events()
     listener = check_trace(trace)
@@ -251,13 +253,16 @@ async def keep_open(
 
 def _warn_if_too_large(models: Iterable[MLXModel]) -> None:
     limit = recommended_working_set()
-    num_bytes = sum(model.num_bytes for model in models)
+    # One module may be target and draft model.
+    distinct = {id(model.module): model for model in models}
+    num_bytes = sum(model.num_bytes for model in distinct.values())
     if limit is not None and num_bytes > limit:
         logger.warning(
             "the weights of the models take %.1f GB, and this device recommends to use at most %.1f GB, caches "
-            "included: expect it to be slow; use a smaller or quantised model, or no draft model",
+            "included: expect it to be slow; use a smaller or quantised model%s",
             num_bytes / 1e9,
             limit / 1e9,
+            ", or no draft model" if len(distinct) > 1 else "",
         )
 
 
