@@ -26,10 +26,8 @@ _WITH_UNDERSCORE = sorted((name for name in _NAMES - _NO_FLAGS if "_" in name), 
 # Phrases about Python, and what they are on the command line.
 _PHRASES = (
     ("a path, a hub id or a pair (model, tokenizer)", "a path or a hub id"),
-    (", an mlx Device or None", ""),
     ("leave it None", "leave it out"),
     ("leave it False", "leave it out"),
-    ("use None for its default", "leave it out for MLX's default"),
     ("give a file of Conversation.save", "give a file that /save has written"),
     ("a file that Conversation.save has written", "a file that /save has written"),
     ("or begin anew with reset", "or begin anew with /reset"),
@@ -49,6 +47,7 @@ _REPLACEMENTS = {
     "--prompt-cache-file": "`outrider chat` has /save and /load",
     "--verbose": "--stats prints statistics",
 }
+_ONE_DEVICE = ("--target-device", "--draft-device")
 
 
 def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
@@ -63,6 +62,8 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
     """
     if given in _REPLACEMENTS:
         return _REPLACEMENTS[given]
+    if given in _ONE_DEVICE and "--device" in known:
+        return "both models compute on one device: use --device"
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
     name = given.lstrip("-").replace("-", "_")
     setting = ALIASES.get(name, name)
