@@ -230,7 +230,7 @@ async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
     events: list[Event] = []
     replacement = ScriptedModel(agreeing(0.9))
 
-    async def load(stack: AsyncExitStack, source: Any, device: Any) -> LoadedDrafter:
+    async def load(stack: AsyncExitStack, source: Any) -> LoadedDrafter:
         return replacement, SimulatedWorker("draft", priced(), lambda _: None)
 
     async with simulated(
