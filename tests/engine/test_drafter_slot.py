@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
