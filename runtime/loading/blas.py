@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -247,6 +248,8 @@ def describe(files: Sequence[str], threads: int | None = None) -> str | None:
         files: names of files. If the reference BLAS and another one are loaded, the other one is used.
         threads: number of its threads, if known.
     """
+    # Kernels that MLX has compiled are named by their operations, in which any letters may come together.
+    files = [file for file in files if not _KERNEL.search(file)]
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
         if found := sorted(file for file in files if mark in file.lower()):
@@ -272,4 +275,5 @@ def set_threads(threads: int) -> None:
         _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
+_KERNEL = re.compile(r"_\d{15,}_\w+\.so$")
 _NAMES = (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS"))
