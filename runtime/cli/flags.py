@@ -39,15 +39,17 @@ _PHRASES = (
 )
 
 
-# Flags of mlx-lm that Outrider replaces by something else.
+_ONE_DEVICE = "both models compute on one device: use --device"
+# Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
 _REPLACEMENTS = {
     "--adapter-path": "fuse the adapter into its model first, with mlx_lm.fuse",
     "--chat-template-config": "`outrider chat` has --thinking and --no-thinking",
     "--extra-eos-token": "--stop ends a text at a string",
     "--prompt-cache-file": "`outrider chat` has /save and /load",
+    "--target-device": _ONE_DEVICE,
+    "--draft-device": _ONE_DEVICE,
     "--verbose": "--stats prints statistics",
 }
-_ONE_DEVICE = ("--target-device", "--draft-device")
 
 
 def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
@@ -62,8 +64,6 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
     """
     if given in _REPLACEMENTS:
         return _REPLACEMENTS[given]
-    if given in _ONE_DEVICE and "--device" in known:
-        return "both models compute on one device: use --device"
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
     name = given.lstrip("-").replace("-", "_")
     setting = ALIASES.get(name, name)
