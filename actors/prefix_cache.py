@@ -48,7 +48,7 @@ class _Entry:
     """A cached sequence, its tokens, and whether it leaves processor time for another model.
 
     The first `num_prompt` tokens were the prompt of the text. A text that continues the prompt may lack the answer
-    that follows in the sequence, such as its reasoning.
+    that follows in the sequence, such as its reasoning. `packed` has the tokens as bytes, for the search.
     """
 
     sequence: CachedSequence

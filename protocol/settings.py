@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from protocol.argument_aliases import ALIASES, OPEN_ARGUMENTS, meant
+from protocol.argument_aliases import ALIASES, INSTEAD, OPEN_ARGUMENTS, meant
 from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.reprs import brief, shown
@@ -327,6 +327,8 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
         if name not in known:
             if (argument := ALIASES.get(name, name)) in OPEN_ARGUMENTS:
                 hint = f"it is {argument}= of open()"
+            elif name in INSTEAD:
+                hint = INSTEAD[name]
             elif near := meant(name, known, cutoff=0.7):
                 hint = f"did you mean {near!r}?"
             else:

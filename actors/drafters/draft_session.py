@@ -62,7 +62,7 @@ class DraftSession(DrafterSession):
         if opened.num_resumed:  # draws depend on all generated tokens
             tree.advance(opened.prompt[opened.num_prompt :])
         # The index supplies a proposal after a miss, when nothing is drafted yet.
-        super().__init__(shared, policy, PromptLookup(), tree, lambda message: on_message(self, message))
+        super().__init__(shared, policy, PromptLookup(), tree, on_message)
         self.context_length = context_length
         self.is_late = False
         self.can_look_ahead = True

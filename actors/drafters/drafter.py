@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import trio
 
@@ -48,12 +48,13 @@ class DrafterSession(ActorSession):
         policy: Policy,
         index: PromptLookup,
         tree: LookaheadTree,
-        on_message: Callable[[Verdict | Due | Overdue], None],
+        on_message: Callable[[Any, Verdict | Due | Overdue], None],
     ) -> None:
         """Make the state of a session that begins.
 
         Args:
-            on_message: handles the target's messages; must not wait.
+            on_message: called with this session and each message of the target; must not wait. A method of the actor
+                itself: a closure over the session would make a cycle that keeps the model in memory.
         """
         super().__init__(shared)
         self.policy = policy
@@ -67,7 +68,7 @@ class DrafterSession(ActorSession):
         if not isinstance(message, Verdict | Due | Overdue):
             raise ProtocolError(f"the drafter cannot handle {message!r}")
         # At once, whatever the task is waiting for: if the tree continues the text, the next proposal is ready.
-        self._on_message(message)
+        self._on_message(self, message)
         self.wake()
 
     async def index_committed(self) -> None:

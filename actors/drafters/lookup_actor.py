@@ -36,7 +36,7 @@ class LookupSession(DrafterSession):
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
         prompt = shared.opened.prompt
         tree = LookaheadTree(prompt[-1], len(prompt) - 1)
-        super().__init__(shared, policy, index, tree, lambda message: on_message(self, message))
+        super().__init__(shared, policy, index, tree, on_message)
         self.num_idle_rounds = 0
 
     @property

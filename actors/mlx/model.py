@@ -133,8 +133,7 @@ class MLXModel:
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""
-        # Only on CPU: the throttle that slices avoid is one of MLX's CPU scheduler, and on a GPU they would break the
-        # pipelining.
+        # Only on CPU: on a GPU, slices would break the pipelining, and larger command buffers leave room instead.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
 

@@ -84,19 +84,19 @@ class Opening:
     ) -> None:
         if kind is GeneratorExit:
             # The loop no longer runs this task, so that it cannot wait.
-            self._thread.stop()
+            self._runtime._bridge.thread.stop()
         else:
             await self._runtime.aclose()
 
     async def _opened(self) -> Runtime:
         open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULES["Runtime"])
-        self._thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
-        trio_runtime = await self._thread.start()
+        thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
+        trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
         from runtime.aio.bridge import AioBridge
         from runtime.aio.runtime import Runtime
 
-        return Runtime(AioBridge(self._thread, trio_runtime))
+        return Runtime(AioBridge(thread, trio_runtime))
 
 
 def __getattr__(name: str) -> Any:

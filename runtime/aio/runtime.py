@@ -121,7 +121,7 @@ class Runtime(RuntimeHandle[AioBridge]):
         """
         load = partial(self._bridge.runtime.load, path, any_draft=any_draft, **overrides)
         loaded = await self._bridge.call(load)
-        return Conversation(self._bridge, loaded.anew, loaded)
+        return Conversation(self._bridge, loaded.make_new, loaded)
 
     async def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]

@@ -3,6 +3,7 @@
 
 The way of a token: the target commits a round in the trio thread; `CommitSource` (`handles`) receives it for
 `BridgeStream` (`stream`), which sends everything that has arrived when the consumer requests more; `TrioThread`
-(`trio_thread`) resolves the consumer's future; `IteratorHandle` (`iterator_handle`) turns the commit into tokens in the
-consumer's thread. `BridgeCall` (`call`) runs single async functions, and `opener` opens the runtime in the thread.
+(`trio_thread`) resolves the consumer's future; `StreamHandle` (`handles`), an `IteratorHandle`, turns the commit into
+tokens in the consumer's thread. `BridgeCall` (`call`) runs single async functions, and `opener` opens the runtime in
+the thread.
 """

@@ -64,10 +64,16 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
 
     def __del__(self) -> None:
         # A stream whose making failed has no bridge stream, and is closed.
-        is_dropped_unread = not self._is_closed and self._is_unread and not self._bridge_stream.is_over
+        is_dropped_unread = not self._is_closed and self._is_unread and self._is_open
         super().__del__()
         if is_dropped_unread:
             warn_unread(self, self._how_to_close)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the generation has neither ended nor failed."""
+        source = self._bridge_stream.source
+        return not self._bridge_stream.is_over and (source is None or source.arrivals.is_open)
 
     @property
     def _opened_reader(self) -> TokenReader | None:

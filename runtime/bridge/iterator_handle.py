@@ -22,13 +22,13 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
     """
 
     _is_closed = True  # until there is a bridge stream to close
-    _is_unread = True  # no item was asked for
+    _is_unread = True  # neither read nor saved
 
     def __init__(self, bridge: RuntimeBridge[Any], make_source: Callable[[], S]) -> None:
         """No item was given yet.
 
         Args:
-            bridge: to the runtime, which stays open at least as long as this handle exists.
+            bridge: to the runtime.
             make_source: makes the source, in the trio thread. It must not refer to this handle: dropping the last
                 reference to the handle ends the stream.
 

@@ -291,6 +291,6 @@ COMMANDS: dict[str, Command] = {
     "/help": Command(_help, "shows this"),
     "/reset": Command(_reset, "forgets the conversation"),
     "/save": Command(_save, "saves the conversation to a file", "FILE"),
-    "/load": Command(_load, "continues a saved conversation, with the settings of this chat", "FILE"),
+    "/load": Command(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),
     "/exit": Command(_exit, "leaves"),
 }

@@ -126,7 +126,8 @@ class ChatSignals(SignalScope):
         if self._is_typing:
             self._is_typing = False
             raise SignalWhileTyping(number)
-        if not self.is_interactive or number != signal.SIGINT:
+        # Once the chat is being left, every further signal is for the scope.
+        if not self.is_interactive or number != signal.SIGINT or self.outcome.signal is not None:
             return False
         if self._answer is not None:
             trio.lowlevel.current_trio_token().run_sync_soon(self._stop, self._answer)

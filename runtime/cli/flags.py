@@ -26,10 +26,8 @@ _WITH_UNDERSCORE = sorted((name for name in _NAMES - _NO_FLAGS if "_" in name), 
 # Phrases about Python, and what they are on the command line.
 _PHRASES = (
     ("a path, a hub id or a pair (model, tokenizer)", "a path or a hub id"),
-    (", an mlx Device or None", ""),
     ("leave it None", "leave it out"),
     ("leave it False", "leave it out"),
-    ("use None for its default", "leave it out for MLX's default"),
     ("give a file of Conversation.save", "give a file that /save has written"),
     ("a file that Conversation.save has written", "a file that /save has written"),
     ("or begin anew with reset", "or begin anew with /reset"),
@@ -41,12 +39,15 @@ _PHRASES = (
 )
 
 
-# Flags of mlx-lm that Outrider replaces by something else.
+_ONE_DEVICE = "both models compute on one device: use --device"
+# Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
 _REPLACEMENTS = {
     "--adapter-path": "fuse the adapter into its model first, with mlx_lm.fuse",
     "--chat-template-config": "`outrider chat` has --thinking and --no-thinking",
     "--extra-eos-token": "--stop ends a text at a string",
     "--prompt-cache-file": "`outrider chat` has /save and /load",
+    "--target-device": _ONE_DEVICE,
+    "--draft-device": _ONE_DEVICE,
     "--verbose": "--stats prints statistics",
 }
 

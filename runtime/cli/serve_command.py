@@ -86,9 +86,7 @@ _LIMITS = (
     ),
     LimitOption("max_body_bytes", 1, 2 * 2**20, "most bytes of a request body"),
     LimitOption("max_connections", 1, 1000, "most connections at once; further ones wait"),
-    LimitOption(
-        "stalled_seconds", 1, 60, "seconds that a client may leave data unread, or take to send each 64 KiB of a body"
-    ),
+    LimitOption("stalled_seconds", 1, 60, "seconds that a client may leave 64 KiB of a response unread"),
     LimitOption("grace_seconds", 0, 5, "seconds that current answers have to end when the server is stopped"),
 )
 
@@ -200,8 +198,8 @@ class _ServerSignals(SignalScope):
         super().__init__(outcome, display)
         self._server = server
 
-    def ends_gently(self) -> bool:
-        """Stop the server; see `SignalScope.ends_gently`."""
+    def end_gently(self) -> bool:
+        """Stop the server; see `SignalScope.end_gently`."""
         self._server.stopping.set()
         return self._server.is_serving
 
@@ -241,7 +239,7 @@ async def _open_and_serve(server: _Server) -> None:
         hosts=["*"] if server.key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
         origins=arguments.allow_origin,
     )
-    patience = ConnectionLimits(
+    connection_limits = ConnectionLimits(
         max_connections=arguments.max_connections,
         stalled_s=arguments.stalled_seconds,
         grace_s=arguments.grace_seconds,
@@ -268,7 +266,7 @@ async def _open_and_serve(server: _Server) -> None:
                 await server.stopping.wait()
                 nursery.cancel_scope.cancel()
 
-        await serve(app, [listener], until_over, patience)
+        await serve(app, [listener], until_over, connection_limits)
     if server.is_broken:
         raise ServerError("the target model has failed, and the server has ended; start it again")
 

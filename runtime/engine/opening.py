@@ -120,7 +120,9 @@ async def open(
     keywords_of(defaults, "defaults")
     if not isinstance(tune_mlx, bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(tune_mlx)}")
-    if not tune_mlx:
+    if tune_mlx:
+        mlx_environment.tune()
+    else:
         mlx_environment.untune()
     events = Events()
     listener = check_trace(trace)
@@ -148,7 +150,7 @@ async def open(
         stack.enter_context(target_loaded.model.evaluating_layers())
         if draft_loaded is not None:
             draft_stack.enter_context(draft_loaded.model.evaluating_layers())
-        if draft_loaded is not None and target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
+        if draft_loaded is not None:
             await _check_same_vocabulary(workers["draft"], target_loaded.tokenizer, draft_loaded.tokenizer)
         tokenizer = await workers["target"].run(Job("load", partial(copy_of, target_loaded.tokenizer)))
         prices = Prices()
@@ -200,8 +202,7 @@ async def _load_draft(
     draft_loaded = await load_onto(worker, "draft", source, options)
     _warn_if_too_large((target_loaded.model, draft_loaded.model))
     stack.enter_context(draft_loaded.model.evaluating_layers())
-    if target_loaded.tokenizer is not None and draft_loaded.tokenizer is not None:
-        await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
+    await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
     prices.forget_drafter()
     await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
     return draft_loaded.model, worker
@@ -218,8 +219,10 @@ async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker]
 
 
 async def _check_same_vocabulary(
-    worker: Worker, target_tokenizer: TokenizerWrapper, draft_tokenizer: TokenizerWrapper
+    worker: Worker, target_tokenizer: TokenizerWrapper | None, draft_tokenizer: TokenizerWrapper | None
 ) -> None:
+    if target_tokenizer is None or draft_tokenizer is None:
+        return
     try:
         await worker.run(Job("load", partial(check_vocabularies, target_tokenizer, draft_tokenizer)))
     except JobError as error:
@@ -250,14 +253,18 @@ async def keep_open(
 
 
 def _warn_if_too_large(models: Iterable[MLXModel]) -> None:
-    limit = recommended_working_set()
-    num_bytes = sum(model.num_bytes for model in models)
-    if limit is not None and num_bytes > limit:
+    if (limit := recommended_working_set()) is None:
+        return
+    # One module may be target and draft model.
+    distinct = {id(model.module): model for model in models}
+    num_bytes = sum(model.num_bytes for model in distinct.values())
+    if num_bytes > limit:
         logger.warning(
             "the weights of the models take %.1f GB, and this device recommends to use at most %.1f GB, caches "
-            "included: expect it to be slow; use a smaller or quantised model, or no draft model",
+            "included: expect it to be slow; use a smaller or quantised model%s",
             num_bytes / 1e9,
             limit / 1e9,
+            ", or no draft model" if len(distinct) > 1 else "",
         )
 
 

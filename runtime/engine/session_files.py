@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
@@ -97,6 +98,8 @@ class SessionFiles:
             opened = self._validation.resumed(session, saved, checked, seed)
             if not saved.is_over:
                 await models.fill(path, session, opened.drafted)
+            # Nobody would take the stream.
+            await trio.lowlevel.checkpoint_if_cancelled()
             return self._sessions.begin(opened, saved)
 
     async def save_stream(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import attrs
@@ -201,10 +202,15 @@ class Conversation:
         self._check_idle("forget what was said")
         self._state = _State([])
 
-    def anew(self) -> Conversation:
-        """A conversation with the same system message and settings, in which nothing was said yet."""
+    @property
+    def make_new(self) -> Callable[[], Conversation]:
+        """Makes conversations with the same system message and settings, in which nothing was said yet.
+
+        It does not refer to this conversation, whose messages may be freed.
+        """
         system = self._system[0]["content"] if self._system else None
-        return Conversation(
+        return partial(
+            Conversation,
             self._open_stream,
             self._write,
             self._tokenizer,

@@ -236,8 +236,8 @@ def blas_in_use() -> str | None:
     if not maps.exists():
         return None
     paths = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if "/" in line}
-    # numpy and scipy bring their own, under names that nothing else links to.
-    return describe([name for path in paths if "scipy" not in (name := path.name)])
+    # numpy and scipy bring their own, as "libscipy_openblas", which nothing else links to.
+    return describe([path.name for path in paths])
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
@@ -249,7 +249,7 @@ def describe(files: Sequence[str], threads: int | None = None) -> str | None:
     """
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
-        if found := sorted(file for file in files if mark in file.lower()):
+        if found := sorted(file for file in files if file.startswith(mark)):
             return f"{name} ({found[0]}{counted})"
     return None
 
@@ -272,4 +272,6 @@ def set_threads(threads: int) -> None:
         _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
-_NAMES = (("openblas", "OpenBLAS"), ("mkl", "Intel MKL"), ("blis", "BLIS"), ("libblas", "reference BLAS"))
+# How the names of their files begin. The kernels that MLX has compiled are loaded libraries, too: their names begin
+# with "lib" and are made of the names of operations, in which any letters may come together.
+_NAMES = (("libopenblas", "OpenBLAS"), ("libmkl", "Intel MKL"), ("libblis", "BLIS"), ("libblas", "reference BLAS"))

@@ -28,10 +28,10 @@ class Conversation(ConversationHandle[TokenStream]):
         """See `Runtime.conversation` and `Runtime.load`.
 
         Args:
-            bridge: to the runtime, which stays open at least as long as this conversation exists.
+            bridge: to the runtime; keeps it from closing by itself when its own handle is dropped.
             conversation: the trio conversation.
         """
-        super().__init__(bridge, partial(TokenStream, bridge), conversation.anew, conversation)
+        super().__init__(bridge, partial(TokenStream, bridge), conversation.make_new, conversation)
 
     def __repr__(self) -> str:
         return f"<outrider sync.Conversation: {len(self.messages)} messages>"

@@ -25,7 +25,7 @@ class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tup
         """Made by `Runtime.stream_many`.
 
         Args:
-            bridge: to the runtime, which stays open at least as long as this exists.
+            bridge: to the runtime; keeps it from closing by itself when its own handle is dropped.
             begin: begins the generations in the trio thread.
 
         Raises: what beginning the generations raised.

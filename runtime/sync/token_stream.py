@@ -31,7 +31,7 @@ class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle):
         """Made by `Runtime.stream`.
 
         Args:
-            bridge: to the runtime, which stays open at least as long as this stream exists.
+            bridge: to the runtime; keeps it from closing by itself when its own handle is dropped.
             open_stream: opens the stream in the trio thread.
 
         Raises: what opening the stream raised.

@@ -81,8 +81,8 @@ class SignalScope:
         """
         return False
 
-    def ends_gently(self) -> bool:
-        """Whether the work ends by itself upon the first signal, so that it is not cancelled."""
+    def end_gently(self) -> bool:
+        """Ask the work to end, upon the first signal. Returns whether it will, so that it need not be cancelled."""
         return False
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -116,7 +116,9 @@ class SignalScope:
             self.outcome.failure = None  # after an interruption, a failure is of no interest
 
     def cancel(self, number: int) -> None:
-        """Cancel the work because of a signal."""
+        """Cancel the work because of a signal. Another one, a moment later, ends the process."""
+        if self._first_at is None:
+            self._first_at = trio.current_time()
         self.outcome.signal = number
         self._scope.cancel()
 
@@ -125,7 +127,7 @@ class SignalScope:
             return  # the work was over before trio ran this
         if self._first_at is None:
             self._first_at = trio.current_time()
-            if not self.ends_gently():
+            if not self.end_gently():
                 self.cancel(number)
                 self._nursery.start_soon(self._acknowledge)
         elif trio.current_time() - self._first_at > ECHO_S:

@@ -155,9 +155,9 @@ async def test_arrays_that_are_evaluated_come_back() -> None:
     assert (x + 1).tolist() == [1, 3, 5, 7]
 
 
-async def test_jobs_compute_on_the_device_that_was_asked_for() -> None:
-    device = mx.Device(mx.cpu)
-    async with ThreadWorker("target", device) as worker:
+async def test_jobs_compute_on_the_default_device_in_a_stream_of_their_own() -> None:
+    device = mx.default_device()
+    async with ThreadWorker("target") as worker:
         assert await worker.run(job(mx.default_device)) == device
         assert await worker.run(job(lambda: mx.default_stream(device))) != mx.default_stream(device)
 
@@ -643,8 +643,15 @@ def deadly() -> Any:
     return "no step"
 
 
+class DeadWorker(ThreadWorker):
+    """A worker whose thread dies before it takes a job."""
+
+    def _run_jobs(self) -> None:
+        raise RuntimeError("no such device")
+
+
 async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wait() -> None:
-    async with ThreadWorker("target", "no device") as worker:  # type: ignore[arg-type]
+    async with DeadWorker("target") as worker:
         for _ in range(2):
             with pytest.raises(JobError, match="target's thread has died of") as raised:
                 await worker.run(job(lambda: None))

@@ -19,8 +19,9 @@ from command_line import broken_weights, outrider, piped, read_all, save_model, 
 import runtime
 from runtime.cli import chat_command
 from runtime.cli import main as cli
-from runtime.cli.chat_input import ChatSignals, LineReader
+from runtime.cli.chat_input import ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import CommandOutcome, Display, Output
+from runtime.terminal.signals import ECHO_S
 
 MAX = ("--max-tokens", "6")
 
@@ -374,6 +375,27 @@ async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
 
 
 # --- thinking -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_the_chat_is_being_left_ends_the_process(second: int, autojump_clock: Any) -> None:
+    statuses: list[int] = []
+    outcome = CommandOutcome()
+    signals = ChatSignals(outcome, Display(), statuses.append)
+    signals.is_interactive = True
+
+    async def work() -> None:
+        with trio.CancelScope(shield=True):  # a model that hangs is waited for
+            with pytest.raises(SignalWhileTyping):
+                signals.while_typing(lambda: signal.raise_signal(signal.SIGTERM))
+            signals.cancel(signal.SIGTERM)
+            await trio.sleep(ECHO_S + 1)
+            signal.raise_signal(second)
+            await trio.sleep(1)
+
+    await signals.run(work)
+    assert statuses == [128 + second]
+    assert outcome.signal == signal.SIGTERM
 
 
 class Typed(LineReader):

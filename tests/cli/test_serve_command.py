@@ -301,19 +301,19 @@ def test_a_second_signal_waits_for_nothing() -> None:
 def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
     failing = """
 import sys
-from actors.mlx.sequence import MLXLine
+from actors.mlx.sequence import MLXSequence
 from runtime.cli import main as cli
-feed_lazy, num_passes = MLXLine.feed_lazy, 0
+feed_lazy, num_passes = MLXSequence.feed_lazy, 0
 def fail(line, *arguments):
     raise RuntimeError("the device is gone")
 def fail_later(line, token):
     global num_passes
     num_passes += 1
     if num_passes > 40:
-        MLXLine.feed = fail  # what is asked whether the model is there
+        MLXSequence.feed = fail  # what is asked whether the model is there
         fail(line)
     return feed_lazy(line, token)
-MLXLine.feed_lazy = fail_later
+MLXSequence.feed_lazy = fail_later
 sys.exit(cli.main(sys.argv[1:]))
 """
     with (

@@ -364,3 +364,10 @@ def test_a_target_alone_has_all_threads(copy):
     assert run(code.format(alone)).stdout == f"{blas.num_usable_cores()}\n"
     pair = ["generate", "", "--blas", copy]
     assert run(code.format(pair)).stdout == f"{max(1, blas.num_usable_cores() // 2)}\n"
+
+
+def test_a_kernel_that_mlx_has_compiled_is_no_blas() -> None:
+    long = "libGf4IMinimumKLNf4IMultiply_CCVCCS_u4f4_15363725222986908567_contiguous.so"
+    shortened = "libGf4ISubtractABHf4IMini_IRf4INegativeQSf4IOpenBlas_CCVCCV_u4f4_15363725_143b34da6607bf3b.so"
+    assert blas.describe([long, shortened]) is None
+    assert blas.describe([long, shortened, "libblas.so.3"]) == "reference BLAS (libblas.so.3)"

@@ -225,6 +225,9 @@ async def test_a_device_for_one_runtime_is_refused_with_what_to_do_instead(name:
     with pytest.raises(runtime.SettingsError, match=rf"no option '{name}'; .* call mx\.set_default_device\(mx\.cpu\)"):
         async with runtime.open((target(), None), **{name: "cpu"}):
             raise AssertionError("should not be reached")
+    async with runtime.open((target(), None)) as rt:
+        with pytest.raises(runtime.SettingsError, match=rf"no setting '{name}'; .* call mx\.set_default_device"):
+            rt.stream([1], **{name: "cpu"})
 
 
 async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened() -> None:

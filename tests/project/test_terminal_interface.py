@@ -116,7 +116,7 @@ async def test_enter_puts_a_new_text_in_the_place_of_the_one_being_written(endle
             before = num_written(await somebody.sees("> w3"))
             await somebody.sees(lambda shown: num_written(shown) > before)
             await somebody.types("\r")
-            await until_in_trio(lambda: "[replaced]\n\nw3" in written(interface))
+            await until_in_trio(lambda: "[replaced]\n\nw3" in written(interface) and prompts[-1] == "w3")
             # If several prompts arrive in one read, the last one counts.
             await somebody.types("w4\rw5\rw6\r")
             await until_in_trio(lambda: "[replaced]\n\nw6" in written(interface))

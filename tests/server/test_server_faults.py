@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from asgi import ScriptedCheck
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
-from sample_tokenizers import Letters
+from sample_tokenizers import OneLetterTokenizer
 from scripted import (
     VOCAB_SIZE,
     Script,
@@ -45,7 +45,7 @@ MANY = 10_000
 LONG_S = 60
 
 
-class Spelling(Letters):
+class Spelling(OneLetterTokenizer):
     """A tokenizer that can read, too."""
 
     has_chat_template = False
