@@ -47,10 +47,11 @@ class Tensor:
     def of(cls, array: mx.array) -> Tensor:
         """The bytes of an array as they are now. Later writes to the array do not change them.
 
-        To be called on a thread that may evaluate the array. The bytes are copied only if they are not contiguous, or
-        when the array is next written.
+        To be called on a thread that may evaluate the array.
         """
-        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        # The operation makes a copy. Without it this may be a view of a cache's buffer, and on CUDA reading the bytes
+        # of a view moves the buffer, which a pass that was launched before may still be reading.
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8) | mx.array(0, mx.uint8)
         mx.eval(flat)
         return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(cast(Any, flat)))
 

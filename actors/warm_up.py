@@ -17,14 +17,17 @@ from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
 from actors.target_jobs import PlainDecoder
 from actors.workers.worker import Job, JobError, Worker
+from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prices import Prices
+from protocol.randomness import Purpose, key_for
 from protocol.settings import Settings
 
 NUM_TEXT_TOKENS = 8  # fed before the first pass
 WIDTHS = (1, 4, 1, 4)  # tokens of each timed pass
 NUM_PLAIN_STEPS = 6
+TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
 # A model with a shorter context is not warmed up: its prices are measured while it works.
@@ -51,10 +54,11 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
         return
     (_, target_worker), (_, draft_worker) = target, draft
     async with _open_sequence(*target) as target_sequence, _open_sequence(*draft) as draft_sequence:
-        # The first pass of each width is not timed: it compiles kernels and allocates buffers.
+        # The first pass of each width is not timed: it compiles kernels and allocates buffers. It compiles those that
+        # sampling needs, too, so that the first stream at a temperature does not wait for them.
         for width in sorted(set(WIDTHS)):
-            await target_worker.run(_pass(target_sequence, width))
-            await draft_worker.run(_pass(draft_sequence, width))
+            await target_worker.run(_pass(target_sequence, width, samples=True))
+            await draft_worker.run(_pass(draft_sequence, width, samples=True))
         for width in WIDTHS:
             job = _pass(draft_sequence, width)
             await draft_worker.run(job)
@@ -127,11 +131,18 @@ async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSe
             await worker.run(Job("warm-up", sequence.close))
 
 
-def _pass(sequence: CachedSequence, width: int) -> Job[None]:
-    """A job that feeds `width` tokens and computes the logits of each."""
+def _pass(sequence: CachedSequence, width: int, *, samples: bool = False) -> Job[None]:
+    """A job that feeds `width` tokens and computes the logits of each, and samples from them if `samples`."""
 
     def call() -> None:
-        mx.eval(sequence.feed((0,) * width, width))
+        rows = sequence.feed((0,) * width, width)
+        assert rows is not None
+        if samples:
+            noisy = scores(rows, TEMPERATURE, seed=0, start=0, noise_size=rows.shape[1])
+            drawn = draw(distribution(rows[0], TEMPERATURE), key_for(0, Purpose.DRAFT, 0, 0))
+            mx.eval(rows, likeliest(noisy, 1), drawn)
+        else:
+            mx.eval(rows)
 
     # The statistics of sessions do not count jobs of this kind.
     return Job("warm-up", call, None, width)

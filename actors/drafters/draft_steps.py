@@ -226,7 +226,9 @@ def guesses(
         return LazyGuesses(chosen, logit_check, likeliest(logits, num_guesses), confidence)
     if settings.rule == "match":
         found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
-        return LazyGuesses(found[0][:, 0], logit_check, found)
+        # The sum has a buffer of its own. A view of `found` would share it, and on CUDA reading `found` back moves its
+        # buffer, which the next step may still be reading, since it is launched before.
+        return LazyGuesses(found[0][:, 0] + 0, logit_check, found)
     # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So the confidence is
     # the expectation over all draws from this distribution, not the probability of this draw.
     probs = distribution(logits[0], settings.drafting_temperature)

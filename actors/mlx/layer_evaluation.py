@@ -1,39 +1,87 @@
-"""Layer evaluation: a model that is evaluated layer by layer leaves processor time for another model beside it."""
+"""Layer evaluation: a model that is evaluated layer by layer leaves time for another model beside it."""
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-# A context variable has a value of its own in each thread, and two threads may use the same model.
-_evaluates_layers = contextvars.ContextVar("evaluates_layers", default=False)
+
+class LayerEvaluation(Enum):
+    """When the layers of a pass are evaluated, while another model may work.
+
+    MLX's scheduler counts the active tasks of the whole process: the operations of a CPU, the command buffers of Metal,
+    the graphs of CUDA. Above ten, each thread that evaluates waits after every operation until a task is done, and on a
+    GPU it commits each operation alone. A target that is evaluated in one go keeps the count there, and a small drafter
+    beside it becomes three times slower on a CPU.
+    """
+
+    WHOLE = "whole"
+    """The pass in one go. The default on GPUs, where larger command buffers keep the count low; see
+    `runtime.loading.mlx_environment`."""
+
+    WAITING = "waiting"
+    """Layer by layer, each waited for. The default on CPUs, where it makes the target itself no slower."""
+
+    PIPELINED = "pipelined"
+    """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
+
+
+# With two command buffers for a layer, this is below ten and leaves room for a drafter.
+MAX_LAYERS_IN_FLIGHT = 3
+
+OnLayer = Callable[[Any], None]
+
+# What a layer does with its result; None for nothing. A context variable has a value of its own in each thread, and two
+# threads may use the same model.
+_on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
+
+
+class _Pipeline:
+    """Submits the result of each layer, and waits for that of an earlier one."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[Any] = deque()
+
+    def __call__(self, result: Any) -> None:
+        mx.async_eval(result)
+        self._in_flight.append(result)
+        if len(self._in_flight) > MAX_LAYERS_IN_FLIGHT - 1:
+            mx.eval(self._in_flight.popleft())
+
+
+def _new_on_layer(evaluation: LayerEvaluation) -> OnLayer | None:
+    match evaluation:
+        case LayerEvaluation.WHOLE:
+            return None
+        case LayerEvaluation.WAITING:
+            return mx.eval
+        case LayerEvaluation.PIPELINED:
+            return _Pipeline()
 
 
 @contextmanager
-def evaluate_in_slices(wanted: bool) -> Iterator[None]:
-    """Have layers evaluate their results in this thread, or not, while in force.
+def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
+    """Say when the layers of one pass are evaluated in this thread, while in force.
 
     This concerns the layers of models for which `evaluating_layers` is in force.
     """
-    reset = _evaluates_layers.set(wanted)
+    reset = _on_layer.set(_new_on_layer(evaluation))
     try:
         yield
     finally:
-        _evaluates_layers.reset(reset)
+        _on_layer.reset(reset)
 
 
 @contextmanager
 def evaluating_layers(model: Module) -> Iterator[None]:
-    """While in force, make the model's layers able to evaluate their results; see `evaluate_in_slices`.
-
-    MLX's scheduler counts the active tasks of the whole process, and above ten it stalls every thread that evaluates. A
-    target that is evaluated in one go keeps the count there, and a small drafter beside it runs three times slower.
-    Evaluated layer by layer, the target leaves time for the drafter, and is itself no slower.
+    """While in force, make the model's layers able to evaluate their results; see `evaluating`.
 
     Each layer's class is replaced by a subclass; the layer's attributes and parameters stay in place.
     """
@@ -41,7 +89,7 @@ def evaluating_layers(model: Module) -> Iterator[None]:
         layer
         for layer in getattr(model, "layers", ())
         # The layers of a model that is both target and drafter are replaced already.
-        if isinstance(layer, Module) and not type(layer).__name__.startswith(_SLICED)
+        if isinstance(layer, Module) and not type(layer).__name__.startswith(_EVALUATING)
     ]
     own_classes = [type(layer) for layer in layers]
     subclasses: dict[type, type] = {}
@@ -54,14 +102,14 @@ def evaluating_layers(model: Module) -> Iterator[None]:
             layer.__class__ = own_class
 
 
-_SLICED = "Sliced"
+_EVALUATING = "Evaluating"
 
 
 def _evaluating_class(base: type) -> type:
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        out = base.__call__(self, *args, **kwargs)
-        if _evaluates_layers.get():
-            mx.eval(out)
-        return out
+        result = base.__call__(self, *args, **kwargs)
+        if (on_layer := _on_layer.get()) is not None:
+            on_layer(result)
+        return result
 
-    return type(_SLICED + base.__name__, (base,), {"__call__": call})
+    return type(_EVALUATING + base.__name__, (base,), {"__call__": call})

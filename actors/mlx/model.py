@@ -27,7 +27,7 @@ from actors.mlx.cache_rewind import (
     lengths,
     window,
 )
-from actors.mlx.layer_evaluation import evaluating_layers
+from actors.mlx.layer_evaluation import LayerEvaluation, evaluating_layers
 from actors.mlx.sequence import MLXSequence
 from actors.model import RewindMode
 from actors.probe import PROBED, check_logits
@@ -68,13 +68,21 @@ def tokenizer_wrapper(tokenizer: Any) -> TokenizerWrapper:
 class MLXModel:
     """An mlx-lm model on its own thread, on which it must also be made."""
 
-    def __init__(self, model: Module, options: CacheOptions, named: str = "the model") -> None:
+    def __init__(
+        self,
+        model: Module,
+        options: CacheOptions,
+        named: str = "the model",
+        layer_evaluation: LayerEvaluation | None = None,
+    ) -> None:
         """Wrap a model whose weights are evaluated. Feeds it two tokens to check it.
 
         Args:
             model: an mlx-lm language model.
             options: of its caches.
             named: the name of the model in messages.
+            layer_evaluation: when the layers of a pass are evaluated beside another model; None for what suits the
+                default device.
 
         Raises:
             ModelError: the model would crash the process, returns something else than logits, or does not fill the
@@ -82,6 +90,7 @@ class MLXModel:
             Whatever the model raises.
         """
         self._model = model
+        self._layer_evaluation = layer_evaluation
         for module in model.modules():
             if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
                 _check_phi3small(named, module.args.vocab_size)
@@ -133,9 +142,12 @@ class MLXModel:
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""
-        # Only on CPU: on a GPU, slices would break the pipelining, and larger command buffers leave room instead.
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=beside_another and on_cpu)
+        layer_evaluation = LayerEvaluation.WHOLE
+        if beside_another:
+            on_cpu = mx.default_device().type == mx.DeviceType.cpu
+            by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
+            layer_evaluation = self._layer_evaluation or by_device
+        return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, layer_evaluation=layer_evaluation)
 
     @property
     def num_bytes(self) -> int:
@@ -145,7 +157,7 @@ class MLXModel:
     def anatomy(self) -> Anatomy:
         """What the model consists of, and how its caches can be rewound. Feeds it eight tokens to find out."""
         weights = self._weights()
-        sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size, in_slices=False)
+        sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
         sequence.feed((0,) * 8, 0)
         windows = [size for layer in sequence.cache if (size := window(layer)) is not None]
         shortest_window = min(windows, default=None)

@@ -21,7 +21,7 @@ from actors.mlx.cache_state import (
     take_prefix_checkpoint,
     take_state,
 )
-from actors.mlx.layer_evaluation import evaluate_in_slices
+from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
@@ -35,20 +35,27 @@ class MLXSequence:
         cache: mlx-lm's caches. Most models have one for each layer.
     """
 
-    def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int, in_slices: bool) -> None:
+    def __init__(
+        self,
+        model: Module,
+        options: CacheOptions,
+        *,
+        vocab_size: int,
+        layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
+    ) -> None:
         """Make an empty sequence.
 
         Args:
             model: an mlx-lm language model.
             options: how its caches are made and rewound.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
-            in_slices: whether passes are evaluated layer by layer; see `actors.mlx.layer_evaluation`.
+            layer_evaluation: when the layers of a pass are evaluated.
         """
         self._model = model
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
-        self._in_slices = in_slices
+        self._layer_evaluation = layer_evaluation
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[Checkpoint] = []  # likewise; for other texts
@@ -77,7 +84,7 @@ class MLXSequence:
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluate_in_slices(self._in_slices):
+        with evaluating(self._layer_evaluation):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]

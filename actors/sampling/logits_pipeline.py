@@ -9,12 +9,13 @@ The logits of both models go through the same pipeline, each on its model's thre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_logits_processors
+from mlx_lm.sample_utils import apply_top_k, apply_top_p, make_logits_processors
 
 from actors.sampling.user_code import UserProcessors, UserSampler
 from protocol.logits_processors import LogitsProcessor
@@ -221,7 +222,9 @@ def _filters(settings: Settings) -> list[Filter]:
     """The filters that are on, in mlx-lm's order (`mlx_lm.sample_utils.make_sampler`)."""
     filters: list[Filter] = []
     if 0 < settings.top_p < 1:
-        filters.append(lambda logprobs, _: apply_top_p(logprobs, max(settings.top_p, _MIN_TOP_P)))
+        # As an array: a number would be part of the name of a compiled kernel, and compiled for each value.
+        top_p = mx.array(max(settings.top_p, _MIN_TOP_P))
+        filters.append(lambda logprobs, _: apply_top_p(logprobs, top_p))
     if settings.min_p > 0:
         filters.append(lambda logprobs, _: _min_p(logprobs, settings))
     if settings.xtc_probability > 0:
@@ -231,16 +234,28 @@ def _filters(settings: Settings) -> list[Filter]:
     return filters
 
 
+# mlx-lm's `apply_min_p` and `apply_xtc` are compiled with their thresholds as constants, which are part of the names of
+# the kernels: each new value is compiled, for a second on a CPU, and on Metal under a lock. These two are not compiled.
+
+
 def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:
+    """Min-p (https://arxiv.org/abs/2407.01082), as in `mlx_lm.sample_utils.apply_min_p`."""
     num_kept = min(settings.min_tokens_to_keep, logprobs.shape[-1])
-    return apply_min_p(logprobs, settings.min_p, num_kept)
+    is_removed = logprobs < mx.max(logprobs, axis=-1, keepdims=True) + math.log(settings.min_p)
+    if num_kept > 1:
+        best = mx.argpartition(logprobs, kth=-num_kept, axis=-1)[..., -num_kept:]
+        is_removed = mx.put_along_axis(is_removed, best, mx.array(False), axis=-1)
+    return mx.where(is_removed, -mx.inf, logprobs)
 
 
 def _xtc(logprobs: mx.array, settings: Settings, uniforms: mx.array) -> mx.array:
-    """XTC, decided anew for each row by `uniforms` (n, 1). mlx-lm draws one number of its own for all rows."""
-    special_tokens = [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]
-    excluded = apply_xtc(logprobs, 1.0, settings.xtc_threshold, special_tokens)
-    return mx.where(uniforms > settings.xtc_probability, logprobs, excluded)
+    """XTC, as in `mlx_lm.sample_utils.apply_xtc`, but decided for each row by `uniforms` (n, 1), not for all at once."""
+    probs = mx.softmax(logprobs, axis=-1)
+    least_above = mx.where(probs > settings.xtc_threshold, probs, mx.inf).min(axis=-1, keepdims=True)
+    is_excluded = probs > least_above
+    if special_tokens := [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]:
+        is_excluded[..., special_tokens] = False
+    return mx.where(is_excluded & (uniforms <= settings.xtc_probability), -mx.inf, logprobs)
 
 
 def _top_k(logprobs: mx.array, top_k: int) -> mx.array:

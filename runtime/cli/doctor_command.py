@@ -10,6 +10,7 @@ from functools import partial
 import trio
 
 from runtime.cli.model_arguments import Models
+from runtime.selftest.stored_report import rows_of_last_report
 from runtime.terminal.display import CommandOutcome, Display, print_sections, warnings_at_the_end
 from runtime.terminal.signals import exit_on_signal
 
@@ -29,5 +30,8 @@ def doctor(models: Models) -> CommandOutcome:
         models.use_device()
         work = partial(examine, models.target, models.draft, on_progress=display.show_activity, **models.options)
         diagnosis = trio.run(work)
-    print_sections(report(diagnosis))
+    sections = report(diagnosis)
+    if rows := rows_of_last_report():
+        sections.append(("self-test", rows))
+    print_sections(sections)
     return CommandOutcome(finish_reason="complete")

@@ -20,6 +20,7 @@ from protocol.settings import NGRAM
 from protocol.validation import check_number
 from runtime.cli.model_arguments import add_models, models_of
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.selftest.stored_report import keep
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
@@ -49,8 +50,8 @@ def add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="outrider selftest [options]",
         help="check on this device what Outrider promises",
         description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
-        "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process of its "
-        "own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
+        "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process "
+        "of its own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
         epilog="""examples:
   outrider selftest
   outrider selftest --json report.json
@@ -100,26 +101,35 @@ def selftest(arguments: argparse.Namespace) -> int:
     if report.runs:
         print_sections(report.sections())
         print_message(summary(report.runs))
-    if path is not None:
-        _write(path, report.as_json())
+        # A report of an interrupted run is none.
+        if outcome.signal is None:
+            _keep(report.as_json(), path)
     if report.failures and outcome.signal is None:
         outcome.failure = CheckError(f"these checks failed: {', '.join(run.check.label for run in report.failures)}")
     return exit_status(outcome)
 
 
 async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Callable[[str], None]) -> None:
-    from runtime.selftest.checks import CHECKS, CHECKS_OF_BUFFER_SIZES
+    from runtime.selftest.checks import CHECKS, CHECKS_ON_GPUS
     from runtime.selftest.runner import run_checks
 
     await run_checks(CHECKS, subject, on_progress, report.runs.append)
     on_gpu = any(run.finding.figures.get("device") == "gpu" for run in report.runs)
     if on_gpu:
-        await run_checks(CHECKS_OF_BUFFER_SIZES, subject, on_progress, report.runs.append)
+        await run_checks(CHECKS_ON_GPUS, subject, on_progress, report.runs.append)
 
 
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Raises: OutputError: the file cannot be written."""
+def _keep(report: dict[str, Any], path: Path | None) -> None:
+    """Keep the report for `outrider doctor`, and write it to `path`.
+
+    Raises: OutputError: `path` cannot be written.
+    """
     try:
-        path.write_text(json.dumps(report, indent=2) + "\n")
+        keep(report)
     except OSError as error:
-        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
+        print_message(f"the report is not kept for outrider doctor: {error.strerror}")
+    if path is not None:
+        try:
+            path.write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error

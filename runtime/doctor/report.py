@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -13,14 +11,14 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.model import Anatomy, MLXModel
-from actors.model import CachedSequence, RewindMode
+from actors.model import RewindMode
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.errors import ModelError, VocabularyMismatchError
-from protocol.prices import WidthPrice
 from protocol.trace import Actor
 from runtime.doctor.conclusion import Findings, conclude
 from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
+from runtime.doctor.pass_times import Passes, time_passes
 from runtime.generation.text import check_vocabularies
 from runtime.loading.blas import blas_in_use
 from runtime.loading.model_sources import (
@@ -30,25 +28,6 @@ from runtime.loading.model_sources import (
     check_source,
     load_onto,
 )
-
-WIDTHS = (1, 2, 3, 5, 9)
-REPEATS = 7
-CONTEXT_TOKENS = 64  # tokens in the cache when a pass is timed
-
-
-@attrs.frozen
-class Passes:
-    """Measured forward passes.
-
-    Attributes:
-        seconds: median by width in tokens.
-        spread: (fastest, slowest) in seconds, by width.
-        price: affine function fitted to the medians, so that one slow pass has no influence.
-    """
-
-    seconds: dict[int, float]
-    spread: dict[int, tuple[float, float]]
-    price: WidthPrice
 
 
 @attrs.frozen
@@ -154,37 +133,7 @@ async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[b
 
 
 def _examine(model: MLXModel) -> ExaminedModel:
-    return ExaminedModel(model.anatomy(), _time_passes(model))
-
-
-def _time_passes(model: MLXModel) -> Passes:
-    """Time forward passes of several widths over the same text, in turn, so that drift affects all widths alike."""
-    sequence = _filled_sequence(model)
-    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    price = WidthPrice(memory=1e9)
-    for repeat in range(REPEATS + 1):
-        for width in WIDTHS:
-            rewind_mode = sequence.prepare(width, CONTEXT_TOKENS)
-            began = time.perf_counter()
-            mx.eval(sequence.feed((1,) * width, width))
-            took = time.perf_counter() - began
-            if rewind_mode is RewindMode.SINGLE:
-                sequence = _filled_sequence(model)
-            else:
-                sequence.rewind(CONTEXT_TOKENS)
-            if repeat > 0:  # the first of each builds kernels and buffers
-                seconds[width].append(took)
-    sequence.close()
-    medians = {width: statistics.median(times) for width, times in seconds.items()}
-    for width, took in medians.items():
-        price.observe(width, took)
-    return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
-
-
-def _filled_sequence(model: MLXModel) -> CachedSequence:
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed(tuple(range(CONTEXT_TOKENS)), 0)
-    return sequence
+    return ExaminedModel(model.anatomy(), time_passes(model))
 
 
 # --- the report -----------------------------------------------------------------------------------

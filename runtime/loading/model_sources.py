@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions, Rewind
+from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load, tokenizer_wrapper
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, NOTES, meant
@@ -24,6 +25,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.validation import check_integer
+from runtime.loading import mlx_environment
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
@@ -155,8 +157,12 @@ def check_unknown(
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
-    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
+    Raises:
+        ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
+        SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
+    variable = mlx_environment.layer_evaluation()
+    layer_evaluation = None if variable is None else LayerEvaluation(variable)
     name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
     if isinstance(source, tuple):
         built, tokenizer = source
@@ -166,7 +172,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     try:
         if not isinstance(source, tuple):
             built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
-        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}")))
+        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}", layer_evaluation)))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None

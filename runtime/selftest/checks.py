@@ -32,8 +32,12 @@ class Check:
     @property
     def label(self) -> str:
         """The check's name for people, with the variables that set it apart from another of the same function."""
-        variables = ", ".join(f"{name}={value}" for name, value in self.environment.items() if name not in EXACT)
-        return self.name.replace("_", " ") + (f" with {variables}" if variables else "")
+        return self.name.replace("_", " ") + (f" with {self.variables}" if self.variables else "")
+
+    @property
+    def variables(self) -> str:
+        """The variables that set it apart from another check of the same function; "" for none."""
+        return " ".join(f"{name}={value}" for name, value in self.environment.items() if name not in EXACT)
 
 
 CHECKS = (
@@ -88,12 +92,14 @@ CHECKS = (
     Check("speeds", "runtime.selftest.speed", "tokens per second could not be measured"),
 )
 
-# The speeds again, with other sizes of MLX's buffers: only for GPUs.
-CHECKS_OF_BUFFER_SIZES = tuple(
+# The speeds again, with other sizes of MLX's buffers and with layers evaluated one by one: only for GPUs.
+CHECKS_ON_GPUS = tuple(
     attrs.evolve(CHECKS[-1], environment=environment)
     for environment in (
         {"OUTRIDER_TUNE_MLX": "0"},
         {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"},
         {"MLX_MAX_OPS_PER_BUFFER": "4000", "MLX_MAX_MB_PER_BUFFER": "8000"},
+        {"OUTRIDER_LAYER_EVALUATION": "pipelined"},
+        {"OUTRIDER_LAYER_EVALUATION": "pipelined", "OUTRIDER_TUNE_MLX": "0"},
     )
 )

@@ -14,16 +14,19 @@ from typing import Any
 
 import mlx.core as mx
 import trio
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.memory import recommended_working_set
+from actors.mlx.model import MLXModel
 from actors.workers.thread_pool import release_streams
 from runtime.bench.one_stream import Plan, measure
+from runtime.doctor.pass_times import time_passes
 from runtime.selftest.findings import Finding
 from runtime.selftest.subject import Subject, running_pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 TEXT_LENGTHS = (64, 512)
-REPEATS = 7
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
 
 
@@ -31,28 +34,17 @@ def prices(subject: Subject) -> Finding:
     """The time of a forward pass of each model by the number of its tokens, at two text lengths."""
     tables: dict[str, dict[str, list[float]]] = {}
     for role in ("target", "draft"):
-        model, _ = subject.load(role)
-        tables[role] = {}
-        for length in TEXT_LENGTHS:
-            cache = make_prompt_cache(model)
-            mx.eval(model(mx.array([[1 + i % 50 for i in range(length)]]), cache=cache))
-            seconds = []
-            for width in WIDTHS:
-                tokens = mx.array([[1 + i for i in range(width)]])
-                times = []
-                for _ in range(REPEATS):
-                    began = time.perf_counter()
-                    mx.eval(model(tokens, cache=cache))
-                    times.append(time.perf_counter() - began)
-                    trim_prompt_cache(cache, width)
-                seconds.append(statistics.median(times))
-            tables[role][str(length)] = seconds
-    target = tables["target"][str(TEXT_LENGTHS[0])]
-    five = target[WIDTHS.index(4)] / target[0]
+        model = MLXModel(subject.load(role)[0], CacheOptions())
+        tables[role] = {
+            str(length): list(time_passes(model, WIDTHS, num_context=length).seconds.values())
+            for length in TEXT_LENGTHS
+        }
+    shortest = str(TEXT_LENGTHS[0])
+    target_s, draft_s = tables["target"][shortest], tables["draft"][shortest]
     return Finding(
         "passed",
-        f"a pass of the target over 4 tokens takes {five:.2f} times as long as over one; a draft step takes "
-        f"{tables['draft'][str(TEXT_LENGTHS[0])][0] / target[0]:.2f} of that",
+        f"a pass of the target over 4 tokens takes {target_s[WIDTHS.index(4)] / target_s[0]:.2f} times as long as over "
+        f"one, and a draft step {draft_s[0] / target_s[0]:.2f} times",
         {"widths": list(WIDTHS), "text_lengths": list(TEXT_LENGTHS), "seconds": tables},
     )
 
@@ -60,12 +52,12 @@ def prices(subject: Subject) -> Finding:
 def overlap(subject: Subject) -> Finding:
     """How much a pass of the target and a draft step slow each other down when both run."""
     models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
-    alone = {role: _passes(models[role], subject.seconds / 6)[0] for role in models}
+    alone = {role: _median_step_s(models[role], subject.seconds / 6) for role in models}
     beside: dict[str, float] = {}
 
     def run(role: str) -> None:
         try:
-            beside[role] = _passes(models[role], subject.seconds / 3)[0]
+            beside[role] = _median_step_s(models[role], subject.seconds / 3)
         finally:
             release_streams()
 
@@ -146,19 +138,19 @@ def memory(subject: Subject) -> Finding:
     """What the models take, and what the device recommends."""
     models = [subject.load(role)[0] for role in ("target", "draft")]
     taken = mx.get_active_memory()
-    recommended = mx.device_info().get("max_recommended_working_set_size")
-    fits = recommended is None or taken <= int(recommended)
+    recommended = recommended_working_set()
+    fits = recommended is None or taken <= recommended
     del models
     return Finding(
         "passed" if fits else "failed",
         f"the models take {taken / 1e9:.2f} GB"
-        + ("" if recommended is None else f" of {int(recommended) / 1e9:.1f} GB that the device recommends to use"),
+        + ("" if recommended is None else f" of {recommended / 1e9:.1f} GB that the device recommends to use"),
         {"weights_bytes": taken, "recommended_bytes": recommended, "device": mx.default_device().type.name},
     )
 
 
-def _passes(model: Any, seconds: float) -> tuple[float, int]:
-    """The median time of decoding one token after another for so long, and how many there were."""
+def _median_step_s(model: Any, seconds: float) -> float:
+    """The median time of a token, decoding one after another for so long."""
     cache = make_prompt_cache(model)
     token = mx.argmax(model(mx.array([[1 + i % 50 for i in range(64)]]), cache=cache)[:, -1], axis=-1)
     mx.eval(token)
@@ -169,4 +161,4 @@ def _passes(model: Any, seconds: float) -> tuple[float, int]:
         token = mx.argmax(model(token[None], cache=cache)[:, -1], axis=-1)
         mx.eval(token)
         times.append(time.perf_counter() - began)
-    return statistics.median(times), len(times)
+    return statistics.median(times)

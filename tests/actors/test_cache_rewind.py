@@ -270,7 +270,7 @@ class Rounds:
     """A sequence on which drafter's and target's operations alternate without end."""
 
     def __init__(self, model: nn.Module, rewind: Any) -> None:
-        self.sequence = MLXSequence(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE, in_slices=False)
+        self.sequence = MLXSequence(model, CacheOptions(rewind=rewind), vocab_size=VOCAB_SIZE)
         self.length = 0
 
     def run(self, num_rounds: int) -> int:

@@ -376,8 +376,8 @@ class Watched(models.Wrapped):
         self._role = role
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        sliced = type(self.layers[0]).__name__.startswith("Sliced")
-        self.calls.append((self._role, threading.current_thread().name, sliced))
+        evaluates_layers = type(self.layers[0]).__name__.startswith("Evaluating")
+        self.calls.append((self._role, threading.current_thread().name, evaluates_layers))
         return super().__call__(inputs, cache)
 
 

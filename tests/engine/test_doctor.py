@@ -19,7 +19,8 @@ from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 import runtime
 from actors.model import RewindMode
 from runtime.cli import main as cli
-from runtime.doctor.report import WIDTHS, Diagnosis, ExaminedModel, Passes, blas_in_use, examine, report
+from runtime.doctor.pass_times import WIDTHS, Passes
+from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
 
 
 @pytest.fixture(scope="module")

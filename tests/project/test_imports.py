@@ -25,8 +25,8 @@ ORDER = (
     {"aio", "sync"},
     {"simulation"},
     {"bench"},
-    {"selftest"},
     {"doctor"},
+    {"selftest"},
     {"server"},
     {"cli"},
 )

@@ -45,7 +45,7 @@ class Subject:
 
     def open_sequence(self, rewind: Any) -> MLXSequence:
         options = attrs.evolve(self.options, rewind=rewind)
-        return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE, in_slices=False)
+        return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE)
 
     def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
         """The logits after a text whose first `num_prefilled` tokens were fed in one pass."""

@@ -1,0 +1,66 @@
+"""The last report of a self-test on this machine: kept by `outrider selftest`, read by `outrider doctor`.
+
+Imports nothing that needs mlx.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("outrider", "mlx", "mlx-metal", "mlx-cpu", "mlx-lm", "trio")
+FORMAT = 1
+
+# Packages of another version of which a report says nothing any more.
+_DECISIVE = ("outrider", "mlx", "mlx-lm")
+
+
+def path_of_last_report() -> Path:
+    """Where the last report is kept: `outrider/selftest.json` in the user's cache directory."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "outrider" / "selftest.json"
+
+
+def keep(report: dict[str, Any]) -> None:
+    """Keep a report for `rows_of_last_report`.
+
+    Raises: OSError: it cannot be written.
+    """
+    path = path_of_last_report()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed, so that nobody reads half of it.
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(report, indent=2) + "\n")
+    unfinished.replace(path)
+
+
+def rows_of_last_report() -> list[tuple[str, str]]:
+    """What the last report says, as rows of (name, text); empty without a report."""
+    try:
+        report = json.loads(path_of_last_report().read_text())
+    except (OSError, json.JSONDecodeError):
+        return []
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        return []
+    rows = [("result", f"{report['summary']} ({report['date']})")]
+    rows += [(f"failed: {name}", meaning) for name, meaning in report["failures"].items()]
+    rows += report["settings"].items()
+    now = versions()
+    if stale := [name for name in _DECISIVE if report["machine"].get(name) != now.get(name)]:
+        then = ", ".join(f"{name} {report['machine'].get(name, 'missing')}" for name in stale)
+        rows.append(("out of date", f"it was made with {then}; run outrider selftest again"))
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed packages that matter, by name."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
