@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # On CUDA and on Apple's M5, float32 is TF32 otherwise, and greedy texts are compared token for token.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     # Without a terminal, importing readline exports COLUMNS=80 and LINES=24 to child processes, such as the workers of
     # `pytest -n`. Tests choose a width themselves.
     for variable in ("COLUMNS", "LINES"):

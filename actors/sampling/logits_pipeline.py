@@ -249,7 +249,7 @@ def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:
 
 
 def _xtc(logprobs: mx.array, settings: Settings, uniforms: mx.array) -> mx.array:
-    """XTC, as in `mlx_lm.sample_utils.apply_xtc`, but decided for each row by `uniforms` (n, 1), not for all at once."""
+    """XTC, as in `mlx_lm.sample_utils.apply_xtc`, but decided for each row by `uniforms` (n, 1), not once."""
     probs = mx.softmax(logprobs, axis=-1)
     least_above = mx.where(probs > settings.xtc_threshold, probs, mx.inf).min(axis=-1, keepdims=True)
     is_excluded = probs > least_above

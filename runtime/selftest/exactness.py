@@ -22,7 +22,7 @@ from protocol.randomness import Purpose, key_for
 from runtime.generation.token_stream import Completion
 from runtime.selftest.findings import Finding, passed_if
 from runtime.selftest.small_models import FAMILIES, small_model
-from runtime.selftest.subject import Subject, running_pair
+from runtime.selftest.subject import Subject, ids, running_pair
 
 T = TypeVar("T")
 
@@ -178,11 +178,6 @@ def kernels(subject: Subject) -> Finding:
 
 
 # --- helpers --------------------------------------------------------------------------------------
-
-
-def ids(completion: Completion) -> list[int]:
-    """The token ids of a text."""
-    return [token.id for token in completion.tokens]
 
 
 def plain_text(model: Module, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -15,19 +15,20 @@ from typing import Any
 import mlx.core as mx
 import trio
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
 from runtime.engine.runtime import Runtime
 from runtime.selftest.findings import Finding, passed_if
 from runtime.selftest.small_models import VOCAB_SIZE, small_model
-from runtime.selftest.subject import Subject, running_pair
+from runtime.selftest.subject import Subject, ids, running_pair
 
 NUM_OPENINGS = 8
 # Memory may grow by as much as the caches of one text, over any number of streams.
 MAX_GROWTH_BYTES = 64 * 2**20
 PROMPT = tuple(1 + i % 60 for i in range(24))
-# More than any machine has: 4 TiB.
-TOO_LARGE = (2**40,)
+# The shape of an array of 256 TiB, more than an address space has.
+TOO_LARGE = (2**23, 2**23)
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -102,14 +103,13 @@ def opening(subject: Subject) -> Finding:
     )
 
 
-class _Failing(Module):
-    """A model whose forward pass fails from its nth call on."""
+class _Wrapped(Module):
+    """A wrapper around a model; subclasses change something about its passes."""
 
-    def __init__(self, model: Module, num_calls: int) -> None:
+    def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.args: Any = model.args
-        self._num_calls = num_calls
 
     @property
     def layers(self) -> list[Module]:
@@ -117,16 +117,34 @@ class _Failing(Module):
         return layers
 
     def make_cache(self) -> list[Any]:
-        from mlx_lm.models.cache import make_prompt_cache
-
         return make_prompt_cache(self.model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._num_calls -= 1
-        if self._num_calls < 0:
-            raise RuntimeError("a failure on purpose")
         logits: mx.array = self.model(inputs, cache=cache)
         return logits
+
+
+class _Failing(_Wrapped):
+    """A model whose forward passes fail after the next `num_passes`; None for never."""
+
+    num_passes: int | None = None
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        if self.num_passes is not None:
+            self.num_passes -= 1
+            if self.num_passes < 0:
+                raise RuntimeError("a failure on purpose")
+        return super().__call__(inputs, cache)
+
+
+class _Hungry(_Wrapped):
+    """A model that needs more memory than there is for a pass over `MANY` tokens or more."""
+
+    MANY = 64
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits = super().__call__(inputs, cache)
+        return logits if inputs.shape[1] < self.MANY else logits + mx.sum(mx.zeros(TOO_LARGE))
 
 
 def failures(subject: Subject) -> Finding:
@@ -135,14 +153,18 @@ def failures(subject: Subject) -> Finding:
     healthy = small_model("llama", 0)
 
     async def with_failing_drafter() -> None:
-        async with runtime.open((healthy, None), (_Failing(small_model("llama", 1), 12), None)) as rt:
+        drafter = _Failing(small_model("llama", 1))
+        async with runtime.open((healthy, None), (drafter, None)) as rt:
             plain = await rt.generate(PROMPT, max_tokens=24, lookahead=0)
+            drafter.num_passes = 6
             drafted = await rt.generate(PROMPT, max_tokens=24, lookahead=2)
-            if [token.id for token in plain.tokens] != [token.id for token in drafted.tokens]:
+            if ids(plain) != ids(drafted):
                 wrong.append("a drafter that fails changes the text")
 
     async def with_failing_target() -> None:
-        async with runtime.open((_Failing(small_model("llama", 0), 12), None)) as rt:
+        target = _Failing(small_model("llama", 0))
+        async with runtime.open((target, None)) as rt:
+            target.num_passes = 6
             try:
                 await rt.generate(PROMPT, max_tokens=24)
             except runtime.RuntimeBrokenError:
@@ -188,35 +210,54 @@ def device_isolation(subject: Subject) -> Finding:
 
 
 def failing_allocation(subject: Subject) -> Finding:
-    """A stream whose own code needs more memory than there is ends alone."""
-    model = small_model("llama", 0)
+    """A stream whose prompt or whose own code needs more memory than there is ends alone."""
+    model = _Hungry(small_model("llama", 0))
 
     @runtime.stateless
     def wants_too_much(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits + mx.sum(mx.zeros(TOO_LARGE))
 
-    async def run() -> str | None:
+    cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+        "a logits processor": (PROMPT, {"logits_processors": [wants_too_much]}),
+        "a prompt": (PROMPT * 4, {}),
+    }
+    wrong: list[str] = []
+
+    async def run(case: str) -> None:
+        prompt, settings = cases[case]
+        beside: list[int] = []
         async with runtime.open((model, None)) as rt:
+
+            async def read() -> None:
+                try:
+                    beside.extend(ids(await rt.generate(PROMPT, max_tokens=48)))
+                except runtime.OutriderError:
+                    wrong.append(f"{case} ended the stream beside its own")
+
             async with trio.open_nursery() as nursery:
-                beside: list[int] = []
-
-                async def read() -> None:
-                    beside.append(len((await rt.generate(PROMPT, max_tokens=48)).tokens))
-
                 nursery.start_soon(read)
                 try:
-                    await rt.generate(PROMPT, max_tokens=8, logits_processors=[wants_too_much])
-                except runtime.OutriderError as error:
-                    kind = type(error).__name__
+                    await rt.generate(prompt, max_tokens=8, **settings)
+                except runtime.OutriderError:
+                    pass
                 else:
-                    return "an allocation of 4 TiB succeeded"
-            if beside != [48]:
-                return f"the stream beside it ended, too, after {kind}"
-            again = await rt.generate(PROMPT, max_tokens=8)
-            return None if len(again.tokens) == 8 else f"the runtime gives no text after {kind}"
+                    wrong.append(f"{case} got 256 TiB")
+            try:
+                again = ids(await rt.generate(PROMPT, max_tokens=8))
+            except runtime.OutriderError:
+                wrong.append(f"{case} ended the runtime")
+            else:
+                if again != beside[:8]:
+                    wrong.append(f"{case} changed a later text")
 
-    wrong = trio.run(run)
-    return passed_if(wrong is None, "a stream whose code needs too much memory ends alone", wrong or "")
+    for case in cases:
+        trio.run(run, case)
+    return passed_if(
+        not wrong,
+        "a stream that needs too much memory ends alone",
+        f"where memory is refused: {'; '.join(wrong)}",
+        found=wrong,
+    )
 
 
 # For a prompt of these models.

@@ -17,6 +17,7 @@ from actors.workers.thread_worker import ThreadWorker
 from protocol.trace import Actor
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
+from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
 from runtime.loading.model_sources import Loaded, load_onto
 
@@ -80,3 +81,8 @@ async def running_pair(
         pairs = {role: (loaded[role].model, workers[role]) for role in sources}
         open_runtime = partial(running, pairs["target"], pairs["draft"], tokenizer=loaded["target"].tokenizer)
         yield await stack.enter_async_context(open_runtime(chains=chains))
+
+
+def ids(completion: Completion) -> list[int]:
+    """The token ids of a text."""
+    return [token.id for token in completion.tokens]

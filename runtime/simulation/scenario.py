@@ -5,6 +5,7 @@ The unit of time is T_v(1), the time that the target takes to decode one token.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import attrs
@@ -32,6 +33,19 @@ def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ..
         check_number(f"an acceptance in {attribute.name}", change[1], 0, 1)
 
 
+def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    previous_width = 0
+    for pair in value:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous_width:
+            raise SettingsError(
+                f"{attribute.name} must be pairs (width, time) with widths that start at 1 and rise, got {shown(pair)}"
+            )
+        previous_width = pair[0]
+        check_number(f"a time in {attribute.name}", pair[1], above=0)
+    if value and value[0][0] != 1:
+        raise SettingsError(f"{attribute.name} must begin with width 1, got {value[0][0]}")
+
+
 @attrs.frozen
 class Scenario:
     """A machine and a pair of models.
@@ -43,6 +57,9 @@ class Scenario:
             separate hardware.
         verify_slope: a verify pass over m tokens takes T_v(1)·(1 + verify_slope·(m − 1)); >= 0.
         draft_slope: the same for a draft pass, in units of a draft step; None for the same slope.
+        verify_table, draft_table: instead of a slope, pairs (width, time) as they were measured on a device, in any
+            unit of time; widths begin at 1 and rise. Between them times are interpolated, and beyond the last one they
+            rise as between the last two. Empty for the slope.
         overhead: time added to every forward pass, >= 0, in units of T_v(1).
         second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1]. The
             second choice is never likelier than the first, so it is right less often where the first is very unlikely.
@@ -65,6 +82,8 @@ class Scenario:
     draft_slope: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(validator(check_number, 0))
     )
+    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_table)
+    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_table)
     overhead: float = attrs.field(default=0.0, validator=validator(check_number, 0))
     second_choice: float = attrs.field(default=0.45, validator=validator(check_number, 0, 1))
     spread: float = attrs.field(default=1.3, validator=validator(check_number, above=0))
@@ -74,9 +93,20 @@ class Scenario:
 
     def verify_seconds(self, num_tokens: int) -> float:
         """Time of a target pass over `num_tokens` tokens, in units of T_v(1)."""
-        return self.overhead + 1.0 + self.verify_slope * (num_tokens - 1)
+        return self.overhead + _relative_time(self.verify_table, self.verify_slope, num_tokens)
 
     def draft_seconds(self, num_tokens: int) -> float:
         """Time of a draft pass over `num_tokens` tokens, in units of T_v(1)."""
         slope = self.verify_slope if self.draft_slope is None else self.draft_slope
-        return self.overhead + self.cost_ratio * (1.0 + slope * (num_tokens - 1))
+        return self.overhead + self.cost_ratio * _relative_time(self.draft_table, slope, num_tokens)
+
+
+def _relative_time(table: tuple[tuple[int, float], ...], slope: float, width: int) -> float:
+    """The time of a pass over `width` tokens, relative to a pass over one."""
+    if not table:
+        return 1.0 + slope * (width - 1)
+    if len(table) == 1 or width == 1:
+        return 1.0
+    right = min(bisect_left(table, (width, 0.0)), len(table) - 1)
+    (low, low_time), (high, high_time) = table[max(right, 1) - 1], table[max(right, 1)]
+    return (low_time + (width - low) * (high_time - low_time) / (high - low)) / table[0][1]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.warm_up import MIN_CONTEXT_LENGTH, warm_up
+from actors.warm_up import MIN_CONTEXT_LENGTH, WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
@@ -140,3 +142,15 @@ def test_a_model_with_hardly_any_context_is_left_alone(who: int) -> None:
     pair[who] = ScriptedModel(truthful, context_length=MIN_CONTEXT_LENGTH)
     assert run(lambda: warmed_up(*pair)).is_known
     assert nothing_is_open(*pair)
+
+
+def test_the_kernels_of_sampling_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gumbel, drawn = mx.random.gumbel, []
+
+    def count(*args: Any, **named: Any) -> mx.array:
+        drawn.append(threading.current_thread())
+        return gumbel(*args, **named)
+
+    monkeypatch.setattr(mx.random, "gumbel", count)
+    run(lambda: warmed_up(*models()))
+    assert len(drawn) >= 2 * len(set(WIDTHS))  # of both models

@@ -242,6 +242,15 @@ def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
     assert result.speed == pytest.approx(tokens_per_round / round_seconds, rel=0.1)
 
 
+def test_a_table_of_times_is_interpolated_and_goes_on_as_it_ends():
+    table = ((1, 0.02), (2, 0.02), (4, 0.05), (8, 0.09))
+    scenario = Scenario(0.5, 0.25, overhead=0.5, verify_table=table, draft_table=((1, 2.0), (3, 3.0)))
+    times = [scenario.verify_seconds(width) - 0.5 for width in (1, 2, 3, 4, 6, 8, 10)]
+    assert times == pytest.approx([1.0, 1.0, 1.75, 2.5, 3.5, 4.5, 5.5])
+    assert [scenario.draft_seconds(width) - 0.5 for width in (1, 2, 5)] == pytest.approx([0.25, 0.3125, 0.5])
+    assert Scenario(0.5, 0.25, verify_table=((1, 3.0),)).verify_seconds(9) == 1.0
+
+
 @pytest.mark.parametrize(
     ("field", "value", "bound"),
     [
@@ -261,6 +270,10 @@ def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
         ("acceptance_changes", ((5, 0.5), (5, 0.6)), "start at 1 and rise"),
         ("acceptance_changes", ((5, 1.5),), "between 0 and 1"),
         ("acceptance_changes", (5,), "pairs"),
+        ("verify_table", ((1, 1.0), (1, 2.0)), "start at 1 and rise"),
+        ("verify_table", ((2, 1.0), (4, 2.0)), "begin with width 1"),
+        ("verify_table", ((1, 0.0),), "above 0"),
+        ("draft_table", (5,), "pairs"),
         ("seed", -1, "between 0 and 18446744073709551615"),
         ("seed", 0.5, "whole number"),
     ],

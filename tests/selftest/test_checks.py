@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from models import llama
+from models import Wrapped, llama
 
+import actors.mlx.memory
+import actors.target
 import protocol.acceptance
 import runtime
-from actors.actor import ModelActor
 from actors.mlx.sequence import MLXSequence
-from actors.workers.thread_worker import ThreadWorker
+from actors.workers import thread_pool
 from runtime.selftest import exactness, speed, stability
 from runtime.selftest.findings import Finding
 from runtime.selftest.subject import Subject
 
 pytestmark = pytest.mark.slow
 
-
-class TinyTokenizer:
-    """Encodes every text as the same few ids."""
-
-    def encode(self, text: str) -> list[int]:
-        return [1 + i % 60 for i in range(9 + len(text) % 20)]
+Patch = pytest.MonkeyPatch
 
 
 class TinySubject(Subject):
@@ -39,40 +33,37 @@ class TinySubject(Subject):
         return llama(0 if role == "target" else 1), None
 
     def prompts(self, tokenizer: Any) -> list[tuple[int, ...]]:
-        return [tuple(TinyTokenizer().encode(text)) for text in ("x", "xyz")]
+        return [tuple(1 + i % 60 for i in range(length)) for length in (9, 23)]
 
 
-def tiny(**changes: Any) -> Subject:
-    return TinySubject(**{"seconds": 1.0, "max_tokens": 16, **changes})
+TINY = TinySubject(seconds=1.0, max_tokens=16)
 
-
-EXACTNESS = [
+CHECKS = [
     exactness.greedy_equality,
     exactness.seeded_equality,
     exactness.concurrent_logits,
     exactness.noise,
     exactness.not_a_number,
     exactness.kernels,
-]
-STABILITY = [
     stability.streams,
     stability.opening,
     stability.failures,
     stability.device_isolation,
     stability.failing_allocation,
+    speed.prices,
+    speed.overlap,
+    speed.switch_intervals,
+    speed.memory,
 ]
-SPEED = [speed.prices, speed.overlap, speed.switch_intervals, speed.memory]
 
 
-@pytest.mark.parametrize("check", [*EXACTNESS, *STABILITY, *SPEED], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
-    finding = check(tiny())
+    finding = check(TINY)
     assert finding.status == "passed", finding
 
 
 # --- broken on purpose ----------------------------------------------------------------------------
-
-Patch = pytest.MonkeyPatch
 
 
 def accept_everything(patch: Patch) -> None:
@@ -86,77 +77,69 @@ def forget_the_key(patch: Patch) -> None:
 
 def noise_of_the_thread(patch: Patch) -> None:
     gumbel = mx.random.gumbel
-    patch.setattr(
-        mx.random, "gumbel", lambda *args, **named: gumbel(*args, **named) + len(threading.current_thread().name)
-    )
+
+    def draw(*args: Any, **named: Any) -> mx.array:
+        return gumbel(*args, **named) + len(threading.current_thread().name)
+
+    patch.setattr(mx.random, "gumbel", draw)
 
 
 def overlook_nan(patch: Patch) -> None:
     largest = mx.max
-    patch.setattr(mx, "max", lambda a, **named: largest(mx.where(mx.isnan(a), mx.array(0, a.dtype), a), **named))
+
+    def largest_number(array: mx.array, **named: Any) -> mx.array:
+        return largest(mx.where(mx.isnan(array), mx.array(0, array.dtype), array), **named)
+
+    patch.setattr(mx, "max", largest_number)
 
 
-def rewind_too_little(patch: Patch) -> None:
-    rewind = MLXSequence.rewind
-    patch.setattr(
-        MLXSequence, "rewind", lambda self, length: rewind(self, length + 1) if length > 40 else rewind(self, length)
-    )
+class Disturbed(Wrapped):
+    """Other logits while two models compute than while one does."""
+
+    num_threads = 0
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        num_computing = threading.active_count() - self.num_threads
+        return super().__call__(inputs, cache) + (num_computing - 1)
 
 
-def models_that_disturb_each_other(patch: Patch) -> None:
-    """Logits are right while one model computes, and others while two do."""
-    at_work: set[int] = set()
-    both = threading.Barrier(2)
-
-    class Disturbed(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.layers = model, model.layers
-
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            at_work.add(threading.get_ident())
-            if threading.active_count() > self.num_threads_alone + 1:
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    both.wait(5)
-                return self.model(inputs, cache=cache) + len(at_work)
-            return self.model(inputs, cache=cache)
-
+def disturb_each_other(patch: Patch) -> None:
+    patch.setattr(Disturbed, "num_threads", threading.active_count())
     load = TinySubject.load
-
-    def load_disturbed(self: TinySubject, role: str, dtype: Any = None) -> Any:
-        model = Disturbed(load(self, role, dtype)[0])
-        model.num_threads_alone = threading.active_count()
-        return model, None
-
-    patch.setattr(TinySubject, "load", load_disturbed)
+    patch.setattr(TinySubject, "load", lambda self, role: (Disturbed(load(self, role)[0]), None))
 
 
-def keep_every_array(patch: Patch) -> None:
+def keep_an_array_of_each_pass(patch: Patch) -> None:
     kept: list[mx.array] = []
     feed = MLXSequence.feed
 
-    def feed_and_keep(self: MLXSequence, *args: Any) -> Any:
-        kept.append(mx.zeros((2**20,)))
+    def feed_and_keep(self: MLXSequence, *args: Any) -> mx.array | None:
+        kept.append(mx.zeros((2**21,)))
         mx.eval(kept[-1])
         return feed(self, *args)
 
     patch.setattr(MLXSequence, "feed", feed_and_keep)
 
 
-def keep_threads(patch: Patch) -> None:
-    async def leave(self: ThreadWorker, *_: object) -> None:
-        return None
-
-    patch.setattr(ThreadWorker, "__aexit__", leave)
+def leave_threads_at_work(patch: Patch) -> None:
+    """A thread looks as if it still worked for the closed runtime."""
+    patch.setattr(thread_pool, "IDLE", "outrider-target")
 
 
-def fail_for_good(patch: Patch) -> None:
-    """Any failed job is taken for the end of its model."""
+def take_every_failure_for_the_models(patch: Patch) -> None:
+    def probe(model: Any) -> None:
+        raise RuntimeError("as a model that has failed")
 
-    async def is_dead(self: Any, *_: Any) -> bool:
-        return False
+    patch.setattr(actors.target, "probe", probe)
 
-    patch.setattr(ModelActor, "_still_works", is_dead)
+
+def overlook_failures(patch: Patch) -> None:
+    """A pass that fails gives logits all the same."""
+
+    def call(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.model(inputs, cache=cache)
+
+    patch.setattr(stability._Failing, "__call__", call)
 
 
 def move_the_default_stream(patch: Patch) -> None:
@@ -169,39 +152,43 @@ def move_the_default_stream(patch: Patch) -> None:
     patch.setattr(runtime, "open_sync", open_and_move)
 
 
+def too_large(patch: Patch) -> None:
+    patch.setattr(speed, "recommended_working_set", lambda: 10)
+
+
 @pytest.fixture
-def default_stream() -> Iterator[None]:
-    before = mx.default_stream(mx.default_device())
+def as_before() -> Iterator[None]:
+    """Restores what a broken runtime leaves in this process: MLX's default stream, and names of idle threads."""
+    stream = mx.default_stream(mx.default_device())
     yield
-    mx.set_default_stream(before)
+    mx.set_default_stream(stream)
+    for thread in thread_pool._idle:
+        thread._thread.name = thread_pool.IDLE
 
 
-@pytest.mark.usefixtures("default_stream")
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     ("check", "break_it"),
     [
         (exactness.greedy_equality, accept_everything),
         (exactness.seeded_equality, forget_the_key),
-        (exactness.concurrent_logits, models_that_disturb_each_other),
+        (exactness.concurrent_logits, disturb_each_other),
         (exactness.noise, noise_of_the_thread),
         (exactness.not_a_number, overlook_nan),
         (exactness.kernels, accept_everything),
-        (stability.streams, keep_every_array),
-        (stability.opening, keep_threads),
-        (stability.failures, accept_everything),
+        (stability.streams, keep_an_array_of_each_pass),
+        (stability.opening, leave_threads_at_work),
+        (stability.failures, overlook_failures),
         (stability.device_isolation, move_the_default_stream),
-        (stability.failing_allocation, fail_for_good),
+        (stability.failing_allocation, take_every_failure_for_the_models),
+        (speed.memory, too_large),
     ],
     ids=lambda each: each.__name__,
 )
 def test_a_check_fails_on_a_runtime_that_is_broken(
     check: Callable[[Subject], Finding], break_it: Callable[[Patch], None], monkeypatch: Patch
 ) -> None:
-    break_it(monkeypatch)
-    finding = check(tiny())
+    with monkeypatch.context() as patch:
+        break_it(patch)
+        finding = check(TINY)
     assert finding.status == "failed", finding
-
-
-def test_models_that_are_too_large_fail_the_check_of_memory(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 10})
-    assert speed.memory(tiny()).status == "failed"

@@ -1,0 +1,66 @@
+"""Arrays that are read back while a launched step may still read them have buffers of their own.
+
+On CUDA, reading an array that is a view copies its buffer to the host and frees it (mlx/backend/cuda/allocator.cpp). A
+step that was launched before, and reads the same buffer, would then read freed memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from actors.drafters.draft_steps import guesses
+from actors.sampling.logit_check import LogitCheck
+from actors.tensor import DTYPES, Tensor
+from protocol.messages import Open
+from protocol.settings import Settings
+
+OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
+
+
+def extent(array: mx.array) -> range:
+    """The addresses of an array's bytes."""
+    first = np.array(array, copy=False).__array_interface__["data"][0]
+    return range(first, first + array.nbytes)
+
+
+def overlap(a: range, b: range) -> bool:
+    return max(a.start, b.start) < min(a.stop, b.stop)
+
+
+@pytest.mark.parametrize("num_guesses", [1, 2, 5])
+def test_the_choice_that_the_next_step_reads_is_not_a_view_of_what_is_read_back(num_guesses: int) -> None:
+    logits = mx.random.normal((1, 64), key=mx.random.key(3))
+    lazy = guesses(logits, LogitCheck.of(logits, logits), OPENED, 5, 0, 64, num_guesses)
+    mx.eval(*lazy.arrays())
+    for array in lazy.likeliest_tokens:
+        assert not overlap(extent(lazy.choice), extent(array))
+    assert lazy.choice.item() == lazy.read()[0].token
+
+
+def arrays() -> Iterator[mx.array]:
+    buffer = mx.random.uniform(-100, 100, (2, 8, 6), key=mx.random.key(0))
+    mx.eval(buffer)
+    for dtype in (mx.float32, mx.bfloat16, mx.float16, mx.int8, mx.uint32):
+        cast = buffer.astype(dtype)
+        mx.eval(cast)
+        yield cast  # contiguous
+        yield cast[:1]  # a view of the first bytes
+        yield cast[:, :3]  # a view with gaps, as of a cache with room for more tokens
+        yield cast.transpose(0, 2, 1)
+    yield mx.array([], mx.float32)
+    yield mx.array(3.5)
+
+
+@pytest.mark.parametrize("array", list(arrays()), ids=lambda array: f"{array.dtype}{array.shape}")
+def test_the_bytes_of_a_tensor_are_a_copy(array: mx.array) -> None:
+    mx.eval(array)
+    tensor = Tensor.of(array)
+    assert len(tensor.data) == array.size * DTYPES[tensor.dtype]
+    assert mx.array_equal(tensor.array(), array)
+    if array.size and array.dtype != mx.bfloat16:  # numpy has no bfloat16
+        first = np.frombuffer(tensor.data, np.uint8).__array_interface__["data"][0]
+        assert not overlap(range(first, first + len(tensor.data)), extent(array))

@@ -1,0 +1,137 @@
+"""Layer evaluation, held against a scheduler that stalls everybody above ten active tasks, as MLX's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+from models import greedy, llama, prompt_of
+
+import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.layer_evaluation import MAX_LAYERS_IN_FLIGHT, LayerEvaluation, evaluating
+from actors.mlx.model import MLXModel
+from runtime.loading import mlx_environment
+
+MAX_ACTIVE_TASKS = 10  # mlx/transforms.cpp
+NUM_LAYERS = 24
+
+
+@attrs.define
+class FakeScheduler:
+    """The active tasks of one thread that evaluates: each layer that is submitted and not waited for is some.
+
+    Attributes:
+        tasks_a_layer: command buffers of a layer.
+        num_active: tasks that are not done.
+        most_active: the largest `num_active` so far.
+        waits: how often the thread waited for the device when the device had nothing else to do.
+    """
+
+    tasks_a_layer: int
+    num_active: int = 0
+    most_active: int = 0
+    waits: int = 0
+    _submitted: list[Any] = attrs.field(factory=list)
+
+    def async_eval(self, array: Any) -> None:
+        self._submitted.append(array)
+        self.num_active += self.tasks_a_layer
+        self.most_active = max(self.most_active, self.num_active)
+
+    def eval(self, array: Any) -> None:
+        if not any(array is each for each in self._submitted):
+            self.async_eval(array)
+        while self._submitted:
+            done = self._submitted.pop(0)
+            self.num_active -= self.tasks_a_layer
+            if done is array:
+                break
+        self.waits += not self._submitted
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler(tasks_a_layer=2)
+    monkeypatch.setattr(mx, "eval", fake.eval)
+    monkeypatch.setattr(mx, "async_eval", fake.async_eval)
+    return fake
+
+
+def run_layers(evaluation: LayerEvaluation) -> None:
+    """What the layers of one pass do with their results."""
+    from actors.mlx import layer_evaluation
+
+    with evaluating(evaluation):
+        for number in range(NUM_LAYERS):
+            if (on_layer := layer_evaluation._on_layer.get()) is not None:
+                on_layer([number])
+
+
+def test_a_pipelined_pass_leaves_room_below_the_throttle_and_keeps_the_device_busy(scheduler: FakeScheduler) -> None:
+    run_layers(LayerEvaluation.PIPELINED)
+    assert scheduler.most_active == MAX_LAYERS_IN_FLIGHT * scheduler.tasks_a_layer
+    assert scheduler.most_active + 2 <= MAX_ACTIVE_TASKS  # a drafter's pass beside it
+    assert scheduler.waits == 0
+
+
+def test_a_waiting_pass_has_one_layer_at_a_time(scheduler: FakeScheduler) -> None:
+    run_layers(LayerEvaluation.WAITING)
+    assert scheduler.most_active == scheduler.tasks_a_layer
+    assert scheduler.waits == NUM_LAYERS
+
+
+def test_a_whole_pass_is_left_alone(scheduler: FakeScheduler) -> None:
+    run_layers(LayerEvaluation.WHOLE)
+    assert scheduler.most_active == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "expected"),
+    [
+        (mx.cpu, None, LayerEvaluation.WAITING),
+        (mx.gpu, None, LayerEvaluation.WHOLE),
+        (mx.cpu, LayerEvaluation.WHOLE, LayerEvaluation.WHOLE),
+        (mx.gpu, LayerEvaluation.PIPELINED, LayerEvaluation.PIPELINED),
+    ],
+)
+def test_the_device_decides_unless_somebody_else_does(
+    device: mx.DeviceType, wanted: LayerEvaluation | None, expected: LayerEvaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MLXModel(llama(), CacheOptions(), layer_evaluation=wanted)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    assert model.open_sequence(beside_another=True)._layer_evaluation is expected
+    assert model.open_sequence(beside_another=False)._layer_evaluation is LayerEvaluation.WHOLE
+
+
+@pytest.fixture(params=list(LayerEvaluation), ids=lambda each: each.value)
+def evaluation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayerEvaluation]:
+    monkeypatch.setenv(mlx_environment.LAYER_EVALUATION_VARIABLE, request.param.value)
+    yield request.param
+
+
+@pytest.mark.usefixtures("evaluation")
+async def test_the_text_is_the_same_however_layers_are_evaluated() -> None:
+    target, prompt = llama(num_hidden_layers=6), prompt_of(17)
+    expected = greedy(target, prompt, 24)
+    async with runtime.open((target, None), (llama(seed=1), None)) as rt:
+        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
+    assert [token.id for token in completion.tokens] == expected
+
+
+async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(mlx_environment.LAYER_EVALUATION_VARIABLE, "sliced")
+    with pytest.raises(runtime.SettingsError, match='OUTRIDER_LAYER_EVALUATION must be "whole", "waiting"'):
+        async with runtime.open(runtime.DEMO_TARGET):
+            pass
+
+
+def test_every_value_of_the_variable_is_a_layer_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for evaluation in LayerEvaluation:
+        monkeypatch.setenv(mlx_environment.LAYER_EVALUATION_VARIABLE, evaluation.value)
+        assert mlx_environment.layer_evaluation() == evaluation.value
