@@ -147,6 +147,9 @@ async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str
                 async with runtime.open((model, None), rewind=rewind):
                     pass
             continue
+        # "auto" trims where that is always possible, and one token at a time is the same code for every cache.
+        if (rewind == "trim" and _always_trims(architecture)) or (rewind == "none" and sum(map(ord, name)) % 3):
+            continue
         drafts = corrupted(text, VOCAB_SIZE)
         async with with_a_fake(model, drafts, is_target=True, rewind=rewind) as rt:
             lookahead = lookahead_for(name, rewind)

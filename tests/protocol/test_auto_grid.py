@@ -21,7 +21,7 @@ ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)
 CONTENTIONS = (0.0, 0.3, 1.0)
 SLOPES = (0.0, 0.06, 0.5)
-NUM_TOKENS = 1000
+NUM_TOKENS = 600
 
 
 @cache
