@@ -7,6 +7,7 @@ thread. So a process that opens many runtimes, one after another, runs all of th
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import threading
@@ -14,6 +15,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import outcome
+
+logger = logging.getLogger("outrider")
 
 # Name of an idle thread.
 IDLE = "idle thread of outrider's pool"
@@ -86,6 +89,8 @@ def release_streams() -> None:
     """
     try:
         mx.synchronize()
+    except RuntimeError as error:  # MLX's, of a device that has failed; the work that used it has ended with it
+        logger.debug("a thread ends while its device fails: %s", error)
     finally:
         mx.clear_streams()
 
