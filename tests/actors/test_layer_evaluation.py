@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -108,9 +107,8 @@ def test_the_device_decides_unless_somebody_else_does(
 
 
 @pytest.fixture(params=list(LayerEvaluation), ids=lambda each: each.value)
-def evaluation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayerEvaluation]:
+def evaluation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(mlx_environment.LAYER_EVALUATION_VARIABLE, request.param.value)
-    yield request.param
 
 
 @pytest.mark.usefixtures("evaluation")
