@@ -224,7 +224,7 @@ def _filters(settings: Settings) -> list[Filter]:
     if 0 < settings.top_p < 1:
         # As an array: a number would be part of the name of a compiled kernel, and compiled for each value.
         top_p = mx.array(max(settings.top_p, _MIN_TOP_P))
-        filters.append(lambda logprobs, _: apply_top_p(logprobs, top_p))
+        filters.append(lambda logprobs, _: apply_top_p(logprobs, top_p))  # type: ignore[arg-type]
     if settings.min_p > 0:
         filters.append(lambda logprobs, _: _min_p(logprobs, settings))
     if settings.xtc_probability > 0:

@@ -5,26 +5,21 @@ Each is a function of a `Subject`, called in a process of its own.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import trio
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
 from actors.sampling.logit_check import LogitCheck
-from actors.workers.thread_pool import release_streams
 from protocol.randomness import Purpose, key_for
 from runtime.generation.token_stream import Completion
+from runtime.selftest.baselines import in_parallel, on_thread, plain_text, prefill_and_step
 from runtime.selftest.findings import Finding, passed_if
 from runtime.selftest.small_models import FAMILIES, small_model
 from runtime.selftest.subject import Subject, ids, running_pair
-
-T = TypeVar("T")
 
 LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
 SEED = 20_26
@@ -95,9 +90,7 @@ def concurrent_logits(subject: Subject) -> Finding:
         """The logits of a prefill and of a few decoding steps, as bytes."""
         model, found = models[role], []
         for _ in range(NUM_CONCURRENT_PASSES):
-            cache = make_prompt_cache(model)
-            first = model(inputs, cache=cache)[:, -1]
-            second = model(mx.argmax(first, axis=-1)[None], cache=cache)[:, -1]
+            first, second = prefill_and_step(model, inputs)
             found.append(bytes_of(first) + bytes_of(second))
         return found
 
@@ -180,11 +173,6 @@ def kernels(subject: Subject) -> Finding:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def plain_text(model: Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """The greedy text of mlx-lm's plain decoding, without an end of text."""
-    return [int(token) for token, _ in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens)]
-
-
 def first_difference(text: Sequence[int], expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 
@@ -196,34 +184,3 @@ def first_difference(text: Sequence[int], expected: Sequence[int]) -> int | None
 def bytes_of(array: mx.array) -> bytes:
     """The bits of an array, evaluated and copied."""
     return bytes(memoryview(cast(Any, mx.contiguous(array).view(mx.uint8))))
-
-
-def on_thread(function: Callable[[], T]) -> T:
-    """Call a function on a thread of its own."""
-    return in_parallel({"": function})[""]
-
-
-def in_parallel(functions: dict[str, Callable[[], T]]) -> dict[str, T]:
-    """Call functions at the same time, each on a thread of its own, which releases its streams of MLX at its end.
-
-    Raises: what one of them raised.
-    """
-    results: dict[str, T] = {}
-    errors: list[BaseException] = []
-
-    def call(name: str, function: Callable[[], T]) -> None:
-        try:
-            results[name] = function()
-        except Exception as error:  # raised again on the caller's thread
-            errors.append(error)
-        finally:
-            release_streams()
-
-    threads = [threading.Thread(target=call, args=item, name=f"selftest-{item[0]}") for item in functions.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-    return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, cast
 
 import mlx.core as mx
@@ -109,16 +110,24 @@ def small_model(family: str, seed: int) -> Module:
     The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
     """
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    mx.random.seed(seed)  # some families draw their decays themselves
     model: Module = module.Model(module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family]))
     leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    weights = [(name, weight) for name, weight in leaves if weight.ndim > 1]
-    keys = mx.random.split(mx.random.key(seed), len(weights))
-    drawn = [
-        (name, 2.0 / weight.shape[-1] ** 0.5 * mx.random.normal(weight.shape, weight.dtype, key=key))
-        for (name, weight), key in zip(weights, keys, strict=True)
-        if not name.endswith("A_log") and weight.shape[-1] > 1
-    ]
+    keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
+    drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())
     return model
+
+
+def _drawn(name: str, weight: mx.array, key: mx.array) -> mx.array:
+    """Other values for a weight; the weight itself where a family sets it to something that is not random."""
+    if name.endswith("A_log"):
+        decays = mx.log(mx.linspace(1.0, 8.0, weight.shape[0])).reshape(-1, *(1,) * (weight.ndim - 1))
+        return mx.broadcast_to(decays, weight.shape)
+    if weight.ndim > 1:
+        # A kernel over one channel has a last axis of 1.
+        scale = 2.0 / math.sqrt(max(weight.shape[-1], 4))
+        return scale * mx.random.normal(weight.shape, weight.dtype, key=key)
+    if name.endswith("bias"):
+        return 0.1 * mx.random.normal(weight.shape, weight.dtype, key=key)
+    return weight

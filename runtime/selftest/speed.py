@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-import threading
 import time
-from typing import Any
+from functools import partial
 
 import mlx.core as mx
 import trio
-from mlx_lm.models.cache import make_prompt_cache
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import MLXModel
-from actors.workers.thread_pool import release_streams
 from runtime.bench.one_stream import Plan, measure
 from runtime.doctor.pass_times import time_passes
+from runtime.selftest.baselines import in_parallel, median_step_s
 from runtime.selftest.findings import Finding
 from runtime.selftest.subject import Subject, running_pair
 
@@ -52,20 +50,8 @@ def prices(subject: Subject) -> Finding:
 def overlap(subject: Subject) -> Finding:
     """How much a pass of the target and a draft step slow each other down when both run."""
     models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
-    alone = {role: _median_step_s(models[role], subject.seconds / 6) for role in models}
-    beside: dict[str, float] = {}
-
-    def run(role: str) -> None:
-        try:
-            beside[role] = _median_step_s(models[role], subject.seconds / 3)
-        finally:
-            release_streams()
-
-    threads = [threading.Thread(target=run, args=(role,)) for role in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    alone = {role: median_step_s(model, subject.seconds / 6) for role, model in models.items()}
+    beside = in_parallel({role: partial(median_step_s, model, subject.seconds / 3) for role, model in models.items()})
     slower = {role: beside[role] / alone[role] for role in models}
     return Finding(
         "passed",
@@ -147,18 +133,3 @@ def memory(subject: Subject) -> Finding:
         + ("" if recommended is None else f" of {recommended / 1e9:.1f} GB that the device recommends to use"),
         {"weights_bytes": taken, "recommended_bytes": recommended, "device": mx.default_device().type.name},
     )
-
-
-def _median_step_s(model: Any, seconds: float) -> float:
-    """The median time of a token, decoding one after another for so long."""
-    cache = make_prompt_cache(model)
-    token = mx.argmax(model(mx.array([[1 + i % 50 for i in range(64)]]), cache=cache)[:, -1], axis=-1)
-    mx.eval(token)
-    times: list[float] = []
-    ends_at = time.perf_counter() + seconds
-    while time.perf_counter() < ends_at or len(times) < 3:
-        began = time.perf_counter()
-        token = mx.argmax(model(token[None], cache=cache)[:, -1], axis=-1)
-        mx.eval(token)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)

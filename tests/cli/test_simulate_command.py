@@ -119,7 +119,7 @@ def test_the_json_says_what_was_simulated_and_what_came_of_it(capfd):
     found = json.loads(simulate(capfd, "--json", "--contention", "0.5", "--seed", "7", "--spread", "4"))
     assert found["scenario"] == attrs.asdict(
         Scenario(0.8, 0.1, contention=0.5, spread=4.0, seed=7), filter=lambda field, _: field.name in found["scenario"]
-    ) | {"acceptance_changes": []}
+    ) | {"acceptance_changes": [], "verify_table": [], "draft_table": []}
     assert found["tokens"] == 60
     speeds = {(c["decoding"], c["lookahead"]): c["speed"] for c in found["contenders"]}
     assert list(speeds) == [

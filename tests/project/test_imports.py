@@ -299,6 +299,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     minders = {
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
+        "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",
@@ -325,6 +326,7 @@ def test_three_modules_talk_to_mlx_lms_caches():
         "actors/mlx/cache_options.py",
         "actors/mlx/cache_rewind.py",
         "actors/mlx/cache_state.py",
+        "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }
 
 

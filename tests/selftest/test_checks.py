@@ -57,6 +57,23 @@ CHECKS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def memory_is_refused(monkeypatch: Patch) -> None:
+    """As on a GPU: an error where there is not enough memory. MLX's CPU backend ends the process."""
+
+    def refuse(logits: mx.array) -> mx.array:
+        raise RuntimeError("[malloc] Unable to allocate 281474976710656 bytes.")
+
+    monkeypatch.setattr(stability, "memory_can_be_refused", lambda: True)
+    monkeypatch.setattr(stability, "with_too_much_memory", refuse)
+
+
+def test_on_a_cpu_nobody_asks_for_too_much_memory(monkeypatch: Patch) -> None:
+    monkeypatch.undo()
+    if not stability.memory_can_be_refused():
+        assert stability.failing_allocation(TINY).status == "skipped"
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
     finding = check(TINY)

@@ -1,0 +1,105 @@
+"""What the runtime is compared with: mlx-lm's own decoding, and models on plain threads."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from actors.workers.thread_pool import release_streams
+
+T = TypeVar("T")
+
+
+def plain_text(model: Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The greedy text of mlx-lm's plain decoding, without an end of text."""
+    return [int(token) for token, _ in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens)]
+
+
+def prefill_and_step(model: Module, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    """The logits (1, V) after a prompt (1, n), and after the likeliest token behind it; lazy."""
+    cache = make_prompt_cache(model)
+    first = model(tokens, cache=cache)[:, -1]
+    return first, model(mx.argmax(first, axis=-1)[None], cache=cache)[:, -1]
+
+
+def median_step_s(model: Module, seconds: float) -> float:
+    """The median time of a token, decoding one after another for so long."""
+    cache = make_prompt_cache(model)
+    token = mx.argmax(model(mx.array([[1 + i % 50 for i in range(64)]]), cache=cache)[:, -1], axis=-1)
+    mx.eval(token)
+    times: list[float] = []
+    ends_at = time.perf_counter() + seconds
+    while time.perf_counter() < ends_at or len(times) < 3:
+        began = time.perf_counter()
+        token = mx.argmax(model(token[None], cache=cache)[:, -1], axis=-1)
+        mx.eval(token)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def on_thread(function: Callable[[], T]) -> T:
+    """Call a function on a thread of its own."""
+    return in_parallel({"": function})[""]
+
+
+def in_parallel(functions: dict[str, Callable[[], T]]) -> dict[str, T]:
+    """Call functions at the same time, each on a thread of its own, which releases its streams of MLX at its end.
+
+    Raises: what one of them raised.
+    """
+    results: dict[str, T] = {}
+    errors: list[BaseException] = []
+
+    def call(name: str, function: Callable[[], T]) -> None:
+        try:
+            results[name] = function()
+        except Exception as error:  # raised again on the caller's thread
+            errors.append(error)
+        finally:
+            release_streams()
+
+    threads = [threading.Thread(target=call, args=item, name=f"selftest-{item[0]}") for item in functions.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+    return results
+
+
+def threads_at_work() -> list[str]:
+    """Names of this process's threads that work for a runtime."""
+    return [thread.name for thread in threading.enumerate() if thread.name in ("outrider-target", "outrider-draft")]
+
+
+class WrappedModel(Module):
+    """A wrapper around a model; subclasses change something about its passes."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.args: Any = model.args
+
+    @property
+    def layers(self) -> list[Module]:
+        """The model's layers."""
+        layers: list[Module] = self.model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        """The model's caches."""
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The model's logits (1, tokens, V)."""
+        logits: mx.array = self.model(inputs, cache=cache)
+        return logits
