@@ -66,7 +66,7 @@ def speeds(subject: Subject) -> Finding:
     plan = Plan(max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto"))
     result = trio.run(measure, subject.target, subject.draft, plan)
     medians = {row.name: row.median for row in result.rows}
-    plain, auto = medians["mlx-lm plain"], medians["outrider auto"]
+    plain, auto = medians["mlx-lm plain"], medians["outrider lookahead auto"]
     ratio = f"{auto / plain:.2f} times" if auto and plain else "unknown against"
     return Finding(
         "passed",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from models import Wrapped, llama
+from models import Wrapped, llama, save
 
 import actors.mlx.memory
 import actors.target
@@ -78,6 +79,15 @@ def test_on_a_cpu_nobody_asks_for_too_much_memory(monkeypatch: Patch) -> None:
 def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
     finding = check(TINY)
     assert finding.status == "passed", finding
+
+
+def test_speeds_are_measured(tmp_path: Path) -> None:
+    target, draft = (save(tmp_path / name, llama(seed)) for seed, name in enumerate(("target", "draft")))
+    finding = speed.speeds(Subject(target=target, draft=draft, seconds=1.0, max_tokens=16))
+    assert finding.status == "passed"
+    speeds = finding.figures["tokens_per_second"]
+    assert {"mlx-lm plain", "outrider lookahead 0", "outrider lookahead auto"} < speeds.keys()
+    assert all(speed > 0 for speed in speeds.values())
 
 
 # --- broken on purpose ----------------------------------------------------------------------------

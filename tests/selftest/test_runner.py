@@ -78,7 +78,7 @@ async def test_checks_run_in_order_and_the_report_has_words_and_json_without_pat
 
 
 def test_the_fastest_settings_are_named() -> None:
-    speeds = {"tokens_per_second": {"mlx-lm plain": 50.0, "outrider auto": 80.0}}
+    speeds = {"tokens_per_second": {"mlx-lm plain": 50.0, "outrider lookahead auto": 80.0}}
     intervals = {"by_interval_s": {"0.005": {"tokens_per_second": 50.0}, "0.001": {"tokens_per_second": 60.0}}}
     runs = [
         CheckRun(check, Finding("passed", "", figures), 1.0)
@@ -88,5 +88,5 @@ def test_the_fastest_settings_are_named() -> None:
     settings = dict(SelfTestReport(False, runs).sections())["settings that were best here"]
     assert dict(settings) == {
         "sys.setswitchinterval": "0.001 (1.20 times the speed of Python's default)",
-        "decoding": "outrider auto, 80 tokens/s",
+        "decoding": "outrider lookahead auto, 80 tokens/s",
     }
