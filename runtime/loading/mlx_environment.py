@@ -1,18 +1,14 @@
-"""How MLX is set up: the environment variables of MLX's that Outrider sets where the user has not, and its own.
+"""Environment variables of MLX that Outrider sets, before MLX reads them, where the user has not.
 
-MLX reads each of its variables once, when a GPU first needs it. So they are set when `runtime` is imported; nothing
-here imports mlx. On a CPU none of them has an effect.
+MLX reads each of them once, when a GPU first needs it. So they are set when `runtime` is imported; nothing here imports
+mlx. On a CPU none of them has an effect.
 """
 
 from __future__ import annotations
 
 import os
 
-from protocol.errors import SettingsError
-from protocol.reprs import shown
-
 VARIABLE = "OUTRIDER_TUNE_MLX"
-LAYER_EVALUATION_VARIABLE = "OUTRIDER_LAYER_EVALUATION"
 
 # MLX's scheduler counts the active tasks of the whole process: on a GPU a task is a command buffer (Metal) or a graph
 # (CUDA). Above ten, each primitive of every evaluating thread is committed alone and waits. With the default sizes, one
@@ -46,16 +42,3 @@ def untune() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _set_here.clear()
-
-
-def layer_evaluation() -> str | None:
-    """The value of `OUTRIDER_LAYER_EVALUATION`: the value of a `LayerEvaluation`; None where it is not set.
-
-    Raises: SettingsError: it is set to something else.
-    """
-    value = os.environ.get(LAYER_EVALUATION_VARIABLE) or None
-    if value not in (None, "whole", "waiting", "pipelined"):
-        raise SettingsError(
-            f'{LAYER_EVALUATION_VARIABLE} must be "whole", "waiting" or "pipelined", got {shown(value)}'
-        )
-    return value

@@ -25,12 +25,14 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.validation import check_integer
-from runtime.loading import mlx_environment
 from runtime.loading.trained_drafters import trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 
 REWINDS = get_args(Rewind)
+
+# When the layers of a pass are evaluated while another model may work; see `LayerEvaluation`.
+LAYER_EVALUATION_VARIABLE = "OUTRIDER_LAYER_EVALUATION"
 
 # Attributes that mlx-lm's tokenizer wrapper and the encoding of prompts rely on.
 _TOKENIZER_ATTRIBUTES = ("encode", "decode", "get_vocab", "eos_token_id")
@@ -154,6 +156,18 @@ def check_unknown(
         raise SettingsError(f"{function}() has no option {shown(name)}; {hint}")
 
 
+def layer_evaluation_by_environment() -> LayerEvaluation | None:
+    """The value of `OUTRIDER_LAYER_EVALUATION`; None where it is not set.
+
+    Raises: SettingsError: it is set to something else than the value of a `LayerEvaluation`.
+    """
+    value = os.environ.get(LAYER_EVALUATION_VARIABLE)
+    values = [evaluation.value for evaluation in LayerEvaluation]
+    if value and value not in values:
+        raise SettingsError(f"{LAYER_EVALUATION_VARIABLE} must be one of {', '.join(values)}, got {shown(value)}")
+    return LayerEvaluation(value) if value else None
+
+
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
@@ -161,8 +175,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
         SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
-    variable = mlx_environment.layer_evaluation()
-    layer_evaluation = None if variable is None else LayerEvaluation(variable)
+    layer_evaluation = layer_evaluation_by_environment()
     name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
     if isinstance(source, tuple):
         built, tokenizer = source
