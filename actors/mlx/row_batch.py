@@ -1,0 +1,132 @@
+"""A batch: several texts of one model as rows of shared caches, and forward passes over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
+from actors.mlx.memory import release_buffers
+from actors.mlx.row_caches import MAX_WIDTH, STEP, RowArraysCache, RowCacheList, row_cache_for
+from protocol.errors import RewindError
+
+
+class RowBatch:
+    """Several texts in the row caches of one model.
+
+    A row is named by a key that stays the same while other rows come and go.
+    """
+
+    def __init__(self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation) -> None:
+        """Make an empty batch.
+
+        Args:
+            model: an mlx-lm language model.
+            caches: caches of one text, for each of which `can_take_rows` is true.
+            layer_evaluation: when the layers of a pass are evaluated.
+        """
+        self._model = model
+        self._caches = [row_cache_for(layer) for layer in caches]
+        self._layer_evaluation = layer_evaluation
+        self._is_recurrent = any(_has_state(layer) for layer in self._caches)
+        self._keys: list[object] = []
+        self._lengths: list[int] = []
+        # Lengths before the last pass that read a token of a row, and which rows are to go back there.
+        self._lengths_before: list[int] = []
+        self._goes_back: list[bool] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def length(self, key: object) -> int:
+        """Number of tokens in a row."""
+        return self._lengths[self._keys.index(key)]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a row can only go back to where it was before its last pass."""
+        return self._is_recurrent
+
+    def join(self, key: object, caches: Sequence[Any], length: int) -> None:
+        """Add a row with the text of one of mlx-lm's caches, which are not changed. It must have at least one token."""
+        self._settle()
+        for rows, single in zip(self._caches, caches, strict=True):
+            rows.join(single, length)
+        self._keys.append(key)
+        self._lengths.append(length)
+        self._lengths_before.append(length)
+        self._goes_back.append(False)
+
+    def leave(self, key: object) -> list[Any]:
+        """Remove a row. Returns: mlx-lm's caches with its text."""
+        self._settle()
+        row = self._keys.index(key)
+        caches = [rows.leave(row, self._lengths[row]) for rows in self._caches]
+        for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
+            del column[row]  # type: ignore[attr-defined]
+        return caches
+
+    def feed(self, tokens: Mapping[object, tuple[int, ...]]) -> dict[object, mx.array]:
+        """Process tokens of several rows in one pass.
+
+        Args:
+            tokens: by key, at least one id for each row that takes part, at most `MAX_WIDTH`. The other rows stay as
+                they are.
+
+        Returns: by key, (tokens, V) logits of each row that takes part, lazy.
+        """
+        self._settle()
+        fed = [tokens.get(key, ()) for key in self._keys]
+        widths = [len(row) for row in fed]
+        width = max(widths)
+        assert 0 < width <= MAX_WIDTH
+        for rows in self._caches:
+            rows.begin(self._lengths, widths)
+        padded = mx.array([row + (0,) * (width - len(row)) for row in fed])
+        with evaluating(self._layer_evaluation):
+            logits: mx.array = self._model(padded, cache=self._caches)
+        if max(self._lengths) // STEP != (max(self._lengths) + width) // STEP:
+            release_buffers()
+        self._lengths_before = list(self._lengths)
+        self._lengths = [length + read for length, read in zip(self._lengths, widths, strict=True)]
+        return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
+
+    def rewind(self, key: object, length: int) -> int:
+        """Drop a row's tokens until at most the first `length` are left. See `CachedSequence.rewind`."""
+        row = self._keys.index(key)
+        if length > self._lengths[row]:
+            raise RewindError(f"asked to rewind to {length} tokens a row that holds {self._lengths[row]}")
+        if length < self._lengths[row]:
+            if not self._is_recurrent:
+                self._lengths[row] = length
+            elif length >= self._lengths_before[row]:
+                self._lengths[row], self._goes_back[row] = self._lengths_before[row], True
+            else:
+                raise RewindError(
+                    f"asked to rewind to {length} tokens a row that can only go back to {self._lengths_before[row]}"
+                )
+        return self._lengths[row]
+
+    def _settle(self) -> None:
+        """Put back the states of the rows that were rewound."""
+        if any(self._goes_back):
+            for rows in self._caches:
+                rows.restore(self._goes_back)
+            self._goes_back = [False] * len(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows."""
+        return sum(int(layer.nbytes) for layer in self._caches)
+
+
+def _has_state(layer: Any) -> bool:
+    if isinstance(layer, RowCacheList):
+        return any(_has_state(inner) for inner in layer.caches)
+    return isinstance(layer, RowArraysCache)

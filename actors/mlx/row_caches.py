@@ -1,0 +1,281 @@
+"""Caches of several texts, one a row, for forward passes that all of them share.
+
+A row holds its text from slot 0 on, and has a length of its own. A pass of width W writes W slots behind each row's
+length, whether or not all of them are of its text, and the mask hides from a token what lies behind it in its row. So a
+rewind is a smaller length and copies nothing, and what lies behind a length is overwritten before any token sees it.
+Models of mlx-lm ask their caches for masks and offsets, so they run unchanged.
+
+A sliding window is a ring of as many slots as the window and the widest pass together: what a rejected proposal has
+overwritten was out of sight already. A recurrent state cannot be rewound; the state from before a pass is kept, and put
+back for the rows that reject a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+# Slots by which buffers grow.
+STEP = 256
+
+# The widest pass that a ring allows.
+MAX_WIDTH = 80
+
+
+class RowCache(Protocol):
+    """One layer's cache of a batch, beside what the model calls."""
+
+    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """Prepare a pass.
+
+        Args:
+            lengths: (B,) tokens that each row holds.
+            widths: (B,) tokens of each row that the pass reads, >= 0. The pass is as wide as the widest.
+        """
+        ...
+
+    def restore(self, rows: Sequence[bool]) -> None:
+        """Put back the state from before the last pass for some rows."""
+        ...
+
+    def join(self, single: Any, length: int) -> None:
+        """Add a row: the text of one of mlx-lm's caches, which is not changed."""
+        ...
+
+    def leave(self, row: int, length: int) -> Any:
+        """Remove a row. Returns: one of mlx-lm's caches with its text."""
+        ...
+
+
+def can_take_rows(layer: Any) -> bool:
+    """Whether there is a row cache for the class of a layer's cache."""
+    if type(layer) is CacheList:
+        return all(can_take_rows(inner) for inner in layer.caches)
+    return type(layer) in (KVCache, ArraysCache) or (type(layer) is RotatingKVCache and layer.keep == 0)
+
+
+def row_cache_for(layer: Any) -> Any:
+    """An empty row cache for the class of a layer's cache, for which `can_take_rows` is true."""
+    if type(layer) is CacheList:
+        return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))
+    if type(layer) is KVCache:
+        return RowKVCache()
+    if type(layer) is RotatingKVCache:
+        return RowRingCache(layer.max_size)
+    return RowArraysCache(len(layer.cache))
+
+
+class RowKVCache:
+    """Keys and values of several texts.
+
+    Attributes:
+        keys, values: (B, heads, slots, width of a head); None while there is no row.
+        offset: (B,) int32; as mlx-lm's models read it, the tokens in each row, those of the pass included once they
+            are written.
+    """
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = mx.zeros((0,), mx.int32)
+        self._end = 0
+
+    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """See `RowCache`."""
+        assert self.keys is not None
+        self.offset = mx.array(lengths, mx.int32)
+        self._end = max(lengths) + max(widths)
+        self._reserve(self._end)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write behind each row's length: (B, heads, W, width of a head). Returns: all slots that the pass may see."""
+        slots = self._slots(keys.shape[2])[:, None, :, None]
+        self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, slots, values, axis=2)
+        # Rebound: some models keep a reference to the offset from before.
+        self.offset = self.offset + keys.shape[2]
+        return self._visible(self.keys), self._visible(self.values)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """(B, 1, N, slots) which slots each token of a pass of width N sees. Called before the pass is written."""
+        slots = mx.arange(self._end)
+        positions = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
+        mask = slots <= positions
+        return mask if window_size is None else mask & (slots > positions - window_size)
+
+    def restore(self, rows: Sequence[bool]) -> None:
+        """See `RowCache`. A smaller length is enough."""
+
+    def join(self, single: Any, length: int) -> None:
+        """See `RowCache`."""
+        self.keys = self._joined(self.keys, single.keys[:, :, :length])
+        self.values = self._joined(self.values, single.values[:, :, :length])
+
+    def leave(self, row: int, length: int) -> KVCache:
+        """See `RowCache`."""
+        assert self.keys is not None
+        assert self.values is not None
+        single = KVCache()
+        single.keys = mx.contiguous(self.keys[row : row + 1, :, :length])
+        single.values = mx.contiguous(self.values[row : row + 1, :, :length])
+        single.offset = length
+        self.keys, self.values = _without(self.keys, row), _without(self.values, row)
+        return single
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all rows."""
+        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+
+    def _slots(self, width: int) -> mx.array:
+        """(B, width) slots that a pass writes."""
+        return self.offset[:, None] + mx.arange(width)
+
+    def _visible(self, buffer: mx.array) -> mx.array:
+        return buffer[:, :, : self._end]
+
+    def _reserve(self, num_slots: int) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        if (missing := num_slots - self.keys.shape[2]) > 0:
+            grown = -(-missing // STEP) * STEP
+            self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
+
+    def _joined(self, buffer: mx.array | None, text: mx.array) -> mx.array:
+        """The buffer with one more row, which holds `text` (1, heads, tokens, width of a head)."""
+        num_slots = max(-(-text.shape[2] // STEP) * STEP, 0 if buffer is None else buffer.shape[2])
+        row = _grown(text, num_slots - text.shape[2])
+        if buffer is None:
+            return row
+        return mx.concatenate([_grown(buffer, num_slots - buffer.shape[2]), row])
+
+
+class RowRingCache(RowKVCache):
+    """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self._num_slots = window + MAX_WIDTH
+
+    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """See `RowCache`."""
+        self.offset = mx.array(lengths, mx.int32)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """See `RowKVCache.make_mask`."""
+        slots = mx.arange(self._num_slots)
+        last = (self.offset + (N - 1))[:, None]
+        # The position of the token in each slot, once the pass is written; negative where there was none yet.
+        held = last - (last - slots) % self._num_slots
+        positions = (self.offset[:, None] + mx.arange(N))[:, :, None]
+        held = held[:, None, :]
+        mask = (held >= 0) & (held <= positions) & (held > positions - (window_size or self.window))
+        return mask[:, None]
+
+    def join(self, single: Any, length: int) -> None:
+        """See `RowCache`."""
+        self.keys = self._joined(self.keys, self._ring(single._temporal_order(single.keys), length))
+        self.values = self._joined(self.values, self._ring(single._temporal_order(single.values), length))
+
+    def leave(self, row: int, length: int) -> RotatingKVCache:
+        """See `RowCache`."""
+        assert self.keys is not None
+        assert self.values is not None
+        single = RotatingKVCache(self.window)
+        num_held = min(length, self.window)
+        slots = mx.arange(length - num_held, length) % self._num_slots
+        single.keys, single.values = self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots]
+        single.offset, single._idx = length, num_held
+        self.keys, self.values = _without(self.keys, row), _without(self.values, row)
+        return single
+
+    def _slots(self, width: int) -> mx.array:
+        return super()._slots(width) % self._num_slots
+
+    def _visible(self, buffer: mx.array) -> mx.array:
+        return buffer
+
+    def _ring(self, text: mx.array, length: int) -> mx.array:
+        """A ring with the last tokens (1, heads, tokens, width of a head) of a text, in order of their positions."""
+        num_held = min(text.shape[2], self._num_slots)
+        slots = mx.arange(length - num_held, length) % self._num_slots
+        ring = mx.zeros((*text.shape[:2], self._num_slots, text.shape[3]), text.dtype)
+        return mx.put_along_axis(ring, slots[None, None, :, None], text[:, :, -num_held:], axis=2)
+
+    def _joined(self, buffer: mx.array | None, text: mx.array) -> mx.array:
+        return text if buffer is None else mx.concatenate([buffer, text])
+
+
+class RowArraysCache(ArraysCache):  # type: ignore[misc]
+    """Recurrent states of several texts, stacked."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._before: list[mx.array] = []
+
+    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """See `RowCache`."""
+        self._before = list(self.cache)
+        # Without padding there is no mask, which models that read no lengths do not support.
+        self.lengths = mx.array(widths, mx.int32) if len(set(widths)) > 1 else None
+
+    def restore(self, rows: Sequence[bool]) -> None:
+        """See `RowCache`."""
+        if all(rows):
+            self.cache = list(self._before)
+        elif any(rows):
+            chosen = mx.array(list(rows))
+            self.cache = [
+                mx.where(chosen.reshape(-1, *(1,) * (after.ndim - 1)), before, after)
+                for before, after in zip(self._before, self.cache, strict=True)
+            ]
+
+    def join(self, single: Any, length: int) -> None:
+        """See `RowCache`."""
+        self.cache = [
+            state if rows is None else mx.concatenate([rows, state])
+            for rows, state in zip(self.cache, single.cache, strict=True)
+        ]
+
+    def leave(self, row: int, length: int) -> ArraysCache:
+        """See `RowCache`."""
+        single = ArraysCache(len(self.cache))
+        single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
+        self.cache = [_without(state, row) for state in self.cache]
+        return single
+
+
+class RowCacheList(CacheList):  # type: ignore[misc]
+    """Several row caches of one layer."""
+
+    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """See `RowCache`."""
+        for inner in self.caches:
+            inner.begin(lengths, widths)
+
+    def restore(self, rows: Sequence[bool]) -> None:
+        """See `RowCache`."""
+        for inner in self.caches:
+            inner.restore(rows)
+
+    def join(self, single: Any, length: int) -> None:
+        """See `RowCache`."""
+        for inner, one in zip(self.caches, single.caches, strict=True):
+            inner.join(one, length)
+
+    def leave(self, row: int, length: int) -> CacheList:
+        """See `RowCache`."""
+        return CacheList(*(inner.leave(row, length) for inner in self.caches))
+
+
+def _grown(buffer: mx.array, num_slots: int) -> mx.array:
+    """The buffer with more slots."""
+    return mx.pad(buffer, [(0, 0), (0, 0), (0, num_slots), (0, 0)]) if num_slots > 0 else buffer
+
+
+def _without(buffer: mx.array, row: int) -> mx.array:
+    return mx.concatenate([buffer[:row], buffer[row + 1 :]])
