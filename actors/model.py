@@ -7,8 +7,10 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
+import attrs
 import mlx.core as mx
 
 
@@ -116,6 +118,21 @@ class CachedSequence(Protocol):
         ...
 
 
+@attrs.frozen
+class Feed:
+    """Tokens of one text, to be processed in a pass that other texts may share.
+
+    Attributes:
+        sequence: the text.
+        tokens: at least one id.
+        num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
+    """
+
+    sequence: CachedSequence
+    tokens: tuple[int, ...]
+    num_logits: int
+
+
 class Model(Protocol):
     """A model on its thread."""
 
@@ -127,6 +144,16 @@ class Model(Protocol):
     @property
     def context_length(self) -> int | None:
         """Largest number of positions, or None if the model names no bound."""
+        ...
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        """Process tokens of several texts, in one forward pass as far as their caches can share one.
+
+        Args:
+            feeds: of different sequences of this model, at least one.
+
+        Returns: (num_logits, V) logits of each, which may be lazy.
+        """
         ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import attrs
 import mlx.core as mx
+import outcome
 
-from actors.model import CachedSequence, RewindMode
+from actors.model import CachedSequence, Feed, Model, RewindMode
 from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory
 from actors.session import Session
 from protocol.acceptance import (
     Judgement,
+    LazyJudgement,
     choices,
     distribution,
     draw,
@@ -25,10 +27,13 @@ from protocol.cached_tokens import FeedPlan
 from protocol.messages import Likelihood, Open, Proposal
 from protocol.randomness import Purpose, key_for
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 
 @attrs.frozen
 class Verified:
-    """The outcome of one verify pass.
+    """The outcome of one text's part in a verify pass.
 
     Attributes:
         judgement: how many drafted tokens are accepted, and the token after them.
@@ -45,47 +50,117 @@ class Verified:
     likelihoods: tuple[Likelihood, ...] = ()
 
 
-def verify(
-    sequence: CachedSequence,
-    plan: FeedPlan,
-    proposal: Proposal,
-    shared: Session,
-    history: TokenHistory,
-    *,
-    settle: bool,
-) -> Verified:
-    """Feed the missing committed tokens and the proposal in one forward pass, judge it, and rewind the cache.
+@attrs.frozen
+class VerifyRequest:
+    """One text's part in a verify pass: the missing committed tokens, and a proposal.
 
-    If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one token,
-    and the first drafted token is compared with it. The same happens with `settle`, when replay has become so
-    expensive that it is cheaper to feed the committed tokens for good.
+    Attributes:
+        sequence: the text.
+        plan: how to bring its cache in line with the committed text.
+        proposal: the drafted tokens; none for a round that the target decodes by itself.
+        shared: the session.
+        history: of the text, for the rows of the proposal.
+        settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
+            feed them for good.
+    """
+
+    sequence: CachedSequence
+    plan: FeedPlan
+    proposal: Proposal
+    shared: Session
+    history: TokenHistory
+    settle: bool
+
+    def prepare(self) -> _Fed:
+        """Decide what is fed.
+
+        If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
+        token, and the first drafted token is compared with it. So it is with `settle`.
+        """
+        drafted = self.proposal.tokens
+        width = len(self.plan.feed) + len(drafted)
+        single_step = bool(drafted) and (
+            self.settle or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
+        )
+        if single_step:
+            return _Fed(self, Feed(self.sequence, self.plan.feed, 1), drafted[:1], single_step=True)
+        return _Fed(self, Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted)), drafted, single_step=False)
+
+
+def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outcome[Verified]]:
+    """Feed several texts in one forward pass, judge each proposal, and rewind the caches.
 
     If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would without
     a drafter.
 
-    Raises: NotANumberError, ProcessorError: the first row is such a row.
+    Returns: for each request, in order, its result or the error that concerns it alone. `NotANumberError` and
+        `ProcessorError`: no token can be chosen from its first row.
+    Raises: whatever the model raises: the pass has failed for all.
     """
-    width = len(plan.feed) + len(proposal.tokens)
-    single_step = bool(proposal.tokens) and (settle or sequence.prepare(width, proposal.start) is RewindMode.SINGLE)
-    drafted = proposal.tokens[:1] if single_step else proposal.tokens
-    fed = () if single_step else drafted
-    logits = sequence.feed(plan.feed + fed, 1 + len(fed))
-    assert logits is not None
-    processed = shared.logits_pipeline.process(logits, history, proposal.start)
-    logit_check = LogitCheck.of(logits, processed)
-    filtered = shared.logits_pipeline.filter(processed, proposal.start)
-    judgement = judge(filtered, drafted, proposal, shared, logit_check.arrays())
-    num_fed = 0 if single_step else judgement.num_accepted
-    if judgement.num_accepted + (judgement.token is not None) > (num_sound := logit_check.num_sound()):
-        if num_sound == 0:
-            logit_check.check(0, proposal.start, "target")
-        # The next round needs the logits of the unsound row, and so feeds the token before it again.
-        judgement, num_fed = Judgement(num_sound, None), num_sound - 1
-    tokens = drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
-    token_likelihoods = requested_likelihoods(processed, tokens, shared.opened)
-    length = sequence.rewind(proposal.start + num_fed)
-    sequence.check(length)
-    return Verified(judgement, len(plan.feed) + len(fed), length, single_step, token_likelihoods)
+    prepared = [outcome.capture(request.prepare) for request in requests]
+    fed = [each.value for each in prepared if isinstance(each, outcome.Value)]
+    rows = iter(model.feed_together([each.feed for each in fed])) if fed else iter(())
+    judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
+    mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
+    return [_chain(each, _Judged.finish) for each in judged]
+
+
+def _chain(before: outcome.Outcome[S], call: Callable[[S], T]) -> outcome.Outcome[T]:
+    """The outcome of a call with the value from before, or the error from before."""
+    return outcome.capture(call, before.value) if isinstance(before, outcome.Value) else cast(outcome.Error, before)
+
+
+@attrs.frozen
+class _Fed:
+    """A request whose tokens are fed.
+
+    Attributes:
+        drafted: the drafted tokens that are judged.
+    """
+
+    request: VerifyRequest
+    feed: Feed
+    drafted: tuple[int, ...]
+    single_step: bool
+
+    def judge(self, logits: mx.array) -> _Judged:
+        """Apply the session's acceptance rule to its logits; lazy, but that user code is called."""
+        proposal, logits_pipeline = self.request.proposal, self.request.shared.logits_pipeline
+        processed = logits_pipeline.process(logits, self.request.history, proposal.start)
+        filtered = logits_pipeline.filter(processed, proposal.start)
+        judgement = judge(filtered, self.drafted, proposal, self.request.shared)
+        return _Judged(self, processed, LogitCheck.of(logits, processed), judgement)
+
+
+@attrs.frozen
+class _Judged:
+    """A request whose judgement is computed."""
+
+    fed: _Fed
+    processed: mx.array
+    logit_check: LogitCheck
+    judgement: LazyJudgement
+
+    def arrays(self) -> list[mx.array]:
+        """What `finish` reads."""
+        return [*self.judgement.arrays, *self.logit_check.arrays()]
+
+    def finish(self) -> Verified:
+        """Read the judgement, and rewind the cache."""
+        request, judgement = self.fed.request, self.judgement.read()
+        start = request.proposal.start
+        num_fed = 0 if self.fed.single_step else judgement.num_accepted
+        num_sound = self.logit_check.num_sound()
+        if judgement.num_accepted + (judgement.token is not None) > num_sound:
+            if num_sound == 0:
+                self.logit_check.check(0, start, "target")
+            # The next round needs the logits of the unsound row, and so feeds the token before it again.
+            judgement, num_fed = Judgement(num_sound, None), num_sound - 1
+        tokens = self.fed.drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
+        token_likelihoods = requested_likelihoods(self.processed, tokens, request.shared.opened)
+        length = request.sequence.rewind(start + num_fed)
+        request.sequence.check(length)
+        return Verified(judgement, len(self.fed.feed.tokens), length, self.fed.single_step, token_likelihoods)
 
 
 def requested_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -> tuple[Likelihood, ...]:
@@ -99,12 +174,8 @@ def judge(
     drafted: tuple[int, ...],
     proposal: Proposal,
     shared: Session,
-    also_evaluate: Sequence[mx.array],
-) -> Judgement:
-    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens.
-
-    Evaluates `also_evaluate` together with the judgement.
-    """
+) -> LazyJudgement:
+    """Apply the session's acceptance rule to the proposal's first `len(drafted)` tokens."""
     opened, settings = shared.opened, shared.opened.settings
     if settings.rule == "match":
         return judge_by_match(
@@ -113,7 +184,6 @@ def judge(
             temperature=settings.temperature,
             seed=opened.seed,
             start=proposal.start,
-            also_evaluate=also_evaluate,
             chosen=shared.logits_pipeline.sample(logits),
         )
     return judge_by_rejection(
@@ -123,7 +193,6 @@ def judge(
         temperature=settings.temperature,
         seed=opened.seed,
         start=proposal.start,
-        also_evaluate=also_evaluate,
     )
 
 

@@ -17,14 +17,13 @@ drawn from q. The acceptance rate is 1 - TV.
 
 Logits come here after processors and filters, which remove a token by -inf, and before the temperature.
 
-All arrays are lazy until the one `mx.eval` in `judge_by_match` or `judge_by_rejection`. So a round costs one
-synchronisation, and a second one if log-probabilities are asked for. Other arrays of the same pass can be evaluated in
-the first one (`also_evaluate`).
+A judgement is lazy until it is read. So the judgements of all texts of a pass are evaluated together, in one
+synchronisation; log-probabilities, if they are asked for, take a second one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import attrs
@@ -47,6 +46,22 @@ class Judgement:
 
     num_accepted: int
     token: int | None
+
+
+@attrs.frozen
+class LazyJudgement:
+    """A judgement that may not be computed yet.
+
+    Attributes:
+        arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
+    """
+
+    arrays: tuple[mx.array, ...]
+    _read: Callable[[], Judgement]
+
+    def read(self) -> Judgement:
+        """The judgement. Evaluates the arrays if that was not done yet."""
+        return self._read()
 
 
 def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
@@ -148,9 +163,8 @@ def judge_by_match(
     temperature: float,
     seed: int,
     start: int,
-    also_evaluate: Sequence[mx.array] = (),
     chosen: mx.array | None = None,
-) -> Judgement:
+) -> LazyJudgement:
     """Judge a proposal by the match rule.
 
     Args:
@@ -160,7 +174,6 @@ def judge_by_match(
         temperature: >= 0.
         seed: of the session.
         start: absolute position of the first drafted token.
-        also_evaluate: other arrays to evaluate in the same synchronisation.
         chosen: (k + 1,) or (k,) the target's choices, if a user's sampler made them.
 
     Raises: ProtocolError: there are neither k nor k + 1 rows.
@@ -168,10 +181,14 @@ def judge_by_match(
     _check_rows(logits, drafted)
     if chosen is None:
         chosen = choices(logits, temperature, seed, start, logits.shape[1])
-    mx.eval(chosen, *also_evaluate)
-    ids = cast(list[int], chosen.tolist())
-    num_accepted = count_matches(ids, drafted)
-    return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
+    choice_of_rows = chosen
+
+    def read() -> Judgement:
+        ids = cast(list[int], choice_of_rows.tolist())
+        num_accepted = count_matches(ids, drafted)
+        return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
+
+    return LazyJudgement((choice_of_rows,), read)
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -231,8 +248,7 @@ def judge_by_rejection(
     temperature: float,
     seed: int,
     start: int,
-    also_evaluate: Sequence[mx.array] = (),
-) -> Judgement:
+) -> LazyJudgement:
     """Judge a proposal by the rejection rule.
 
     Args:
@@ -245,7 +261,6 @@ def judge_by_rejection(
         temperature: > 0.
         seed: of the session.
         start: absolute position of the first drafted token.
-        also_evaluate: see `judge_by_match`.
 
     Raises: ProtocolError: the numbers of rows, tokens and distributions do not agree.
     """
@@ -255,8 +270,7 @@ def judge_by_rejection(
     p = distribution(logits, temperature)
     if not drafted:
         token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        mx.eval(token, *also_evaluate)
-        return Judgement(0, _to_int(token))
+        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)))
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
@@ -266,9 +280,13 @@ def judge_by_rejection(
     row = mx.minimum(accepted, logits.shape[0] - 1)
     keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
     token_after = draw(residual(p[row], q[row]), keys[row])
-    mx.eval(accepted, token_after, *also_evaluate)
-    num_accepted = _to_int(accepted)
-    return Judgement(num_accepted, _to_int(token_after) if num_accepted < logits.shape[0] else None)
+    num_rows = logits.shape[0]
+
+    def read() -> Judgement:
+        num_accepted = _to_int(accepted)
+        return Judgement(num_accepted, _to_int(token_after) if num_accepted < num_rows else None)
+
+    return LazyJudgement((accepted, token_after), read)
 
 
 def _draft_rows(drafted: tuple[int, ...], draft_probs: tuple[mx.array | None, ...], *, like: mx.array) -> mx.array:

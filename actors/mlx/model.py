@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,8 @@ from actors.mlx.cache_rewind import (
 )
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating_layers
 from actors.mlx.sequence import MLXSequence
-from actors.model import RewindMode
+from actors.mlx.shared_passes import SharedPasses
+from actors.model import Feed, RewindMode
 from actors.probe import PROBED, check_logits
 from protocol.errors import ModelError
 
@@ -106,6 +107,7 @@ class MLXModel:
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
+        self._shared_passes = SharedPasses(model, self._options)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
@@ -139,6 +141,14 @@ class MLXModel:
         if options.kv_bits is not None:
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        """See `Model.feed_together`."""
+        return self._shared_passes.feed(feeds)
+
+    def sharing_obstacle(self) -> str | None:
+        """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
+        return self._shared_passes.obstacle()
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""

@@ -54,7 +54,7 @@ class RowBatch:
         return self._is_recurrent
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
-        """Add a row with the text of one of mlx-lm's caches, which are not changed. It must have at least one token."""
+        """Add a row with the text of one of mlx-lm's caches, at least one token, which they hold no longer."""
         self._settle()
         for rows, single in zip(self._caches, caches, strict=True):
             rows.join(single, length)
@@ -63,14 +63,24 @@ class RowBatch:
         self._lengths_before.append(length)
         self._goes_back.append(False)
 
-    def leave(self, key: object) -> list[Any]:
-        """Remove a row. Returns: mlx-lm's caches with its text."""
+    def leave(self, key: object, caches: Sequence[Any]) -> int:
+        """Remove a row, and give its text back to the caches that joined. Returns: the number of its tokens."""
         self._settle()
         row = self._keys.index(key)
-        caches = [rows.leave(row, self._lengths[row]) for rows in self._caches]
+        length = self._lengths[row]
+        for rows, single in zip(self._caches, caches, strict=True):
+            rows.leave(row, length, single)
+        self.drop(key)
+        return length
+
+    def drop(self, key: object) -> None:
+        """Remove a row and its text."""
+        row = self._keys.index(key)
+        self._settle()
+        for rows in self._caches:
+            rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]  # type: ignore[attr-defined]
-        return caches
 
     def feed(self, tokens: Mapping[object, tuple[int, ...]]) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass.

@@ -42,11 +42,15 @@ class RowCache(Protocol):
         ...
 
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of one of mlx-lm's caches, which is not changed."""
+        """Add a row: the text of one of mlx-lm's caches, which keeps no reference to it."""
         ...
 
-    def leave(self, row: int, length: int) -> Any:
-        """Remove a row. Returns: one of mlx-lm's caches with its text."""
+    def leave(self, row: int, length: int, single: Any) -> None:
+        """Give a row's text to the cache that had joined. The row is to be removed then."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Remove a row."""
         ...
 
 
@@ -113,17 +117,20 @@ class RowKVCache:
         """See `RowCache`."""
         self.keys = self._joined(self.keys, single.keys[:, :, :length])
         self.values = self._joined(self.values, single.values[:, :, :length])
+        single.keys = single.values = None
 
-    def leave(self, row: int, length: int) -> KVCache:
+    def leave(self, row: int, length: int, single: KVCache) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
-        single = KVCache()
         single.keys = mx.contiguous(self.keys[row : row + 1, :, :length])
         single.values = mx.contiguous(self.values[row : row + 1, :, :length])
         single.offset = length
-        self.keys, self.values = _without(self.keys, row), _without(self.values, row)
-        return single
+
+    def remove(self, row: int) -> None:
+        """See `RowCache`."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = _without(self.keys, row), _without(self.values, row)
 
     @property
     def nbytes(self) -> int:
@@ -180,18 +187,16 @@ class RowRingCache(RowKVCache):
         """See `RowCache`."""
         self.keys = self._joined(self.keys, self._ring(single._temporal_order(single.keys), length))
         self.values = self._joined(self.values, self._ring(single._temporal_order(single.values), length))
+        single.keys = single.values = None
 
-    def leave(self, row: int, length: int) -> RotatingKVCache:
+    def leave(self, row: int, length: int, single: RotatingKVCache) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
-        single = RotatingKVCache(self.window)
         num_held = min(length, self.window)
         slots = mx.arange(length - num_held, length) % self._num_slots
         single.keys, single.values = self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots]
         single.offset, single._idx = length, num_held
-        self.keys, self.values = _without(self.keys, row), _without(self.values, row)
-        return single
 
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots
@@ -240,13 +245,15 @@ class RowArraysCache(ArraysCache):  # type: ignore[misc]
             state if rows is None else mx.concatenate([rows, state])
             for rows, state in zip(self.cache, single.cache, strict=True)
         ]
+        single.cache = [None] * len(self.cache)
 
-    def leave(self, row: int, length: int) -> ArraysCache:
+    def leave(self, row: int, length: int, single: ArraysCache) -> None:
         """See `RowCache`."""
-        single = ArraysCache(len(self.cache))
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
+
+    def remove(self, row: int) -> None:
+        """See `RowCache`."""
         self.cache = [_without(state, row) for state in self.cache]
-        return single
 
 
 class RowCacheList(CacheList):  # type: ignore[misc]
@@ -267,9 +274,15 @@ class RowCacheList(CacheList):  # type: ignore[misc]
         for inner, one in zip(self.caches, single.caches, strict=True):
             inner.join(one, length)
 
-    def leave(self, row: int, length: int) -> CacheList:
+    def leave(self, row: int, length: int, single: CacheList) -> None:
         """See `RowCache`."""
-        return CacheList(*(inner.leave(row, length) for inner in self.caches))
+        for inner, one in zip(self.caches, single.caches, strict=True):
+            inner.leave(row, length, one)
+
+    def remove(self, row: int) -> None:
+        """See `RowCache`."""
+        for inner in self.caches:
+            inner.remove(row)
 
 
 def _grown(buffer: mx.array, num_slots: int) -> mx.array:
@@ -277,5 +290,6 @@ def _grown(buffer: mx.array, num_slots: int) -> mx.array:
     return mx.pad(buffer, [(0, 0), (0, 0), (0, num_slots), (0, 0)]) if num_slots > 0 else buffer
 
 
-def _without(buffer: mx.array, row: int) -> mx.array:
-    return mx.concatenate([buffer[:row], buffer[row + 1 :]])
+def _without(buffer: mx.array, row: int) -> Any:
+    """The buffer without a row; None without the last one."""
+    return None if buffer.shape[0] == 1 else mx.concatenate([buffer[:row], buffer[row + 1 :]])

@@ -23,6 +23,8 @@ from actors.mlx.cache_state import (
 )
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
+from actors.mlx.row_batch import RowBatch
+from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
 from protocol.errors import RewindError
@@ -33,6 +35,7 @@ class MLXSequence:
 
     Attributes:
         cache: mlx-lm's caches. Most models have one for each layer.
+        layer_evaluation: when the layers of a pass are evaluated.
     """
 
     def __init__(
@@ -55,14 +58,57 @@ class MLXSequence:
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
-        self._layer_evaluation = layer_evaluation
+        # While the text is a row of a batch, `cache` holds nothing of it.
+        self._batch: RowBatch | None = None
+        self.layer_evaluation = layer_evaluation
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[Checkpoint] = []  # likewise; for other texts
         self._is_quantized = False
 
+    # --- as a row of a batch ---------------------------------------------------------------------
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the text is a row of a batch."""
+        return self._batch is not None
+
+    @property
+    def can_be_row(self) -> bool:
+        """Whether the text can be a row of a batch: there is one, and its caches can be rewound there as here."""
+        return (
+            self._length > 0
+            and self._options.rewind == "auto"
+            and self._options.kv_bits is None
+            and not self._options.one_by_one
+            and all(can_take_rows(layer) and not layer.empty() for layer in self.cache)
+        )
+
+    def join(self, batch: RowBatch) -> None:
+        """Become a row of a batch. `can_be_row` must be true."""
+        self.check(self._length)
+        batch.join(self, self.cache, self._length)
+        self._batch = batch
+        # A row goes back to where it was before its last pass, and no further.
+        self._checkpoints.clear()
+
+    def leave_batch(self) -> None:
+        """Have caches of its own again; does nothing where it has."""
+        if self._batch is not None:
+            self._length = self._batch.leave(self, self.cache)
+            self._batch = None
+            self.check(self._length)
+
+    def count_row(self) -> None:
+        """Count the tokens that the batch has fed."""
+        assert self._batch is not None
+        self._length = self._batch.length(self)
+
+    # --- alone ------------------------------------------------------------------------------------
+
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         """See `CachedSequence.feed`."""
+        self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
             mx.eval([layer.state for layer in self.cache])
@@ -75,6 +121,7 @@ class MLXSequence:
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `CachedSequence.feed_lazy`."""
+        self.leave_batch()
         logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
@@ -84,13 +131,15 @@ class MLXSequence:
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self._layer_evaluation):
+        with evaluating(self.layer_evaluation):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """See `CachedSequence.prepare`."""
+        if self._batch is not None:
+            return RewindMode.CHECKPOINT if self._batch.is_recurrent else RewindMode.TRIM
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
         if rewind_mode is RewindMode.CHECKPOINT and (
             not self._checkpoints or self._checkpoints[-1].length < self._length
@@ -101,6 +150,9 @@ class MLXSequence:
 
     def rewind(self, length: int) -> int:
         """See `CachedSequence.rewind`."""
+        if self._batch is not None:
+            self._length = self._batch.rewind(self, length)
+            return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
         if length < self._length:
@@ -114,6 +166,10 @@ class MLXSequence:
 
     def check(self, length: int) -> None:
         """See `CachedSequence.check`."""
+        if self._batch is not None:
+            if self._batch.length(self) != length:
+                raise RewindError(f"a row should hold {length} tokens, it holds {self._batch.length(self)}")
+            return
         for i, layer in enumerate(self.cache):
             for layer_length in lengths(layer):
                 if layer_length != length:
@@ -135,6 +191,7 @@ class MLXSequence:
         Returns: None if there are no cached tokens, or some cache is of a class that is not known.
         Raises: RewindError: some cache holds another number of tokens.
         """
+        self.leave_batch()
         self.check(len(tokens))
         if not tokens or not all(can_take_state(layer) for layer in self.cache):
             return None
@@ -190,6 +247,9 @@ class MLXSequence:
 
     def close(self) -> None:
         """See `CachedSequence.close`."""
+        if self._batch is not None:
+            self._batch.drop(self)
+            self._batch = None
         self.cache = []
         self._checkpoints = []
         self._prefix_checkpoints = []
@@ -197,6 +257,7 @@ class MLXSequence:
     @property
     def num_bytes(self) -> int:
         """See `CachedSequence.num_bytes`."""
+        self.leave_batch()
         bytes_per_checkpoint = sum(checkpoint_bytes(layer) for layer in self.cache)
         return sum(int(layer.nbytes) for layer in self.cache) + len(self._all_checkpoints()) * bytes_per_checkpoint
 
@@ -216,11 +277,13 @@ class MLXSequence:
 
     def add_prefix_checkpoint(self) -> None:
         """See `CachedSequence.add_prefix_checkpoint`."""
+        self.leave_batch()
         if not self._prefix_checkpoints or self._prefix_checkpoints[-1].length < self._length:
             self._prefix_checkpoints.append(self._make_checkpoint())
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`."""
+        self.leave_batch()
         # From the length at which caches were quantised, tokens were read otherwise, and another text may quantise its
         # caches at another length.
         if self._is_quantized or not self._options.reads_alike(self.cache, num_read):
@@ -233,6 +296,7 @@ class MLXSequence:
 
     def reuse(self, length: int) -> None:
         """See `CachedSequence.reuse`."""
+        self.leave_batch()
         if length < self._length:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)

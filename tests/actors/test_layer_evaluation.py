@@ -102,8 +102,8 @@ def test_the_device_decides_unless_somebody_else_does(
 ) -> None:
     model = MLXModel(llama(), CacheOptions(), layer_evaluation=wanted)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
-    assert model.open_sequence(beside_another=True)._layer_evaluation is expected
-    assert model.open_sequence(beside_another=False)._layer_evaluation is LayerEvaluation.WHOLE
+    assert model.open_sequence(beside_another=True).layer_evaluation is expected
+    assert model.open_sequence(beside_another=False).layer_evaluation is LayerEvaluation.WHOLE
 
 
 @pytest.fixture(params=list(LayerEvaluation), ids=lambda each: each.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,14 +24,22 @@ from protocol.acceptance import (
     count_matches,
     distribution,
     draw,
-    judge_by_match,
-    judge_by_rejection,
     residual,
 )
+from protocol import acceptance
 from protocol.errors import ProtocolError
 from protocol.randomness import Purpose, key_for
 
 SMALLEST_P_VALUE = 1e-4
+
+
+def judge_by_match(*args: Any, **named: Any) -> Judgement:
+    return acceptance.judge_by_match(*args, **named).read()
+
+
+def judge_by_rejection(*args: Any, **named: Any) -> Judgement:
+    return acceptance.judge_by_rejection(*args, **named).read()
+
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=60)
 

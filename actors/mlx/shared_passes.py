@@ -1,0 +1,153 @@
+"""Shared passes: forward passes of one model over several texts, where the model and their caches allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.cache_rewind import kind
+from actors.mlx.layer_evaluation import LayerEvaluation
+from actors.mlx.row_batch import RowBatch
+from actors.mlx.row_caches import MAX_WIDTH, can_take_rows
+from actors.mlx.sequence import MLXSequence
+from actors.model import Feed
+
+# A row leaves the batch after so many passes without it: each of them computed its padding.
+MAX_PASSES_MISSED = 4
+
+# Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.
+_NEEDS_ONE_TEXT = {"afm7", "gemma3n", "gpt_bigcode", "internlm3", "llama4", "phi3small"}
+
+# Modules of mlx-lm whose recurrent layers read `ArraysCache.lengths`, and so keep padding out of their states.
+_READS_LENGTHS = {
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "plamo2",
+    "qwen3_5",
+    "qwen3_next",
+}
+
+# The probe's texts, and how many of their last tokens are read in the pass that they share.
+_PROBES = ((5, 2), (9, 3))
+# Largest difference between logits of the probe, in parts of their range. Another mask makes a difference like the
+# range itself; rounding in bfloat16 makes one of a hundredth.
+_TOLERANCE = 0.1
+
+
+class SharedPasses:
+    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread."""
+
+    def __init__(self, model: Module, options: CacheOptions) -> None:
+        """Make passes without any row.
+
+        Args:
+            model: an mlx-lm language model.
+            options: of its caches.
+        """
+        self._model = model
+        self._options = options
+        self._batch = self._new_batch(LayerEvaluation.WHOLE)
+        self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
+        self._obstacle: str | None = None
+        self._is_probed = False
+
+    def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        """See `Model.feed_together`."""
+        rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
+        if len(rows) < 2:
+            # It stays a row while there are others, which may be fed again in the next pass.
+            rows = {text: feed for text, feed in rows.items() if text in self._rows and len(self._rows) > 1}
+        logits = self._feed_rows(rows) if rows else {}
+        return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
+
+    def _feed_rows(self, rows: dict[Any, Feed]) -> dict[object, mx.array]:
+        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row}
+        for text, missed in list(self._rows.items()):
+            if text not in rows and missed >= MAX_PASSES_MISSED:
+                text.leave_batch()
+                del self._rows[text]
+        if not self._rows:
+            self._batch = self._new_batch(next(iter(rows)).layer_evaluation)
+        for text in rows:
+            if text not in self._rows:
+                text.join(self._batch)
+        self._rows = {text: 0 if text in rows else missed + 1 for text, missed in self._rows.items()} | dict.fromkeys(
+            rows, 0
+        )
+        logits = self._batch.feed({text: feed.tokens for text, feed in rows.items()})
+        for text in rows:
+            text.count_row()
+        return {text: logits[text][-feed.num_logits :] for text, feed in rows.items()}
+
+    def _may_share(self, feed: Feed) -> bool:
+        text = feed.sequence
+        if not isinstance(text, MLXSequence) or len(feed.tokens) > MAX_WIDTH:
+            return False
+        return text.is_row or (text.can_be_row and self.obstacle() is None)
+
+    def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
+        caches = self._options.make_cache(self._model)
+        return RowBatch(self._model, caches if all(map(can_take_rows, caches)) else (), layer_evaluation)
+
+    # --- what cannot share ------------------------------------------------------------------------
+
+    def obstacle(self) -> str | None:
+        """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
+        if not self._is_probed:
+            self._obstacle, self._is_probed = self._find_obstacle(), True
+        return self._obstacle
+
+    def _find_obstacle(self) -> str | None:
+        if self._options.rewind != "auto":
+            return f'rewind="{self._options.rewind}" is for one text a pass'
+        if self._options.kv_bits is not None:
+            return "quantised caches hold one text"
+        caches = self._options.make_cache(self._model)
+        if others := sorted({kind(layer) for layer in caches if not can_take_rows(layer)}):
+            return f"caches of the kind {', '.join(others)} hold one text"
+        families = {type(module).__module__.rpartition(".")[2] for module in self._model.modules()}
+        if self._options.one_by_one or families & _NEEDS_ONE_TEXT:
+            return "this family's layers expect one text"
+        if self._batch.is_recurrent and not families & _READS_LENGTHS:
+            return "this family's recurrent layers do not tell padding from text"
+        return None if self._agrees() else "it gives other logits for two texts at once than for each alone"
+
+    def _agrees(self) -> bool:
+        """Whether two texts at once give the logits that each gives alone."""
+        texts = [tuple(range(1, 1 + length)) for length, _ in _PROBES]
+        alone, together = [], []
+        batch = self._new_batch(LayerEvaluation.WHOLE)
+        for text, (length, num_read) in zip(texts, _PROBES, strict=True):
+            for found in (alone, together):
+                caches = self._options.make_cache(self._model)
+                self._model(mx.array([text[:-num_read]]), cache=caches)
+                if found is alone:
+                    alone.append(self._model(mx.array([text[-num_read:]]), cache=caches)[0])
+                else:
+                    batch.join(length, caches, length - num_read)
+        try:
+            logits = batch.feed({length: text[-n:] for text, (length, n) in zip(texts, _PROBES, strict=True)})
+            together = [logits[length] for length, _ in _PROBES]
+            return all(_is_close(*pair) for pair in zip(alone, together, strict=True))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # whatever a model's code runs into
+            return False
+
+
+def _is_close(expected: mx.array, found: mx.array) -> bool:
+    expected, found = expected.astype(mx.float32), found.astype(mx.float32)
+    span = mx.max(expected) - mx.min(expected)
+    return bool((mx.max(mx.abs(expected - found)) <= _TOLERANCE * span).item())
+
+
+def _fed_alone(feed: Feed) -> mx.array:
+    logits = feed.sequence.feed(feed.tokens, feed.num_logits)
+    assert logits is not None
+    return logits

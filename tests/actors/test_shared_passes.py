@@ -1,0 +1,83 @@
+"""Several texts in one pass: each text is what it is alone, in every family that takes rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from models import greedy
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXSequence
+from actors.model import Feed, RewindMode
+
+NUM_TOKENS = 40
+PROMPT_LENGTHS = (9, 23, 40)
+
+# Families whose texts take turns, and a word of the reason.
+ALONE = {
+    name: "recurrent" if "ArraysCache" in architecture.kinds else ""
+    for name, architecture in ARCHITECTURES.items()
+    if MLXModel(build(name), CacheOptions()).sharing_obstacle() is not None
+}
+
+
+class Text:
+    """One text that is decoded greedily, with a drafter that is right as often as `luck` says."""
+
+    def __init__(self, model: MLXModel, prompt: Sequence[int], truth: Sequence[int]) -> None:
+        self.sequence = model.open_sequence(beside_another=False)
+        self.tokens, self.num_prompt, self.truth = list(prompt), len(prompt), truth
+        self.sequence.feed(tuple(prompt[:-1]), 0)
+        self.drafted: list[int] = []
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def draft(self, draws: random.Random, luck: float) -> Feed:
+        done = len(self.generated)
+        true = self.truth[done : done + draws.randrange(5)]
+        self.drafted = [token if draws.random() < luck else (token + 1) % VOCAB_SIZE for token in true]
+        missing = self.tokens[self.sequence.length :]
+        tokens = (*missing, *self.drafted)
+        assert self.sequence.prepare(len(tokens), len(self.tokens)) is not RewindMode.SINGLE
+        return Feed(self.sequence, tokens, 1 + len(self.drafted))
+
+    def judge(self, logits: mx.array) -> None:
+        chosen = mx.argmax(logits, axis=-1).tolist()
+        accepted = next((i for i, token in enumerate(self.drafted) if token != chosen[i]), len(self.drafted))
+        start = len(self.tokens)
+        self.tokens += chosen[: accepted + 1]
+        self.sequence.rewind(start + accepted)
+
+
+def texts_of(model: nn.Module, wrapped: MLXModel) -> list[Text]:
+    draws = random.Random(1)
+    prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return [Text(wrapped, prompt, greedy(model, prompt, NUM_TOKENS + 8)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALONE])
+def test_each_text_is_what_it_is_alone(name: str) -> None:
+    model = build(name)
+    wrapped = MLXModel(model, CacheOptions())
+    texts, draws = texts_of(model, wrapped), random.Random(2)
+    while any(len(text.generated) < NUM_TOKENS for text in texts):
+        # Now and then a text takes no part, or another one joins again.
+        present = [text for text in texts if draws.random() < 0.9] or texts[:1]
+        logits = wrapped.feed_together([text.draft(draws, 0.7) for text in present])
+        for text, rows in zip(present, logits, strict=True):
+            text.judge(rows)
+        if draws.random() < 0.1:
+            draws.choice(texts).sequence.leave_batch()
+    assert any(text.sequence.is_row for text in texts)
+    for text in texts:
+        assert text.generated[:NUM_TOKENS] == list(text.truth[:NUM_TOKENS])
+        text.sequence.check(text.sequence.length)
+        text.sequence.close()
