@@ -13,7 +13,6 @@ from models import greedy
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXSequence
 from actors.model import Feed, RewindMode
 
 NUM_TOKENS = 40

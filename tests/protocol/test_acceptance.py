@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from protocol import acceptance
 from protocol.acceptance import (
     Judgement,
     choices,
@@ -26,7 +27,6 @@ from protocol.acceptance import (
     draw,
     residual,
 )
-from protocol import acceptance
 from protocol.errors import ProtocolError
 from protocol.randomness import Purpose, key_for
 
