@@ -16,10 +16,10 @@ from mlx.nn.layers.base import Module
 class LayerEvaluation(Enum):
     """When the layers of a pass are evaluated, while another model may work.
 
-    MLX's scheduler counts the active tasks of the whole process: the operations of a CPU, the command buffers of Metal,
-    the graphs of CUDA. Above ten, each thread that evaluates waits after every operation until a task is done, and on a
-    GPU it commits each operation alone. A target that is evaluated in one go keeps the count there, and a small drafter
-    beside it becomes three times slower on a CPU.
+    MLX's scheduler counts the active tasks of the whole process: on a CPU bundles of operations, on a GPU the command
+    buffers (Metal) or graphs (CUDA) that were committed because they were full. Above ten, each thread that evaluates
+    waits after every operation until a task is done, and on a GPU it commits each operation alone. A target that is
+    evaluated in one go keeps the count there, and a small drafter beside it becomes three times slower on a CPU.
     """
 
     WHOLE = "whole"
@@ -33,7 +33,8 @@ class LayerEvaluation(Enum):
     """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
 
 
-# With two command buffers for a layer, this is below ten and leaves room for a drafter.
+# Enough that the device does not wait for the next layer to be submitted. What `mx.async_eval` commits at its end is no
+# task; only the buffers that a layer fills are: hardly one, with the sizes of `runtime.loading.mlx_environment`.
 MAX_LAYERS_IN_FLIGHT = 3
 
 OnLayer = Callable[[Any], None]

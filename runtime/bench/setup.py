@@ -34,6 +34,7 @@ from runtime.loading.model_sources import (
     check_source,
     load_onto,
 )
+from runtime.loading.processor import processor_name
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -224,7 +225,7 @@ async def _note_circumstances(
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
     circumstances.machine = {
         "device": mx.default_device().type.name,
-        "processor": f"{_processor()}, {blas.num_usable_cores()} cores",
+        "processor": f"{processor_name()}, {blas.num_usable_cores()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}",
     }
     if (library := blas.blas_in_use()) is not None:
@@ -237,15 +238,6 @@ async def _note_circumstances(
 
 def _name(source: Source) -> str:
     return type(source[0]).__name__ if isinstance(source, tuple) else str(source)
-
-
-def _processor() -> str:
-    """The processor's name, or its architecture if the system does not tell."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 # --- progress -------------------------------------------------------------------------------------

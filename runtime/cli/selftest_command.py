@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown_path
 from protocol.settings import NGRAM
 from protocol.validation import check_number
 from runtime.cli.model_arguments import add_models, models_of
+from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.selftest.stored_report import keep
 from runtime.terminal.display import (
@@ -33,6 +34,7 @@ from runtime.terminal.display import (
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
+    from runtime.selftest.checks import Check
     from runtime.selftest.report import SelfTestReport
 
 # What the checks that can go on for any time share: one takes all of it, another about as much again.
@@ -85,38 +87,55 @@ def selftest(arguments: argparse.Namespace) -> int:
     from runtime.selftest.report import SelfTestReport, check_report_path, summary
 
     check_number("--minutes", arguments.minutes, above=0)
+    check_environment()
     path = check_report_path(arguments.json)
     models = models_of(arguments)
+    if models.draft in (None, NGRAM):
+        raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")
+    target, draft = str(models.target), str(models.draft)
     subject = {
-        "target": str(models.target),
-        "draft": str(models.draft if models.draft is not None else DEMO_DRAFT),
+        "target": target,
+        "draft": draft,
         "seconds": SECONDS_A_MINUTE * arguments.minutes,
         "device": models.device,
     }
-    if models.draft in (None, NGRAM):
-        raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")
-    report, outcome = SelfTestReport(with_own_models=models.target != DEMO_TARGET), CommandOutcome()
+    with_own_models = (target, draft) != (str(DEMO_TARGET), str(DEMO_DRAFT))
+    report, outcome = SelfTestReport(with_own_models, _paths(target, draft)), CommandOutcome()
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, partial(_run, subject, report, display.show_activity))
+    if outcome.failure is not None:
+        return exit_status(outcome)
+    is_whole = outcome.signal is None
+    if is_whole:
+        # First, so that nothing is lost where stdout is closed. A report of an interrupted run is none.
+        _keep(report.as_json(), path)
     if report.runs:
         print_sections(report.sections())
-        print_message(summary(report.runs))
-        # A report of an interrupted run is none.
-        if outcome.signal is None:
-            _keep(report.as_json(), path)
-    if report.failures and outcome.signal is None:
+        print_message(summary(report.runs) if is_whole else f"interrupted after {len(report.runs)} checks")
+    if report.failures and is_whole:
         outcome.failure = CheckError(f"these checks failed: {', '.join(run.check.label for run in report.failures)}")
     return exit_status(outcome)
 
 
+def _paths(*sources: str) -> tuple[str, ...]:
+    """The paths among sources of models, in each form in which messages may have them."""
+    paths = [Path(source) for source in sources if Path(source).exists()]
+    return tuple(str(form) for path in paths for form in (path, path.absolute(), path.resolve()))
+
+
 async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Callable[[str], None]) -> None:
-    from runtime.selftest.checks import CHECKS, CHECKS_ON_GPUS
+    from runtime.selftest.checks import CHECKS, CHECKS_OF_BUFFERS, CHECKS_OF_LAYERS
     from runtime.selftest.runner import run_checks
 
-    await run_checks(CHECKS, subject, on_progress, report.runs.append)
-    on_gpu = any(run.finding.figures.get("device") == "gpu" for run in report.runs)
-    if on_gpu:
-        await run_checks(CHECKS_ON_GPUS, subject, on_progress, report.runs.append)
+    async def run(checks: Sequence[Check]) -> None:
+        await run_checks(checks, subject, on_progress, report.runs.append)
+
+    await run(CHECKS[:1])
+    (loading,) = report.runs
+    if (device := loading.finding.figures.get("device")) is None:
+        why = loading.finding.figures.get("error", loading.finding.summary)
+        raise ModelError(f"the models cannot be loaded, so nothing was checked: {why}")
+    await run((*CHECKS[1:], *CHECKS_OF_LAYERS, *(CHECKS_OF_BUFFERS if device == "gpu" else ())))
 
 
 def _keep(report: dict[str, Any], path: Path | None) -> None:
@@ -126,8 +145,8 @@ def _keep(report: dict[str, Any], path: Path | None) -> None:
     """
     try:
         keep(report)
-    except OSError as error:
-        print_message(f"the report is not kept for outrider doctor: {error.strerror}")
+    except (OSError, RuntimeError) as error:
+        print_message(f"the report is not kept for outrider doctor: {error}")
     if path is not None:
         try:
             path.write_text(json.dumps(report, indent=2) + "\n")

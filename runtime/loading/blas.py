@@ -204,6 +204,11 @@ def load_from_environment() -> None:
         _loaded.environment_error = SettingsError(f"{VARIABLE}: {error}")
 
 
+def variables_set_here() -> tuple[str, ...]:
+    """The environment variables that were set when a BLAS was loaded."""
+    return ("OPENBLAS_NUM_THREADS",) if _loaded.sets_threads else ()
+
+
 def check_environment() -> None:
     """Check that the BLAS that the environment names was loaded.
 

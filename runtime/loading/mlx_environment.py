@@ -42,3 +42,8 @@ def untune() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _set_here.clear()
+
+
+def set_here() -> tuple[str, ...]:
+    """The variables that `tune` has set."""
+    return tuple(_set_here)

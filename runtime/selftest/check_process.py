@@ -1,37 +1,42 @@
-"""The process of one check: `python -m runtime.selftest.check_process MODULE NAME`, a subject as JSON on stdin.
+"""The process of one check: `python -m runtime.selftest.check_process MODULE NAME`, and a subject as JSON on stdin.
 
-The last line on stdout is the finding as JSON. Whatever else the process prints is for people.
+The subject is the first line on stdin, which stays open: at its end the process ends, since whoever started it has
+gone. The last line on stdout is the finding as JSON. Whatever else the process prints is for people.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import threading
+import traceback
 
-from protocol.errors import OutriderError
+ORPHANED = 3
 
 
 def main(module: str, name: str) -> None:
     """Run the check, and print its finding."""
-    given = json.load(sys.stdin)
-    device = given.pop("device", None)
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     # Here and not at the top: the environment of this process decides how they begin.
-    import mlx.core as mx
-
-    from actors.workers.worker import JobError
     from runtime.selftest.findings import Finding
-    from runtime.selftest.subject import Subject
+    from runtime.selftest.subject import Subject, use_device
 
-    if device is not None:
-        mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu))
-    check = importlib.import_module(module)
     try:
-        finding: Finding = getattr(check, name)(Subject(**given))
-    except (OutriderError, JobError, RuntimeError, ValueError, MemoryError) as error:  # MLX raises the last three
+        use_device(given.pop("device", None))
+        finding: Finding = getattr(importlib.import_module(module), name)(Subject(**given))
+    except Exception as error:  # of any kind: it is what the check has found
+        traceback.print_exc()
         finding = Finding("failed", f"the check ended with {type(error).__name__}", {"error": str(error)[:2000]})
     sys.stdout.write(json.dumps(finding.as_json()) + "\n")
     sys.stdout.flush()
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(ORPHANED)
 
 
 if __name__ == "__main__":

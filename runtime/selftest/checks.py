@@ -18,7 +18,7 @@ class Check:
     Attributes:
         name: of the function, in `module`.
         module: full name of the module.
-        meaning: what it means for a user if the check fails.
+        meaning: what it means for a user if the check fails. (If it crashes or hangs, nothing was found out.)
         timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
         environment: variables of its process.
     """
@@ -41,6 +41,8 @@ class Check:
 
 
 CHECKS = (
+    # A download may take long.
+    Check("models", "runtime.selftest.speed", "the models are too large for this device, and it will swap", 3600.0),
     Check(
         "greedy_equality",
         "runtime.selftest.exactness",
@@ -83,7 +85,6 @@ CHECKS = (
         "the runtime disturbs what your own code computes with MLX beside it",
     ),
     Check("failing_allocation", "runtime.selftest.stability", "a stream that runs out of memory ends the others, too"),
-    Check("memory", "runtime.selftest.speed", "the models are too large for this device, and it will swap"),
     Check("prices", "runtime.selftest.speed", "forward passes could not be timed"),
     Check("overlap", "runtime.selftest.speed", "two models at a time could not be timed"),
     Check(
@@ -92,14 +93,19 @@ CHECKS = (
     Check("speeds", "runtime.selftest.speed", "tokens per second could not be measured"),
 )
 
-# The speeds again, with other sizes of MLX's buffers and with layers evaluated one by one: only for GPUs.
-CHECKS_ON_GPUS = tuple(
+# The speeds again, with layers evaluated otherwise.
+CHECKS_OF_LAYERS = tuple(
+    attrs.evolve(CHECKS[-1], environment={"OUTRIDER_LAYER_EVALUATION": value})
+    for value in ("whole", "waiting", "pipelined")
+)
+
+# And with other sizes of MLX's buffers, which only GPUs have.
+CHECKS_OF_BUFFERS = tuple(
     attrs.evolve(CHECKS[-1], environment=environment)
     for environment in (
         {"OUTRIDER_TUNE_MLX": "0"},
         {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"},
         {"MLX_MAX_OPS_PER_BUFFER": "4000", "MLX_MAX_MB_PER_BUFFER": "8000"},
-        {"OUTRIDER_LAYER_EVALUATION": "pipelined"},
         {"OUTRIDER_LAYER_EVALUATION": "pipelined", "OUTRIDER_TUNE_MLX": "0"},
     )
 )

@@ -25,10 +25,14 @@ LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
 SEED = 20_26
 NUM_CONCURRENT_PASSES = 40
 
+TOO_LARGE = Finding("skipped", "in float32 the models are larger than this device recommends")
+
 
 def greedy_equality(subject: Subject) -> Finding:
     """Greedy text in float32 is mlx-lm's own, for every lookahead, with and without chained draft steps."""
-    target, draft = subject.load("target", mx.float32), subject.load("draft", mx.float32)
+    if (pair := subject.load_in_float32()) is None:
+        return TOO_LARGE
+    target, draft = pair
     prompts = subject.prompts(target[1])
     expected = [plain_text(target[0], prompt, subject.max_tokens) for prompt in prompts]
     differences: list[dict[str, Any]] = []
@@ -39,7 +43,7 @@ def greedy_equality(subject: Subject) -> Finding:
                 for lookahead in LOOKAHEADS:
                     for index, prompt in enumerate(prompts):
                         completion = await rt.generate(prompt, max_tokens=subject.max_tokens, lookahead=lookahead)
-                        if (place := first_difference(ids(completion), expected[index])) is not None:
+                        if (place := first_difference(completion, expected[index])) is not None:
                             differences.append(
                                 {"prompt": index, "lookahead": lookahead, "chains": chains, "position": place}
                             )
@@ -56,7 +60,9 @@ def greedy_equality(subject: Subject) -> Finding:
 
 def seeded_equality(subject: Subject) -> Finding:
     """A seed gives the same text again, and under the match rule the same text with any lookahead."""
-    target, draft = subject.load("target", mx.float32), subject.load("draft", mx.float32)
+    if (pair := subject.load_in_float32()) is None:
+        return TOO_LARGE
+    target, draft = pair
     prompt = subject.prompts(target[1])[0]
     settings: dict[str, Any] = {"max_tokens": subject.max_tokens, "temperature": 0.8, "seed": SEED}
     differences: list[str] = []
@@ -67,8 +73,11 @@ def seeded_equality(subject: Subject) -> Finding:
             for lookahead in (1, 4, 4, "auto"):
                 if ids(await rt.generate(prompt, lookahead=lookahead, **settings)) != plain:
                     differences.append(f"match, lookahead {lookahead}")
-            rejection = {**settings, "acceptance": "rejection", "lookahead": 4}
-            if ids(await rt.generate(prompt, **rejection)) != ids(await rt.generate(prompt, **rejection)):
+            settings.update(acceptance="rejection", lookahead=4)
+            twice = [await rt.generate(prompt, **settings) for _ in range(2)]
+            # Where the target did not wait for its drafter, other tokens are drawn.
+            was_in_time = not any(completion.statistics.draft_timeouts for completion in twice)
+            if was_in_time and ids(twice[0]) != ids(twice[1]):
                 differences.append("rejection, the same settings twice")
 
     trio.run(compare)
@@ -173,12 +182,15 @@ def kernels(subject: Subject) -> Finding:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def first_difference(text: Sequence[int], expected: Sequence[int]) -> int | None:
+def first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 
-    A text may be shorter: it ends with an end-of-text token, which plain decoding goes on behind.
+    A text may end early with an end-of-text token, which plain decoding goes on behind.
     """
-    return next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), None)
+    text = ids(completion)
+    if (place := next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), None)) is not None:
+        return place
+    return None if len(text) == len(expected) or completion.finish_reason == "stop" else len(text)
 
 
 def bytes_of(array: mx.array) -> bytes:

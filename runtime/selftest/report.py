@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,17 +16,21 @@ import attrs
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown_path
+from runtime.loading.processor import processor_name
 from runtime.selftest.findings import FAILURES
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import FORMAT, versions
 
 # A smaller gain may be noise.
 MIN_GAIN = 1.05
-# Python's own switch interval, in seconds.
-DEFAULT_INTERVAL = "0.005"
+# Python's own switch interval.
+DEFAULT_INTERVAL_S = 0.005
 
-# What looks like an absolute path in a message of somebody else's.
-_PATH = re.compile(r"(?<![\w.])(?:/[^\s/'\":,()]+){2,}/?")
+# What looks like an absolute path in a message of somebody else's, and the file in a line of a traceback.
+_PATH = re.compile(r"(?<![\w.<>])(?:~|\.\.?)?(?:/[^\s/'\":,()]+){2,}/?")
+_REST_OF_PATH = r"(?:/[^\s'\":,()]*)?"
+_FILE_OF_TRACEBACK = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @attrs.define
@@ -32,10 +39,12 @@ class SelfTestReport:
 
     Attributes:
         with_own_models: whether the models were the user's, and not the bundled pair.
+        secrets: texts that the report must not have, such as the paths of the models.
         runs: the checks that have run.
     """
 
     with_own_models: bool
+    secrets: tuple[str, ...] = ()
     runs: list[CheckRun] = attrs.field(factory=list)
 
     @property
@@ -59,19 +68,26 @@ class SelfTestReport:
             "summary": summary(self.runs),
             "machine": machine(),
             "own_models": self.with_own_models,
-            "failures": {run.check.label: run.check.meaning for run in self.failures},
+            "failures": {run.check.label: _meaning(run) for run in self.failures},
             "settings": dict(self._settings()),
             "checks": checks,
         }
-        without_paths: dict[str, Any] = _without_paths(report)
+        without_paths: dict[str, Any] = _without_paths(report, self._known_paths())
         return without_paths
+
+    def _known_paths(self) -> list[str]:
+        """Paths that may occur in messages, the longest first: a path in another one goes with it."""
+        home = os.path.expanduser("~")
+        places = (home, os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(PACKAGE))
+        known = {*self.secrets, *places, *map(os.path.realpath, places)}
+        return sorted(known - {"", "/", ".", "~"}, key=len, reverse=True)
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titled tables of (name, value): the machine, every check, what failures mean, and the best settings."""
         checks = [(run.check.label, f"{_mark(run)}{run.finding.summary} ({run.seconds:.0f} s)") for run in self.runs]
         sections = [("machine", list(machine().items())), ("checks", checks)]
         if self.failures:
-            sections.append(("what that means", [(run.check.label, run.check.meaning) for run in self.failures]))
+            sections.append(("what that means", [(run.check.label, _meaning(run)) for run in self.failures]))
         if settings := self._settings():
             sections.append(("settings that were best here", settings))
         return sections
@@ -101,24 +117,32 @@ class SelfTestReport:
             if gain > MIN_GAIN:
                 settings.append(("environment", f'{best} ({gain:.2f} times the speed of "auto" without)'))
         for run in passed:
-            if by_interval := run.finding.figures.get("by_interval_s"):
-                best = max(by_interval, key=lambda name: by_interval[name]["tokens_per_second"])
-                gain = by_interval[best]["tokens_per_second"] / by_interval[DEFAULT_INTERVAL]["tokens_per_second"]
-                if gain > MIN_GAIN:
-                    text = f"{best} ({gain:.2f} times the speed of Python's default)"
-                    settings.append(("sys.setswitchinterval", text))
+            if (best_s := run.finding.figures.get("best_s", DEFAULT_INTERVAL_S)) != DEFAULT_INTERVAL_S:
+                settings.append(("sys.setswitchinterval", f"{best_s:g}"))
         return settings
 
 
-def _without_paths(value: Any) -> Any:
-    """A value of JSON with every path in its texts taken out."""
+def _without_paths(value: Any, known: Sequence[str]) -> Any:
+    """A value of JSON with every path in its texts taken out.
+
+    Args:
+        value: the value.
+        known: paths that may occur, the longest first.
+    """
     if isinstance(value, str):
+        value = _FILE_OF_TRACEBACK.sub(r'File "\1"', value)
+        for path in known:
+            value = re.sub(re.escape(path) + _REST_OF_PATH, "<path>", value)
         return _PATH.sub("<path>", value)
     if isinstance(value, dict):
-        return {key: _without_paths(each) for key, each in value.items()}
+        return {_without_paths(key, known): _without_paths(each, known) for key, each in value.items()}
     if isinstance(value, list):
-        return [_without_paths(each) for each in value]
+        return [_without_paths(each, known) for each in value]
     return value
+
+
+def _meaning(run: CheckRun) -> str:
+    return run.check.meaning if run.finding.status == "failed" else "this could not be checked"
 
 
 def _mark(run: CheckRun) -> str:
@@ -129,20 +153,23 @@ def machine() -> dict[str, str]:
     """The machine and the versions, by name."""
     return {
         "system": f"{platform.system()} {platform.release()}",
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "python": platform.python_version(),
         **versions(),
+        **{name: value for name, value in os.environ.items() if name.startswith(("MLX_", "OUTRIDER_"))},
     }
 
 
 def check_report_path(file: str | None) -> Path | None:
     """The path of a report, checked before anything runs.
 
-    Raises: SettingsError: its directory does not exist.
+    Raises: SettingsError: it is a directory, or its directory does not exist.
     """
     if file is None:
         return None
     path = Path(file)
+    if path.is_dir():
+        raise SettingsError(f"--json {shown_path(file)} is a directory; name a file in it")
     if not path.absolute().parent.is_dir():
         raise SettingsError(f"--json {shown_path(file)} is in no directory that exists; make that first")
     return path
@@ -151,6 +178,8 @@ def check_report_path(file: str | None) -> Path | None:
 def summary(runs: Sequence[CheckRun]) -> str:
     """One sentence on all checks."""
     num_failed = sum(run.finding.status in FAILURES for run in runs)
-    if not num_failed:
-        return f"all {len(runs)} checks passed"
-    return f"{num_failed} of {len(runs)} checks failed; attach the report of --json to an issue"
+    num_skipped = sum(run.finding.status == "skipped" for run in runs)
+    skipped = f", {num_skipped} skipped" if num_skipped else ""
+    if num_failed:
+        return f"{num_failed} of {len(runs)} checks failed{skipped}; attach the report of --json to an issue"
+    return f"{len(runs) - num_skipped} checks passed{skipped}"

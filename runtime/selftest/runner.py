@@ -8,16 +8,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
+import runtime
+from runtime.loading import blas, mlx_environment
 from runtime.selftest.checks import Check
 from runtime.selftest.findings import Finding
 
-# Lines of a crashed process's stderr that are kept.
-NUM_LINES = 12
+# Lines of a process's stderr that are kept where it crashed or hung: about the stacks of its threads.
+NUM_LINES = 40
+# Seconds for a process that hangs to write down where its threads are.
+GRACE_S = 5.0
 
 
 @attrs.frozen
@@ -65,37 +71,90 @@ async def run_check(check: Check, subject: dict[str, Any]) -> Finding:
 
     Cancellation: kills the process.
     """
-    command = [sys.executable, "-m", "runtime.selftest.check_process", check.module, check.name]
-    with trio.move_on_after(check.timeout_s + float(subject.get("seconds", 0.0))):
-        done = await trio.run_process(
-            command,
-            stdin=json.dumps(subject).encode(),
-            capture_stdout=True,
-            capture_stderr=True,
-            check=False,
-            env=os.environ | check.environment,
-            # A Ctrl-C is for the command, which cancels this.
-            start_new_session=True,
-        )
-        return finding_of(done)
-    return Finding("hung", f"the check had not ended after {check.timeout_s:g} s", {})
+    limit_s = check.timeout_s + float(subject.get("seconds", 0.0))
+    process = await trio.lowlevel.open_process(
+        # Without the current directory on the path, which may have modules of the same names.
+        [sys.executable, "-P", "-X", "faulthandler", "-m", "runtime.selftest.check_process", check.module, check.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment() | check.environment,
+        # A Ctrl-C is for the command, which cancels this.
+        start_new_session=True,
+    )
+    stdout, stderr = bytearray(), bytearray()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_collect, process.stdout, stdout)
+            nursery.start_soon(_collect, process.stderr, stderr)
+            nursery.start_soon(_hand_over, process.stdin, json.dumps(subject).encode() + b"\n")
+            with trio.move_on_after(limit_s) as limit:
+                await process.wait()
+            if limit.cancelled_caught:
+                process.send_signal(signal.SIGABRT)
+                with trio.move_on_after(GRACE_S):
+                    await process.wait()
+                process.kill()
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                assert stream is not None
+                await stream.aclose()
+    lines = bytes(stderr).decode(errors="replace").splitlines()[-NUM_LINES:]
+    if limit.cancelled_caught:
+        return Finding("hung", f"the check had not ended after {limit_s:g} s", {"stderr": lines})
+    assert process.returncode is not None
+    return finding_of(process.returncode, bytes(stdout).decode(errors="replace"), lines)
 
 
-def finding_of(done: subprocess.CompletedProcess[bytes]) -> Finding:
-    """The finding of a process that has ended."""
-    last = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-    tail = done.stderr.decode(errors="replace").splitlines()[-NUM_LINES:]
+def _environment() -> dict[str, str]:
+    """The environment without what Outrider has set in it, so that a check's process decides for itself."""
+    environment = dict(os.environ)
+    for name in (*mlx_environment.set_here(), *blas.variables_set_here()):
+        environment.pop(name, None)
+    root = str(Path(runtime.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    return environment
+
+
+async def _collect(stream: trio.abc.ReceiveStream | None, into: bytearray) -> None:
+    assert stream is not None
+    async for data in stream:
+        into += data
+
+
+async def _hand_over(stdin: trio.abc.SendStream | None, data: bytes) -> None:
+    """Send the subject. The stream stays open: a process whose stdin ends has lost the one that started it."""
+    assert stdin is not None
+    # If it has ended already, that is its finding.
+    with suppress(trio.BrokenResourceError):
+        await stdin.send_all(data)
+
+
+def finding_of(status: int, stdout: str, stderr: list[str]) -> Finding:
+    """The finding of a process that has ended.
+
+    Args:
+        status: its exit status; negative for a signal.
+        stdout: what it wrote.
+        stderr: the last lines that it wrote there.
+    """
+    last = stdout.strip().rpartition("\n")[2]
     try:
         finding = Finding(**json.loads(last))
     except (json.JSONDecodeError, TypeError):
-        return Finding("crashed", f"the check's process ended with {_ending(done.returncode)}", {"stderr": tail})
-    if done.returncode != 0:
+        return Finding("crashed", f"the check's process ended with {_ending(status)}", {"stderr": stderr})
+    if status != 0:
         # It had a finding, and died on its way out.
         return Finding(
             "crashed",
-            f"the check's process ended with {_ending(done.returncode)}, after this: {finding.summary}",
-            {**finding.figures, "stderr": tail},
+            f"the check's process ended with {_ending(status)}, after this: {finding.summary}",
+            {**finding.figures, "stderr": stderr},
         )
+    if finding.status == "failed" and stderr:
+        return attrs.evolve(finding, figures={**finding.figures, "stderr": stderr})
     return finding
 
 

@@ -19,13 +19,25 @@ from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import MLXModel
 from runtime.bench.one_stream import Plan, measure
 from runtime.doctor.pass_times import time_passes
+from runtime.generation.text import check_vocabularies
 from runtime.selftest.baselines import in_parallel, median_step_s
 from runtime.selftest.findings import Finding
 from runtime.selftest.subject import Subject, running_pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 TEXT_LENGTHS = (64, 512)
+# In seconds; Python's default is the first.
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
+NUM_TURNS = 3
+# Of `mx.device_info`, which has different fields on each backend.
+DEVICE_FIELDS = (
+    "device_name",
+    "architecture",
+    "memory_size",
+    "max_buffer_length",
+    "compute_capability_major",
+    "compute_capability_minor",
+)
 
 
 def prices(subject: Subject) -> Finding:
@@ -50,7 +62,7 @@ def prices(subject: Subject) -> Finding:
 def overlap(subject: Subject) -> Finding:
     """How much a pass of the target and a draft step slow each other down when both run."""
     models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
-    alone = {role: median_step_s(model, subject.seconds / 6) for role, model in models.items()}
+    alone = {role: median_step_s(model, subject.seconds / 3) for role, model in models.items()}
     beside = in_parallel({role: partial(median_step_s, model, subject.seconds / 3) for role, model in models.items()})
     slower = {role: beside[role] / alone[role] for role in models}
     return Finding(
@@ -76,60 +88,64 @@ def speeds(subject: Subject) -> Finding:
 
 
 def switch_intervals(subject: Subject) -> Finding:
-    """Speed with "auto", and how long trio waits for its turn, at several switch intervals of the GIL."""
+    """Speed with "auto", and how late trio gets its turn, at several switch intervals of the GIL, in turn."""
     target, draft = subject.load("target"), subject.load("draft")
     prompt = subject.prompts(target[1])[0]
-    by_interval: dict[str, dict[str, float]] = {}
-    before = sys.getswitchinterval()
+    speeds: dict[float, list[float]] = {interval_s: [] for interval_s in SWITCH_INTERVALS_S}
+    delays_s: dict[float, list[float]] = {interval_s: [] for interval_s in SWITCH_INTERVALS_S}
 
-    async def run() -> dict[str, float]:
-        late: list[float] = []
+    async def watch(delays_s: list[float]) -> None:
+        while True:
+            due = trio.current_time() + 0.002
+            await trio.sleep_until(due)
+            delays_s.append(trio.current_time() - due)
 
-        async def watch() -> None:
-            while True:
-                due = trio.current_time() + 0.002
-                await trio.sleep_until(due)
-                late.append(trio.current_time() - due)
-
+    async def run() -> None:
         async with running_pair(target, draft) as rt:
             await rt.generate(prompt, max_tokens=subject.max_tokens)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(watch)
-                began = time.perf_counter()
-                completion = await rt.generate(prompt, max_tokens=2 * subject.max_tokens)
-                seconds = time.perf_counter() - began
-                nursery.cancel_scope.cancel()
-        late.sort()
-        return {
-            "tokens_per_second": len(completion.tokens) / seconds,
-            "median_delay_s": statistics.median(late) if late else 0.0,
-            "longest_delay_s": late[-1] if late else 0.0,
-        }
+            for interval_s in SWITCH_INTERVALS_S * NUM_TURNS:
+                sys.setswitchinterval(interval_s)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(watch, delays_s[interval_s])
+                    began = time.perf_counter()
+                    completion = await rt.generate(prompt, max_tokens=subject.max_tokens)
+                    speeds[interval_s].append(len(completion.tokens) / (time.perf_counter() - began))
+                    nursery.cancel_scope.cancel()
 
+    before = sys.getswitchinterval()
     try:
-        for interval_s in SWITCH_INTERVALS_S:
-            sys.setswitchinterval(interval_s)
-            by_interval[str(interval_s)] = trio.run(run)
+        trio.run(run)
     finally:
         sys.setswitchinterval(before)
-    best = max(by_interval, key=lambda name: by_interval[name]["tokens_per_second"])
+    default, *others = SWITCH_INTERVALS_S
+    # The slowest turn of a better one is faster than the fastest turn of the default.
+    better = [interval_s for interval_s in others if min(speeds[interval_s]) > max(speeds[default])]
+    best = max(better, key=lambda interval_s: statistics.median(speeds[interval_s]), default=default)
     return Finding(
         "passed",
-        f"of the switch intervals that were tried, {float(best) * 1000:g} ms is the fastest",
-        {"by_interval_s": by_interval},
+        f"a switch interval of {best * 1000:g} ms suits draft steps"
+        + (" as well as any that was tried" if best == default else " better than Python's default"),
+        {
+            "best_s": best,
+            "tokens_per_second": {str(interval_s): turns for interval_s, turns in speeds.items()},
+            "median_delay_s": {str(interval_s): statistics.median(late) for interval_s, late in delays_s.items()},
+            "longest_delay_s": {str(interval_s): max(late) for interval_s, late in delays_s.items()},
+        },
     )
 
 
-def memory(subject: Subject) -> Finding:
-    """What the models take, and what the device recommends."""
-    models = [subject.load(role)[0] for role in ("target", "draft")]
-    taken = mx.get_active_memory()
-    recommended = recommended_working_set()
+def models(subject: Subject) -> Finding:
+    """The models load, and fit the device."""
+    target, draft = subject.load("target"), subject.load("draft")
+    if target[1] is not None and draft[1] is not None:
+        check_vocabularies(target[1], draft[1])
+    taken, recommended = mx.get_active_memory(), recommended_working_set()
     fits = recommended is None or taken <= recommended
-    del models
+    information = {name: value for name, value in mx.device_info().items() if name in DEVICE_FIELDS}
+    device = mx.default_device().type.name
     return Finding(
         "passed" if fits else "failed",
         f"the models take {taken / 1e9:.2f} GB"
         + ("" if recommended is None else f" of {recommended / 1e9:.1f} GB that the device recommends to use"),
-        {"weights_bytes": taken, "recommended_bytes": recommended, "device": mx.default_device().type.name},
+        {"weights_bytes": taken, "recommended_bytes": recommended, "device": device, "device_info": information},
     )

@@ -24,6 +24,8 @@ from runtime.selftest.subject import Subject, ids, running_pair
 NUM_OPENINGS = 8
 # Memory may grow by as much as the caches of one text, over any number of streams.
 MAX_GROWTH_BYTES = 64 * 2**20
+# Far more than one forward pass takes.
+SECONDS_TO_PUT_AWAY = 60.0
 # Streams after which memory is first looked at.
 NUM_FIRST_STREAMS = 12
 PROMPT = tuple(1 + i % 60 for i in range(24))
@@ -46,9 +48,9 @@ def streams(subject: Subject) -> Finding:
     """Streams of all kinds, several at a time, some of which are cancelled at any moment, leave nothing behind."""
     target, draft = subject.load("target"), subject.load("draft")
     prompts = subject.prompts(target[1])
-    draws, begins_at = random.Random(0), time.monotonic()
+    draws, ends_at = random.Random(0), time.monotonic() + subject.seconds
     num_read = num_cancelled = 0
-    growth = 0
+    left_behind: list[int] = []
 
     async def read(rt: Runtime) -> None:
         nonlocal num_read, num_cancelled
@@ -58,26 +60,36 @@ def streams(subject: Subject) -> Finding:
         num_cancelled += scope.cancelled_caught
         num_read += not scope.cancelled_caught
 
-    async def run() -> bool:
-        nonlocal growth
-        async with running_pair(target, draft) as rt:
-            memory: int | None = None
-            while time.monotonic() < begins_at + subject.seconds or num_read + num_cancelled < 2 * NUM_FIRST_STREAMS:
-                async with trio.open_nursery() as nursery:
-                    for _ in range(draws.randint(1, 3)):
-                        nursery.start_soon(read, rt)
-                if memory is None and num_read + num_cancelled >= NUM_FIRST_STREAMS:
-                    memory = mx.get_active_memory()
-            assert memory is not None
-            growth = mx.get_active_memory() - memory
-            return rt.health().ok and rt.num_streams == 0
+    async def read_some(rt: Runtime, num_streams: int) -> int:
+        """Read streams, three at a time. Returns: memory in use afterwards, in bytes."""
+        for _ in range(-(-num_streams // 3)):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(read, rt)
+        # Not `num_streams`, which leaves out what is cancelled and not yet put away.
+        with trio.move_on_after(SECONDS_TO_PUT_AWAY) as limit:
+            while rt._sessions:  # noqa: ASYNC110  (nobody announces that the last one is put away)
+                await trio.sleep(0.01)
+        if limit.cancelled_caught:
+            left_behind.append(len(rt._sessions))
+        gc.collect()
+        return mx.get_active_memory()
 
-    is_sound = trio.run(run)
+    async def run() -> tuple[bool, int]:
+        async with running_pair(target, draft) as rt:
+            before = await read_some(rt, NUM_FIRST_STREAMS)
+            growth = await read_some(rt, NUM_FIRST_STREAMS) - before
+            while time.monotonic() < ends_at:
+                growth = await read_some(rt, 3) - before
+            text = await rt.generate(prompts[0], max_tokens=4, lookahead=2)
+            return rt.health().ok and len(text.tokens) > 0, growth
+
+    is_sound, growth = trio.run(run)
     return passed_if(
-        is_sound and growth <= MAX_GROWTH_BYTES,
+        is_sound and not left_behind and growth <= MAX_GROWTH_BYTES,
         f"{num_read} streams were read and {num_cancelled} cancelled, and nothing was left behind",
         "after streams and cancellations "
-        + ("memory had grown" if is_sound else "a model was dead, or streams were left"),
+        + ("streams were left" if left_behind else "memory had grown" if is_sound else "a model did not work"),
         num_read=num_read,
         num_cancelled=num_cancelled,
         growth_bytes=growth,
@@ -85,22 +97,28 @@ def streams(subject: Subject) -> Finding:
 
 
 def opening(subject: Subject) -> Finding:
-    """A runtime can be opened and closed many times, and its threads end each time."""
+    """A runtime can be opened and closed many times, and leaves neither threads nor memory."""
     target, draft = subject.load("target"), subject.load("draft")
     prompt = subject.prompts(target[1])[0]
     seconds: list[float] = []
+    memory: list[int] = []
     for _ in range(NUM_OPENINGS):
         began = time.monotonic()
         with runtime.open_sync(target, draft=draft) as rt:
             rt.generate(prompt, max_tokens=4)
         seconds.append(time.monotonic() - began)
-    gc.collect()
-    at_work = threads_at_work()
+        gc.collect()
+        memory.append(mx.get_active_memory())
+    at_work, growth = threads_at_work(), memory[-1] - memory[1]
+    wrong = [f"these threads were still at work: {', '.join(at_work)}"] if at_work else []
+    if growth > MAX_GROWTH_BYTES:
+        wrong.append(f"memory had grown by {growth / 1e6:.0f} MB")
     return passed_if(
-        not at_work,
+        not wrong,
         f"a runtime was opened, used and closed {NUM_OPENINGS} times",
-        f"threads were still at work after the runtime was closed: {', '.join(at_work)}",
+        f"after a runtime was closed, {' and '.join(wrong)}",
         seconds=seconds,
+        growth_bytes=growth,
     )
 
 

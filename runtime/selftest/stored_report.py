@@ -19,7 +19,10 @@ _DECISIVE = ("outrider", "mlx", "mlx-lm")
 
 
 def path_of_last_report() -> Path:
-    """Where the last report is kept: `outrider/selftest.json` in the user's cache directory."""
+    """Where the last report is kept: `outrider/selftest.json` in the user's cache directory.
+
+    Raises: RuntimeError: the user has no home directory.
+    """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "outrider" / "selftest.json"
 
@@ -27,27 +30,35 @@ def path_of_last_report() -> Path:
 def keep(report: dict[str, Any]) -> None:
     """Keep a report for `rows_of_last_report`.
 
-    Raises: OSError: it cannot be written.
+    Raises: OSError, RuntimeError: it cannot be written.
     """
     path = path_of_last_report()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Renamed, so that nobody reads half of it.
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(report, indent=2) + "\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(report, indent=2) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def rows_of_last_report() -> list[tuple[str, str]]:
-    """What the last report says, as rows of (name, text); empty without a report."""
+    """What the last report says, as rows of (name, text); empty without a report, or if the file is none."""
     try:
-        report = json.loads(path_of_last_report().read_text())
-    except (OSError, json.JSONDecodeError):
+        return _rows(json.loads(path_of_last_report().read_text()))
+    # No file, no home directory, no JSON, or not what `keep` has written.
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["format"] != FORMAT:
         return []
     rows = [("result", f"{report['summary']} ({report['date']})")]
     rows += [(f"failed: {name}", meaning) for name, meaning in report["failures"].items()]
-    rows += report["settings"].items()
+    whose = "your models" if report["own_models"] else "the demo pair"
+    rows += [(f"best for {whose}: {name}", text) for name, text in report["settings"].items()]
     now = versions()
     if stale := [name for name in _DECISIVE if report["machine"].get(name) != now.get(name)]:
         then = ", ".join(f"{name} {report['machine'].get(name, 'missing')}" for name in stale)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from typing import cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm import load
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
+from actors.mlx.memory import recommended_working_set
+from actors.mlx.model import load
+from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
+from protocol.errors import SettingsError
+from protocol.prices import Prices
 from protocol.trace import Actor
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
@@ -37,18 +42,24 @@ class Subject:
     seconds: float = 10.0
     max_tokens: int = 64
 
-    @property
-    def is_demo(self) -> bool:
-        """Whether these are the bundled models."""
-        return self.target == str(DEMO_TARGET)
-
-    def load(self, role: Actor, dtype: mx.Dtype | None = None) -> tuple[Module, TokenizerWrapper]:
-        """Load a model on this thread; in another number format than its own if `dtype` is given."""
-        model, tokenizer = load(self.target if role == "target" else self.draft)[:2]
-        if dtype is not None:
-            model.set_dtype(dtype)
+    def load(self, role: Actor) -> tuple[Module, TokenizerWrapper]:
+        """Load a model on this thread."""
+        model, tokenizer = load(self.target if role == "target" else self.draft)
         mx.eval(model)
         return model, tokenizer
+
+    def load_in_float32(self) -> tuple[tuple[Module, TokenizerWrapper], tuple[Module, TokenizerWrapper]] | None:
+        """Load target and draft model, cast to float32; None if that is more than the device recommends to use."""
+        pair = self.load("target"), self.load("draft")
+        limit = recommended_working_set()
+        trees = [cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())) for model, _ in pair]
+        sizes = [weight.size for tree in trees for _, weight in tree]
+        if limit is not None and 4 * sum(sizes) > limit:
+            return None
+        for model, _ in pair:
+            model.set_dtype(mx.float32)
+            mx.eval(model)
+        return pair
 
     def prompts(self, tokenizer: TokenizerWrapper) -> list[tuple[int, ...]]:
         """Token ids of a short prompt and of one of some hundred tokens."""
@@ -65,6 +76,8 @@ async def running_pair(
 ) -> AsyncIterator[Runtime]:
     """A runtime over loaded models, as `runtime.open` makes it, but that chaining of draft steps can be chosen.
 
+    It keeps no prefixes: the memory that they take would hide what is lost.
+
     Args:
         target, draft: each model and its tokenizer.
         chains: see `DraftActor`.
@@ -79,8 +92,30 @@ async def running_pair(
             loaded[role] = await load_onto(workers[role], role, source, options)
             stack.enter_context(loaded[role].model.evaluating_layers())
         pairs = {role: (loaded[role].model, workers[role]) for role in sources}
-        open_runtime = partial(running, pairs["target"], pairs["draft"], tokenizer=loaded["target"].tokenizer)
-        yield await stack.enter_async_context(open_runtime(chains=chains))
+        prices = Prices()
+        # Not only for the prices: it runs each model for the first time while the other one rests.
+        await warm_up(pairs["target"], pairs["draft"], prices)
+        open_runtime = running(
+            pairs["target"],
+            pairs["draft"],
+            tokenizer=loaded["target"].tokenizer,
+            prices=prices,
+            prefix_cache_bytes=0,
+            chains=chains,
+        )
+        yield await stack.enter_async_context(open_runtime)
+
+
+def use_device(device: str | None) -> None:
+    """Make "cpu" or "gpu" the default device of this process; None for MLX's own.
+
+    Raises: SettingsError: the device is not available.
+    """
+    if device is not None:
+        wanted = mx.Device(mx.cpu if device == "cpu" else mx.gpu)
+        if not mx.is_available(wanted):
+            raise SettingsError(f"the device {device} is not available in this MLX; leave it out for its default")
+        mx.set_default_device(wanted)
 
 
 def ids(completion: Completion) -> list[int]:

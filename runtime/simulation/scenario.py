@@ -59,7 +59,7 @@ class Scenario:
         draft_slope: the same for a draft pass, in units of a draft step; None for the same slope.
         verify_table, draft_table: instead of a slope, pairs (width, time) as they were measured on a device, in any
             unit of time; widths begin at 1 and rise. Between them times are interpolated, and beyond the last one they
-            rise as between the last two. Empty for the slope.
+            rise as between the last two, if they rise there. Empty for the slope.
         overhead: time added to every forward pass, >= 0, in units of T_v(1).
         second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1]. The
             second choice is never likelier than the first, so it is right less often where the first is very unlikely.
@@ -109,4 +109,7 @@ def _relative_time(table: tuple[tuple[int, float], ...], slope: float, width: in
         return 1.0
     right = min(bisect_left(table, (width, 0.0)), len(table) - 1)
     (low, low_time), (high, high_time) = table[max(right, 1) - 1], table[max(right, 1)]
-    return (low_time + (width - low) * (high_time - low_time) / (high - low)) / table[0][1]
+    slope = (high_time - low_time) / (high - low)
+    if width > high:
+        return (high_time + (width - high) * max(0.0, slope)) / table[0][1]
+    return (low_time + (width - low) * slope) / table[0][1]

@@ -24,7 +24,7 @@ class FakeScheduler:
     """The active tasks of one thread that evaluates: each layer that is submitted and not waited for is some.
 
     Attributes:
-        tasks_a_layer: command buffers of a layer.
+        tasks_a_layer: command buffers that a layer fills.
         num_active: tasks that are not done.
         most_active: the largest `num_active` so far.
         waits: how often the thread waited for the device when the device had nothing else to do.
@@ -52,9 +52,9 @@ class FakeScheduler:
         self.waits += not self._submitted
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    fake = FakeScheduler(tasks_a_layer=2)
+@pytest.fixture(params=[0, 1, 2])
+def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler(tasks_a_layer=request.param)
     monkeypatch.setattr(mx, "eval", fake.eval)
     monkeypatch.setattr(mx, "async_eval", fake.async_eval)
     return fake

@@ -21,6 +21,11 @@ from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.pass_times import WIDTHS, Passes
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
+from runtime.selftest.checks import Check
+from runtime.selftest.findings import Finding
+from runtime.selftest.report import SelfTestReport
+from runtime.selftest.runner import CheckRun
+from runtime.selftest.stored_report import keep
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,18 @@ def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.Captu
     blas = blas_in_use()
     assert blas is not None
     assert doctor(capsys, target)["machine"]["linear algebra"] == blas
+
+
+def test_the_last_self_test_of_the_machine_is_named(
+    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "self-test" not in doctor(capsys, target)
+    run = CheckRun(Check("noise", "module", "it differs"), Finding("failed", ""), 1.0)
+    keep(SelfTestReport(with_own_models=False, runs=[run]).as_json())
+    found = doctor(capsys, target)["self-test"]
+    assert found["result"].startswith("1 of 1 checks failed")
+    assert found["failed: noise"] == "it differs"
 
 
 def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:

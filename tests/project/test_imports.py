@@ -300,6 +300,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
+        "runtime/selftest/check_process.py",  # the program of another process
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",

@@ -1,7 +1,7 @@
 """`lookahead="auto"` with the pass times of real devices, whose steps and plateaus no slope describes.
 
-Each file in `device_prices` is the finding "prices" of a report of `outrider selftest`, with the fields "device" and
-"source" added. A file without times of a draft model stands for several.
+Each file in `device_prices` has the figures of the check "prices" in a report of `outrider selftest`, with the fields
+"device" and "source" added. A file without times of a draft model stands for several.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ CHECKS = [
     speed.prices,
     speed.overlap,
     speed.switch_intervals,
-    speed.memory,
+    speed.models,
 ]
 
 
@@ -208,7 +208,7 @@ def as_before() -> Iterator[None]:
         (stability.failures, overlook_failures),
         (stability.device_isolation, move_the_default_stream),
         (stability.failing_allocation, take_every_failure_for_the_models),
-        (speed.memory, too_large),
+        (speed.models, too_large),
     ],
     ids=lambda each: each.__name__,
 )

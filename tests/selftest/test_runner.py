@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
+from polling import until_in_trio
 
+from runtime.cli import main as cli
+from runtime.loading import mlx_environment
+from runtime.selftest import checks
 from runtime.selftest.checks import CHECKS, Check
-from runtime.selftest.findings import Finding
+from runtime.selftest.findings import Finding, Status
 from runtime.selftest.report import SelfTestReport, summary
 from runtime.selftest.runner import CheckRun, run_check, run_checks
+from runtime.selftest.stored_report import rows_of_last_report
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -51,15 +59,63 @@ async def test_what_a_crashed_process_wrote_last_is_kept() -> None:
     assert finding.figures["stderr"] == ["a last word"]
 
 
-async def test_a_check_that_hangs_is_killed_and_a_finding() -> None:
-    finding = await run_check(check("hangs", timeout_s=3.0), {})
+async def test_an_error_has_its_traceback() -> None:
+    finding = await run_check(check("raises"), {})
+    assert finding.figures["stderr"][0] == "Traceback (most recent call last):"
+
+
+async def test_a_check_that_hangs_is_killed_and_says_where_it_was() -> None:
+    finding = await run_check(check("hangs", timeout_s=2.0), {"seconds": 1.0})
     assert finding.status == "hung"
+    assert finding.summary == "the check had not ended after 3 s"
+    assert any("in hangs" in line for line in finding.figures["stderr"])
 
 
-async def test_a_cancellation_kills_the_process() -> None:
-    with trio.move_on_after(2) as scope:
-        await run_check(check("hangs"), {})
-    assert scope.cancelled_caught
+async def test_a_cancellation_kills_the_process(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_check, check("hangs", environment={"OUTRIDER_TEST_NOTE": str(note)}), {})
+        pid = int(await written(note))
+        nursery.cancel_scope.cancel()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "import sys, trio\n"
+        "from runtime.selftest.checks import Check; from runtime.selftest.runner import run_check\n"
+        "check = Check('hangs', 'broken_checks', '', environment={'OUTRIDER_TEST_NOTE': sys.argv[1]})\n"
+        "trio.run(run_check, check, {})"
+    )
+    parent = await trio.lowlevel.open_process([sys.executable, "-c", code, str(note)])
+    pid = int(await written(note))
+    parent.kill()
+    await parent.wait()
+    await until_in_trio(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def written(note: Path) -> str:
+    """What another process writes to a file, once it is there."""
+    await until_in_trio(lambda: note.exists() and note.read_text() != "")
+    return note.read_text()
+
+
+async def test_a_process_does_not_inherit_what_the_runtime_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_environment, "_set_here", {"MLX_MAX_OPS_PER_BUFFER": "1000"})
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "77")  # the user's
+    found = await run_check(check("environment", environment={"OUTRIDER_TUNE_MLX": "0"}), {})
+    assert found.figures == {"MLX_MAX_OPS_PER_BUFFER": None, "MLX_MAX_MB_PER_BUFFER": "77"}
+
+
+async def test_modules_of_the_current_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "trio.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert (await run_check(check("finds"), {"seconds": 7})).status == "passed"
 
 
 async def test_checks_run_in_order_and_the_report_has_words_and_json_without_paths() -> None:
@@ -69,6 +125,7 @@ async def test_checks_run_in_order_and_the_report_has_words_and_json_without_pat
     assert said == ["check 1 of 2: finds", "check 2 of 2: raises"]
     assert [run.check.name for run in report.failures] == ["raises"]
     assert summary(report.runs) == "1 of 2 checks failed; attach the report of --json to an issue"
+    assert summary(report.runs[:1]) == "1 checks passed"
     sections = dict(report.sections())
     assert sections["what that means"] == [("raises", "it is broken")]
     assert sections["checks"][1][1].startswith("FAILED: the check ended with RuntimeError")
@@ -77,16 +134,115 @@ async def test_checks_run_in_order_and_the_report_has_words_and_json_without_pat
     assert "<path>" in written
 
 
+def of(name: str, status: Status, figures: dict[str, Any], **environment: str) -> CheckRun:
+    (check,) = (each for each in CHECKS if each.name == name)
+    return CheckRun(attrs.evolve(check, environment=environment), Finding(status, "", figures), 1.0)
+
+
 def test_the_fastest_settings_are_named() -> None:
-    speeds = {"tokens_per_second": {"mlx-lm plain": 50.0, "outrider lookahead auto": 80.0}}
-    intervals = {"by_interval_s": {"0.005": {"tokens_per_second": 50.0}, "0.001": {"tokens_per_second": 60.0}}}
     runs = [
-        CheckRun(check, Finding("passed", "", figures), 1.0)
-        for check in CHECKS
-        if (figures := {"speeds": speeds, "switch_intervals": intervals}.get(check.name)) is not None
+        of("speeds", "passed", {"tokens_per_second": {"mlx-lm plain": 50.0, "outrider lookahead auto": 80.0}}),
+        of("speeds", "passed", {"tokens_per_second": {"outrider lookahead auto": 96.0}}, MLX_MAX_OPS_PER_BUFFER="7"),
+        of("switch_intervals", "passed", {"best_s": 0.001}),
     ]
-    settings = dict(SelfTestReport(False, runs).sections())["settings that were best here"]
-    assert dict(settings) == {
-        "sys.setswitchinterval": "0.001 (1.20 times the speed of Python's default)",
+    assert dict(dict(SelfTestReport(False, runs=runs).sections())["settings that were best here"]) == {
         "decoding": "outrider lookahead auto, 80 tokens/s",
+        "environment": 'MLX_MAX_OPS_PER_BUFFER=7 (1.20 times the speed of "auto" without)',
+        "sys.setswitchinterval": "0.001",
     }
+
+
+@pytest.mark.parametrize("status", ["crashed", "hung"])
+def test_a_check_that_found_nothing_out_does_not_say_what_its_failure_would_mean(status: Status) -> None:
+    report = SelfTestReport(False, runs=[of("noise", status, {})])
+    assert dict(report.sections())["what that means"] == [("noise", "this could not be checked")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/Users/john smith/models/secret/x.py",
+        "no model at models/secret-llama",
+        "~/models/secret/y",
+        "../models/secret/y",
+        "-I/home/me/secret/include",
+        'File "/opt/secret place/site/thing.py", line 3, in call',
+        "{'/srv/a/secret': 1}",
+    ],
+)
+def test_no_path_is_in_the_report(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    secrets = ("models/secret-llama", "/Users/john smith/models/secret")
+    report = SelfTestReport(True, secrets, [of("noise", "failed", {"error": text, text: [text]})])
+    written = json.dumps(report.as_json())
+    assert "secret" not in written
+    assert "john" not in written
+    assert "line 3, in call" in written or "File" not in text
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """`outrider selftest` with checks of these tests in place of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(checks, "CHECKS_OF_LAYERS", ())
+
+    def run(*names: str, arguments: Sequence[str] = ()) -> int:
+        monkeypatch.setattr(checks, "CHECKS", tuple(check(name) for name in names))
+        return cli.main(["selftest", *arguments])
+
+    return run
+
+
+def test_the_command_writes_its_report_and_keeps_it_for_the_doctor(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("loads", "finds", arguments=["--json", str(tmp_path / "report.json")]) == 0
+    printed = capsys.readouterr()
+    assert "all is well for 30 s" in printed.out
+    assert "2 checks passed" in printed.err
+    assert json.loads((tmp_path / "report.json").read_text())["checks"]["finds"]["status"] == "passed"
+    assert rows_of_last_report()[0][1].startswith("2 checks passed")
+
+
+def test_a_failed_check_is_the_commands_status(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("loads", "raises", "exits") == 1
+    printed = capsys.readouterr()
+    assert "these checks failed: raises, exits" in printed.err
+    assert "this could not be checked" in printed.out
+
+
+def test_nothing_else_is_checked_where_the_models_do_not_load(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("raises", "finds") == 1
+    printed = capsys.readouterr()
+    assert "the models cannot be loaded, so nothing was checked: [metal::malloc]" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--draft", "none"], "needs a draft model"),
+        (["--draft", "ngram"], "needs a draft model"),
+        (["--minutes", "0"], "--minutes must be a finite number above 0"),
+        (["--json", "/"], "is a directory"),
+        (["--json", "/nowhere/at/all.json"], "in no directory that exists"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_before_anything_runs(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert command("hangs", arguments=arguments) == cli.MISUSED
+    assert says in capsys.readouterr().err
+
+
+def test_a_cache_directory_that_cannot_be_written_costs_the_doctors_report_only(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "caches").write_text("a file")
+    assert command("loads", "finds") == 0
+    assert "the report is not kept for outrider doctor" in capsys.readouterr().err
