@@ -133,6 +133,12 @@ class Feed:
     num_logits: int
 
 
+def feed_each(feeds: Sequence[Feed]) -> list[mx.array]:
+    """`Model.feed_together` with a pass for each text."""
+    logits = [feed.sequence.feed(feed.tokens, feed.num_logits) for feed in feeds]
+    return [rows for rows in logits if rows is not None]
+
+
 class Model(Protocol):
     """A model on its thread."""
 

@@ -15,7 +15,7 @@ from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
-from actors.target_jobs import PlainDecoder, verify
+from actors.target_jobs import PlainDecoder, VerifyRequest, verify_alone
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
@@ -310,9 +310,10 @@ class TargetActor(ModelActor[TargetSession]):
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
+        request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle)
         job = Job(
             "verify",
-            partial(verify, sequence, plan, proposal, session.shared, history, settle=settle),
+            partial(verify_alone, self.model, request),
             session.id,
             len(plan.feed) + (0 if settle else len(proposal.tokens)),
             proposal.round,

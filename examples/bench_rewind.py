@@ -33,7 +33,7 @@ from mlx_lm.models import lfm2
 import actors.target
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.model import RewindMode
+from actors.model import RewindMode, feed_each
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.prices import WidthPrice
@@ -82,6 +82,8 @@ class Oracle:
     def __init__(self, acceptance: float) -> None:
         self.acceptance = acceptance
         self.text: Sequence[int] = PROMPT
+
+    feed_together = staticmethod(feed_each)
 
     def open_sequence(self, *, beside_another: bool) -> OracleSequence:
         return OracleSequence(self)

@@ -14,7 +14,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from actors.model import RewindMode
+from actors.model import RewindMode, feed_each
 from protocol.errors import RewindError
 from runtime.simulation.scenario import Scenario
 
@@ -130,6 +130,8 @@ class ScriptedTarget:
         """See `Model.open_sequence`."""
         return _ScriptedSequence(self._rows, _after(0, self._seed))
 
+    feed_together = staticmethod(feed_each)
+
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         rows = []
         for history in histories[-num_logits:]:
@@ -156,6 +158,8 @@ class ScriptedDraft:
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
         """See `Model.open_sequence`."""
         return _ScriptedSequence(self._rows, _after(0, self._seed))
+
+    feed_together = staticmethod(feed_each)
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         first = len(histories) - num_logits

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from models import Wrapped, draw_weights
 
-from actors.model import RewindMode
+from actors.model import RewindMode, feed_each
 
 VOCAB_SIZE = 64
 
@@ -717,6 +717,8 @@ class PositionalModel:
         """
         self.text = tuple(text)
         self.vocab_size = vocab_size
+
+    feed_together = staticmethod(feed_each)
 
     def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
         return PositionalSequence(self)

@@ -25,7 +25,7 @@ import trio.testing
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import RewindMode
+from actors.model import RewindMode, feed_each
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -322,6 +322,8 @@ class ScriptedModel:
         self.bytes_per_token = bytes_per_token
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
         self._fails = dict(fails or {})
+
+    feed_together = staticmethod(feed_each)
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
