@@ -620,7 +620,7 @@ async def test_a_signal_that_comes_when_the_text_is_whole_interrupts_nothing(aut
         raise AssertionError("the signal was not heard")
 
     await SignalScope(generated, runtime.terminal.display.Display()).run(work)
-    assert cli._status(generated) == 0
+    assert runtime.terminal.display.exit_status(generated) == 0
     assert not json.loads(generated.as_json())["interrupted"]
 
 

@@ -22,6 +22,7 @@ from chat_models import tokenizer as thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, gemma3_text, llama, near
+from polling import until_in_trio
 from sample_tokenizers import byte_level
 from save_interrupts import cancel_at
 
@@ -422,6 +423,8 @@ async def test_a_drafter_that_is_no_longer_there_keeps_nobody_from_saving(
 async def saved(tmp_path: Path) -> Path:
     async with LLAMA.open() as rt, rt.stream(PROMPT, max_tokens=NUM_TOKENS, logprobs=2) as stream:
         await read(stream, 5)
+        # Until something has arrived that was not read, so that the file has commits.
+        await until_in_trio(lambda: stream.arrivals._commits.statistics().current_buffer_used > 0)
         await stream.save(tmp_path / "stream")
     return tmp_path / "stream"
 
