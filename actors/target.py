@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -11,11 +12,12 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession, ModelActor
 from actors.model import CachedSequence, Model
+from actors.pass_queue import PassQueue, SharedPass
 from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
-from actors.target_jobs import PlainDecoder, VerifyRequest, verify_alone
+from actors.target_jobs import PlainDecoder, VerifyRequest
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
@@ -26,9 +28,12 @@ from protocol.replay import ReplayDebt
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.target_queue import TargetQueue
-from protocol.trace import Event
+from protocol.trace import Event, Share
 
 T = TypeVar("T")
+
+# Most sessions that share one pass, unless somebody says otherwise.
+MAX_BATCH = 32
 
 # Checkpoints within which a proposal that exists already arrives: into the drafter's mailbox, and back.
 CHECKPOINTS_PER_ANSWER = 4
@@ -82,11 +87,10 @@ class TargetSession(ActorSession):
 
 
 class TargetActor(ModelActor[TargetSession]):
-    """Verifies proposals, one forward pass a round.
+    """Verifies proposals. The rounds that wait when the model becomes free share a forward pass.
 
     Each session has at most one job in the worker's queue, a chunk of its prompt or a round, and jobs run in the order
-    in which they were queued. So a job waits for at most one job of each other session. The jobs that wait when the
-    model becomes free are also what a batched forward pass would be made of; for now the first one runs alone.
+    in which they were queued.
     """
 
     name = "target"
@@ -103,6 +107,7 @@ class TargetActor(ModelActor[TargetSession]):
         beside_another: bool = True,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         target_queue: TargetQueue | None = None,
+        max_batch: int = MAX_BATCH,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -111,6 +116,7 @@ class TargetActor(ModelActor[TargetSession]):
             drafter: the drafter's mailbox.
             beside_another: whether the drafter, if there is one, has a model too.
             target_queue: shows the drafter which passes wait and run here.
+            max_batch: most sessions that share one pass, >= 1.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
@@ -118,6 +124,8 @@ class TargetActor(ModelActor[TargetSession]):
         self.beside_another = beside_another
         self._target_queue = target_queue or TargetQueue()
         self._num_in_rounds = 0
+        self.max_batch = max_batch
+        self._passes = PassQueue(model, worker, max_batch)
 
     def _new_session(self, shared: Session) -> TargetSession:
         return TargetSession(shared)
@@ -192,7 +200,9 @@ class TargetActor(ModelActor[TargetSession]):
                 session.state.phase is not SessionPhase.UNDRAFTED,
             )
             verdict = await (
-                self._decode(session, sequence) if proposal is None else self._verify(session, sequence, proposal)
+                self._decode(session, sequence)
+                if proposal is None and not self._shares_passes(session)
+                else self._verify(session, sequence, proposal or self._no_proposal(session))
             )
             # A running job is not abandoned, so the session may have been closed meanwhile.
             await trio.lowlevel.checkpoint_if_cancelled()
@@ -266,14 +276,27 @@ class TargetActor(ModelActor[TargetSession]):
                 self.drafter.send_nowait(overdue)
 
     async def _run_in_queue(self, session: TargetSession, job: Job[T], expected_s: float) -> T:
-        """Run a round's job in its turn. Several jobs that wait could be one pass, once sequences can be batched."""
-        self._target_queue.enter(session.id, expected_s, self.worker.clock())
-        try:
+        """Run a job that decodes for one session, in its turn."""
+        with self._in_queue(session, expected_s):
             result = await self.worker.run(job, meanwhile=partial(self._deliver_nowait, session.shared))
-        finally:
-            self._target_queue.leave(session.id, self.worker.clock())
         session.last_pass_s = job.seconds
         return result
+
+    async def _share_pass(self, session: TargetSession, request: VerifyRequest, share: Share) -> SharedPass:
+        """Run a session's part in the next pass."""
+        with self._in_queue(session, self.prices.verify(share.num_tokens)):
+            shared = await self._passes.run(request, share, meanwhile=partial(self._deliver_nowait, session.shared))
+        session.last_pass_s = shared.seconds / shared.num_rounds
+        return shared
+
+    @contextmanager
+    def _in_queue(self, session: TargetSession, expected_s: float) -> Iterator[None]:
+        """Show the drafter a pass, while it waits and runs."""
+        self._target_queue.enter(session.id, expected_s, self.worker.clock())
+        try:
+            yield
+        finally:
+            self._target_queue.leave(session.id, self.worker.clock())
 
     def _with_stop(self, session: TargetSession, verdict: Verdict) -> Verdict:
         """The verdict, with the place where a stop string ends the text.
@@ -311,20 +334,15 @@ class TargetActor(ModelActor[TargetSession]):
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
         request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle)
-        job = Job(
-            "verify",
-            partial(verify_alone, self.model, request),
-            session.id,
-            len(plan.feed) + (0 if settle else len(proposal.tokens)),
-            proposal.round,
-            lambda verified: verified.width,
-        )
         # A cache that could not have undone the last pass most likely cannot undo this one.
-        expected_width = len(plan.feed) if session.was_single_step else job.num_tokens
-        verified = await self._run_in_queue(session, job, self.prices.verify(expected_width))
+        feeds_draft = not settle and not session.was_single_step
+        width = len(plan.feed) + (len(proposal.tokens) if feeds_draft else 0)
+        shared = await self._share_pass(session, request, Share(session.id, proposal.round, width))
+        verified = shared.verified
         session.was_single_step = verified.single_step and not settle
-        self.prices.observe_verify_pass(verified.width, job.began, job.ended)
-        session.verify_seconds += job.seconds
+        if shared.is_first:
+            self.prices.observe_verify_pass(shared.num_tokens, shared.began, shared.ended)
+        session.verify_seconds += session.last_pass_s
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[:num_drafted_fed]))
@@ -350,6 +368,14 @@ class TargetActor(ModelActor[TargetSession]):
             session.state.committed, proposal.tokens, num_rows=1 + len(proposal.tokens)
         )
 
+    def _shares_passes(self, session: TargetSession) -> bool:
+        """Whether a round without a proposal goes along with those of other sessions, instead of a pass ahead."""
+        is_ahead = session.decoder is not None and session.decoder.is_ahead
+        return not is_ahead and len(self._sessions) > 1 and self.max_batch > 1
+
+    def _no_proposal(self, session: TargetSession) -> Proposal:
+        return Proposal(session.id, session.state.round, session.state.next_position, ())
+
     async def _decode(self, session: TargetSession, sequence: CachedSequence) -> Verdict:
         """A round without a proposal: the drafter rests, or the session is not drafted."""
         state, shared = session.state, session.shared
@@ -359,6 +385,8 @@ class TargetActor(ModelActor[TargetSession]):
         plan = session.cached_tokens.plan(state.committed, num_logits=0 if decoder.is_ahead else 1)
         # Go ahead only if the round after this one is the target's own as well, whatever this token is.
         goes_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
+        # Beside other sessions, the next round shares a pass with theirs.
+        goes_on = goes_on and (len(self._sessions) == 1 or self.max_batch == 1)
         go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
         history = shared.logits_pipeline.history(state.committed)
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)

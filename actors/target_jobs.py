@@ -105,15 +105,6 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
     return [_chain(each, _Judged.finish) for each in judged]
 
 
-def verify_alone(model: Model, request: VerifyRequest) -> Verified:
-    """`verify` for one text.
-
-    Raises: also the error that concerns it.
-    """
-    (result,) = verify(model, [request])
-    return result.unwrap()
-
-
 def _chain(before: outcome.Outcome[S], call: Callable[[S], T]) -> outcome.Outcome[T]:
     """The outcome of a call with the value from before, or the error from before."""
     return outcome.capture(call, before.value) if isinstance(before, outcome.Value) else cast(outcome.Error, before)

@@ -31,6 +31,21 @@ InstantKind = Literal[
 
 
 @attrs.frozen
+class Share:
+    """One session's part in a pass that several share.
+
+    Attributes:
+        session: whose part.
+        round: the session's round.
+        num_tokens: tokens of the part that go through the model.
+    """
+
+    session: int
+    round: int
+    num_tokens: int
+
+
+@attrs.frozen
 class Span:
     """The time that an actor's worker spent on one job.
 
@@ -41,6 +56,7 @@ class Span:
         began, ended: seconds on the runtime's clock.
         num_tokens: tokens that went through the model.
         round: the session's round when the job was handed to the worker; None for a job outside rounds.
+        shares: the sessions that shared the job; empty for a job of one session or of none.
     """
 
     actor: Actor
@@ -50,6 +66,7 @@ class Span:
     ended: float
     num_tokens: int = 0
     round: int | None = None
+    shares: tuple[Share, ...] = ()
 
 
 @attrs.frozen

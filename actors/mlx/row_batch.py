@@ -80,7 +80,7 @@ class RowBatch:
         for rows in self._caches:
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
-            del column[row]  # type: ignore[attr-defined]
+            del column[row]
 
     def feed(self, tokens: Mapping[object, tuple[int, ...]]) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass.

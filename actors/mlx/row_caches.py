@@ -64,7 +64,7 @@ def can_take_rows(layer: Any) -> bool:
 def row_cache_for(layer: Any) -> Any:
     """An empty row cache for the class of a layer's cache, for which `can_take_rows` is true."""
     if type(layer) is CacheList:
-        return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))
+        return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))  # type: ignore[no-untyped-call]
     if type(layer) is KVCache:
         return RowKVCache()
     if type(layer) is RotatingKVCache:
@@ -90,12 +90,14 @@ class RowKVCache:
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """See `RowCache`."""
         assert self.keys is not None
-        self.offset = mx.array(lengths, mx.int32)
+        self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
         self._reserve(self._end)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write behind each row's length: (B, heads, W, width of a head). Returns: all slots that the pass may see."""
+        assert self.keys is not None
+        assert self.values is not None
         slots = self._slots(keys.shape[2])[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
@@ -119,7 +121,7 @@ class RowKVCache:
         self.values = self._joined(self.values, single.values[:, :, :length])
         single.keys = single.values = None
 
-    def leave(self, row: int, length: int, single: KVCache) -> None:
+    def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
@@ -170,7 +172,7 @@ class RowRingCache(RowKVCache):
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """See `RowCache`."""
-        self.offset = mx.array(lengths, mx.int32)
+        self.offset = mx.array(tuple(lengths), mx.int32)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """See `RowKVCache.make_mask`."""
@@ -189,7 +191,7 @@ class RowRingCache(RowKVCache):
         self.values = self._joined(self.values, self._ring(single._temporal_order(single.values), length))
         single.keys = single.values = None
 
-    def leave(self, row: int, length: int, single: RotatingKVCache) -> None:
+    def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
@@ -215,18 +217,21 @@ class RowRingCache(RowKVCache):
         return text if buffer is None else mx.concatenate([buffer, text])
 
 
-class RowArraysCache(ArraysCache):  # type: ignore[misc]
+class RowArraysCache(ArraysCache):
     """Recurrent states of several texts, stacked."""
+
+    cache: list[Any]
+    lengths: mx.array | None  # type: ignore[assignment]
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._before: list[mx.array] = []
+        self._before: list[Any] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """See `RowCache`."""
         self._before = list(self.cache)
         # Without padding there is no mask, which models that read no lengths do not support.
-        self.lengths = mx.array(widths, mx.int32) if len(set(widths)) > 1 else None
+        self.lengths = mx.array(tuple(widths), mx.int32) if len(set(widths)) > 1 else None
 
     def restore(self, rows: Sequence[bool]) -> None:
         """See `RowCache`."""
@@ -247,7 +252,7 @@ class RowArraysCache(ArraysCache):  # type: ignore[misc]
         ]
         single.cache = [None] * len(self.cache)
 
-    def leave(self, row: int, length: int, single: ArraysCache) -> None:
+    def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
 
@@ -256,7 +261,7 @@ class RowArraysCache(ArraysCache):  # type: ignore[misc]
         self.cache = [_without(state, row) for state in self.cache]
 
 
-class RowCacheList(CacheList):  # type: ignore[misc]
+class RowCacheList(CacheList):
     """Several row caches of one layer."""
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
@@ -274,7 +279,7 @@ class RowCacheList(CacheList):  # type: ignore[misc]
         for inner, one in zip(self.caches, single.caches, strict=True):
             inner.join(one, length)
 
-    def leave(self, row: int, length: int, single: CacheList) -> None:
+    def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         for inner, one in zip(self.caches, single.caches, strict=True):
             inner.leave(row, length, one)

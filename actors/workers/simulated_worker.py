@@ -174,6 +174,7 @@ class SimulatedWorker:
 
     async def _run_one(self, job: Job[T]) -> outcome.Outcome[T]:
         began = self.clock()
+        job.begin()
         seconds = self._price(job)
         if self._contention is not None and job.kind in _COMPUTES:
             await self._contention.compute(seconds)
@@ -186,4 +187,5 @@ class SimulatedWorker:
     def _announce(self, job: Job[Any], round: int | None) -> None:
         self._busy_seconds += job.seconds
         if self._on_event is not None:
-            self._on_event(Span(self._actor, job.kind, job.session, job.began, job.ended, job.num_tokens, round))
+            span = Span(self._actor, job.kind, job.session, job.began, job.ended, job.num_tokens, round, job.shares)
+            self._on_event(span)

@@ -227,6 +227,7 @@ class ThreadWorker:
         """Run a job, or one step; returns the step that follows it."""
         began = time.perf_counter()
         self._running, self._job_began = job, began
+        job.begin()
         result = job.run()
         ended = time.perf_counter()
         self._running = self._job_began = None
@@ -268,7 +269,8 @@ class ThreadWorker:
             self._longest_token_s = max(self._longest_token_s, job.seconds / job.num_tokens)
         if self._on_event is not None:
             round = job.round if steps is None else steps.round
-            self._on_event(Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round))
+            span = Span(self._actor, job.kind, job.session, began, ended, job.num_tokens, round, job.shares)
+            self._on_event(span)
         result = as_job_error(job, result)
         if steps is not None and isinstance(result, outcome.Value):
             result = steps.hand_over(job, result.value, goes_on)

@@ -14,7 +14,7 @@ import attrs
 import outcome
 
 from protocol.errors import OutriderError
-from protocol.trace import SpanKind
+from protocol.trace import Share, SpanKind
 
 T = TypeVar("T")
 
@@ -31,6 +31,9 @@ class Job(Generic[T]):
         num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one.
         round: the session's round that the job is for, or None.
         count: computes from the result how many tokens went through the model; None if that is known beforehand.
+        prepare: called on the worker's thread when the job begins, before its price is asked for; may set `num_tokens`
+            and `shares`.
+        shares: the sessions that share the job; see `Span.shares`.
         began, ended: seconds on the worker's clock, set once the job is done.
     """
 
@@ -40,6 +43,8 @@ class Job(Generic[T]):
     num_tokens: int = 0
     round: int | None = None
     count: Callable[[T], int] | None = None
+    prepare: Callable[[], None] | None = None
+    shares: tuple[Share, ...] = ()
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 
@@ -47,6 +52,11 @@ class Job(Generic[T]):
     def seconds(self) -> float:
         """Duration of the job, once it is done."""
         return self.ended - self.began
+
+    def begin(self) -> None:
+        """Prepare the call. To be called on the worker's thread, before `run` and before the price is asked for."""
+        if self.prepare is not None:
+            self.prepare()
 
     def run(self) -> outcome.Outcome[T]:
         """Make the call, and update `num_tokens` from its result."""

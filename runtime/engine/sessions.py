@@ -182,7 +182,13 @@ class Sessions:
 
     def attribute(self, event: Event) -> None:
         """Count a worker's time for the session that it was spent on."""
-        if not isinstance(event, Span) or event.session not in self.by_id:
+        if not isinstance(event, Span):
+            return
+        for share in event.shares:
+            if share.session in self.by_id:
+                part = share.num_tokens / event.num_tokens if event.num_tokens else 1.0 / len(event.shares)
+                self.by_id[share.session].counts.target_seconds += part * (event.ended - event.began)
+        if event.session not in self.by_id:
             return
         counts, seconds = self.by_id[event.session].counts, event.ended - event.began
         if event.actor == "draft":
