@@ -74,6 +74,13 @@ class CachedSequence(Protocol):
         """
         ...
 
+    @property
+    def length(self) -> int:
+        """Number of cached tokens. Less than a session has counted, if a pass that it shared has failed. May be read in
+        any thread while no pass runs.
+        """
+        ...
+
     def close(self) -> None:
         """Release the cache."""
         ...
@@ -160,6 +167,10 @@ class Model(Protocol):
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
+        ...
+
+    def abandon_shared(self) -> None:
+        """Empty the caches of all texts that share passes, because one of those passes has failed."""
         ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:

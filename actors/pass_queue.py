@@ -23,6 +23,10 @@ from protocol.trace import Share
 Outcomes = list[outcome.Outcome[Verified]]
 
 
+class SharedPassError(JobError):
+    """A pass of several rounds failed, and it is not known because of which."""
+
+
 @attrs.frozen
 class SharedPass:
     """A pass, as one of the rounds in it sees it.
@@ -55,12 +59,14 @@ class _WaitingRound:
     Attributes:
         request: its part in the pass.
         share: what the trace says of it.
+        alone: whether it has a pass for itself.
         has_begun: whether a pass has taken it. Set on the worker's thread, under the queue's lock.
         result: the pass, or the error that ends the round.
     """
 
     request: VerifyRequest
     share: Share
+    alone: bool
     has_begun: bool = False
     result: outcome.Outcome[SharedPass] | None = None
     _changed: trio.Event = attrs.field(factory=trio.Event)
@@ -98,22 +104,26 @@ class PassQueue:
         # The worker's thread takes rounds while tasks add some and take them back.
         self._lock = threading.Lock()
 
-    async def run(self, request: VerifyRequest, share: Share, *, meanwhile: Callable[[], None]) -> SharedPass:
+    async def run(
+        self, request: VerifyRequest, share: Share, *, meanwhile: Callable[[], None], alone: bool = False
+    ) -> SharedPass:
         """Run a round in the next pass.
 
         Args:
             request: the round's part in the pass.
             share: names the session and the round in the trace.
             meanwhile: called in trio's thread once the round waits; must neither wait nor raise.
+            alone: whether the round has a pass for itself.
 
         Cancellation: a round that no pass has taken is taken back. One that a pass has taken is not abandoned: the call
             waits for its end and returns its result.
 
         Raises:
+            SharedPassError: the pass failed, and others shared it.
             JobError: the pass failed, or the worker has died; the error is the cause.
             Whatever concerns this round alone, such as `NotANumberError`.
         """
-        round = _WaitingRound(request, share)
+        round = _WaitingRound(request, share, alone)
         with self._lock:
             self._waiting.append(round)
         meanwhile()
@@ -155,7 +165,7 @@ class PassQueue:
         except JobError as error:
             if not taken:
                 raise
-            outcomes = [outcome.Error(error)] * len(taken)
+            outcomes = [_failed(error, len(taken)) for _ in taken]
         finally:
             self._is_led = False
         for index, (round, result) in enumerate(zip(taken, outcomes, strict=True)):
@@ -175,15 +185,26 @@ class PassQueue:
     def _take(self, taken: list[_WaitingRound], job: Job[Outcomes]) -> None:
         """Take what waits into a pass that begins."""
         with self._lock:
-            taken += self._waiting[: self._max_batch]
-            del self._waiting[: self._max_batch]
-            for round in taken:
+            # In order, so that nobody is passed over.
+            for round in self._waiting[: self._max_batch]:
+                if taken and (round.alone or taken[0].alone):
+                    break
                 round.has_begun = True
+                taken.append(round)
+            del self._waiting[: len(taken)]
         job.num_tokens = sum(round.share.num_tokens for round in taken)
         job.shares = tuple(round.share for round in taken)
 
     def _verify(self, taken: list[_WaitingRound]) -> Outcomes:
         return verify(self._model, [round.request for round in taken]) if taken else []
+
+
+def _failed(error: JobError, num_rounds: int) -> outcome.Error:
+    if num_rounds > 1:
+        shared = SharedPassError(*error.args)
+        shared.__cause__ = error.__cause__
+        error = shared
+    return outcome.Error(error)
 
 
 def _shared(make: Callable[[Verified], SharedPass], result: outcome.Outcome[Verified]) -> SharedPass:

@@ -12,8 +12,8 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession, ModelActor
 from actors.model import CachedSequence, Model
-from actors.pass_queue import PassQueue, SharedPass
-from actors.prefill import prefill
+from actors.pass_queue import PassQueue, SharedPass, SharedPassError
+from actors.prefill import prefill, prefill_committed
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
@@ -282,10 +282,22 @@ class TargetActor(ModelActor[TargetSession]):
         session.last_pass_s = job.seconds
         return result
 
-    async def _share_pass(self, session: TargetSession, request: VerifyRequest, share: Share) -> SharedPass:
+    async def _catch_up(self, session: TargetSession, sequence: CachedSequence) -> None:
+        """Feed what the cache has lost of the text, since a pass that it shared has failed."""
+        session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
+        committed = session.state.committed
+        while len(session.cached_tokens) < len(committed) - 1:
+            await prefill_committed(
+                self.worker, sequence, session.cached_tokens, session.shared.opened, committed[:-1], self.chunk_size
+            )
+
+    async def _share_pass(
+        self, session: TargetSession, request: VerifyRequest, share: Share, *, alone: bool = False
+    ) -> SharedPass:
         """Run a session's part in the next pass."""
+        deliver = partial(self._deliver_nowait, session.shared)
         with self._in_queue(session, self.prices.verify(share.num_tokens)):
-            shared = await self._passes.run(request, share, meanwhile=partial(self._deliver_nowait, session.shared))
+            shared = await self._passes.run(request, share, meanwhile=deliver, alone=alone)
         session.last_pass_s = shared.seconds / shared.num_rounds
         return shared
 
@@ -330,6 +342,8 @@ class TargetActor(ModelActor[TargetSession]):
         shared.unsent = None
 
     async def _verify(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
+        if sequence.length < len(session.cached_tokens):
+            await self._catch_up(session, sequence)
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
@@ -337,7 +351,14 @@ class TargetActor(ModelActor[TargetSession]):
         # A cache that could not have undone the last pass most likely cannot undo this one.
         feeds_draft = not settle and not session.was_single_step
         width = len(plan.feed) + (len(proposal.tokens) if feeds_draft else 0)
-        shared = await self._share_pass(session, request, Share(session.id, proposal.round, width))
+        share = Share(session.id, proposal.round, width)
+        try:
+            shared = await self._share_pass(session, request, share)
+        except SharedPassError:
+            # Somebody's prompt or processor may be the reason. Alone, it ends its own session only.
+            await self._catch_up(session, sequence)
+            request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
+            shared = await self._share_pass(session, request, share, alone=True)
         verified = shared.verified
         session.was_single_step = verified.single_step and not settle
         if shared.is_first:

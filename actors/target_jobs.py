@@ -95,13 +95,17 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
 
     Returns: for each request, in order, its result or the error that concerns it alone. `NotANumberError` and
         `ProcessorError`: no token can be chosen from its first row.
-    Raises: whatever the model raises: the pass has failed for all.
+    Raises: whatever the model raises: the pass has failed for all, and the caches that shared it are empty.
     """
     prepared = [outcome.capture(request.prepare) for request in requests]
     fed = [each.value for each in prepared if isinstance(each, outcome.Value)]
-    rows = iter(model.feed_together([each.feed for each in fed])) if fed else iter(())
-    judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
-    mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
+    try:
+        rows = iter(model.feed_together([each.feed for each in fed])) if fed else iter(())
+        judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
+        mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
+    except BaseException:
+        model.abandon_shared()
+        raise
     return [_chain(each, _Judged.finish) for each in judged]
 
 

@@ -85,6 +85,9 @@ class Oracle:
 
     feed_together = staticmethod(feed_each)
 
+    def abandon_shared(self) -> None:
+        pass
+
     def open_sequence(self, *, beside_another: bool) -> OracleSequence:
         return OracleSequence(self)
 
@@ -117,6 +120,10 @@ class OracleSequence:
     def rewind(self, length: int) -> int:
         self._length = length
         return length
+
+    @property
+    def length(self) -> int:
+        return self._length
 
     def check(self, length: int) -> None:
         assert self._length == length

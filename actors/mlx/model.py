@@ -146,6 +146,10 @@ class MLXModel:
         """See `Model.feed_together`."""
         return self._shared_passes.feed(feeds)
 
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`."""
+        self._shared_passes.abandon()
+
     def sharing_obstacle(self) -> str | None:
         """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
         return self._shared_passes.obstacle()

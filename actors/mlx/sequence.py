@@ -99,6 +99,12 @@ class MLXSequence:
             self._batch = None
             self.check(self._length)
 
+    def forget(self) -> None:
+        """Be empty, with caches of its own."""
+        self.cache = self._options.make_cache(self._model)
+        self._batch, self._length, self._is_quantized = None, 0, False
+        self._checkpoints, self._prefix_checkpoints = [], []
+
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None

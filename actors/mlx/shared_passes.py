@@ -71,6 +71,13 @@ class SharedPasses:
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
+    def abandon(self) -> None:
+        """Empty the caches of all rows: what a failed pass has left in them is not known."""
+        for text in self._rows:
+            text.forget()
+        self._rows = {}
+        self._batch = self._new_batch(LayerEvaluation.WHOLE)
+
     def _feed_rows(self, rows: dict[Any, Feed]) -> dict[object, mx.array]:
         self._rows = {text: missed for text, missed in self._rows.items() if text.is_row}
         for text, missed in list(self._rows.items()):

@@ -97,6 +97,11 @@ class _ScriptedSequence:
         if length != len(self._histories) - 1:
             raise RewindError(f"a script should hold {length} tokens, it holds {len(self._histories) - 1}")
 
+    @property
+    def length(self) -> int:
+        """See `CachedSequence.length`."""
+        return len(self._histories) - 1
+
     def close(self) -> None:
         """See `CachedSequence.close`."""
         self._histories.clear()
@@ -132,6 +137,9 @@ class ScriptedTarget:
 
     feed_together = staticmethod(feed_each)
 
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`. Nothing is shared."""
+
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         rows = []
         for history in histories[-num_logits:]:
@@ -160,6 +168,9 @@ class ScriptedDraft:
         return _ScriptedSequence(self._rows, _after(0, self._seed))
 
     feed_together = staticmethod(feed_each)
+
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`. Nothing is shared."""
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         first = len(histories) - num_logits

@@ -23,6 +23,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
+from actors.model import feed_each
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.engine.running import running
@@ -50,6 +51,11 @@ class RecordingModel:
         # After every step: the cached tokens, and the caches.
         self.cached_tokens: list[tuple[int, ...]] = []
         self.kinds: list[set[type]] = []
+
+    feed_together = staticmethod(feed_each)
+
+    def abandon_shared(self) -> None:
+        pass
 
     def open_sequence(self, *, beside_another: bool) -> RecordedSequence:
         return RecordedSequence(self._model.open_sequence(beside_another=beside_another), self)
@@ -80,6 +86,10 @@ class RecordedSequence:
         length = self._sequence.rewind(length)
         self._note(self._tokens[:length])
         return length
+
+    @property
+    def length(self) -> int:
+        return self._sequence.length
 
     def check(self, length: int) -> None:
         assert length == len(self._tokens)

@@ -720,6 +720,9 @@ class PositionalModel:
 
     feed_together = staticmethod(feed_each)
 
+    def abandon_shared(self) -> None:
+        pass
+
     def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
         return PositionalSequence(self)
 
@@ -752,6 +755,10 @@ class PositionalSequence:
         assert length <= self._length
         self._length = length
         return length
+
+    @property
+    def length(self) -> int:
+        return self._length
 
     def check(self, length: int) -> None:
         assert length == self._length

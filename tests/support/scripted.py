@@ -211,6 +211,10 @@ class ScriptedSequence:
             self.rewinds.append((before, len(self.tokens)))
         return len(self.tokens)
 
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
     def check(self, length: int) -> None:
         self._check_open()
         if length != len(self.tokens):
@@ -324,6 +328,9 @@ class ScriptedModel:
         self._fails = dict(fails or {})
 
     feed_together = staticmethod(feed_each)
+
+    def abandon_shared(self) -> None:
+        pass
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
