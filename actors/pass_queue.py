@@ -157,7 +157,7 @@ class PassQueue:
     async def _lead(self) -> None:
         """Run one pass with what waits when it begins."""
         taken: list[_WaitingRound] = []
-        job: Job[Outcomes] = Job("verify", partial(self._verify, taken))
+        job: Job[Outcomes] = Job("verify", partial(self._verify, taken), count=partial(_num_tokens, taken))
         job.prepare = partial(self._take, taken, job)
         self._is_led = True
         try:
@@ -193,10 +193,20 @@ class PassQueue:
                 taken.append(round)
             del self._waiting[: len(taken)]
         job.num_tokens = sum(round.share.num_tokens for round in taken)
-        job.shares = tuple(round.share for round in taken)
+        shares = tuple(round.share for round in taken)
+        if len(shares) == 1:
+            job.session, job.round = shares[0].session, shares[0].round
+        else:
+            job.shares = shares
 
     def _verify(self, taken: list[_WaitingRound]) -> Outcomes:
         return verify(self._model, [round.request for round in taken]) if taken else []
+
+
+def _num_tokens(taken: list[_WaitingRound], results: Outcomes) -> int:
+    """Tokens that went through the model. What the proposals of failed rounds did to it is not known."""
+    widths = (result.value.width if isinstance(result, outcome.Value) else None for result in results)
+    return sum(round.share.num_tokens if width is None else width for round, width in zip(taken, widths, strict=True))
 
 
 def _failed(error: JobError, num_rounds: int) -> outcome.Error:

@@ -9,6 +9,7 @@ rewind, more tokens than the context holds) are recorded as misuses; `simulated`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
@@ -410,6 +411,11 @@ class WatchedSessions(dict[int, ActorSession]):
         super().__setitem__(session, session_state)
 
 
+def sessions_of(job: Job[Any]) -> list[int | None]:
+    """The sessions that a job is for."""
+    return [share.session for share in job.shares] or [job.session]
+
+
 class ComparingWorker(SimulatedWorker):
     """A simulated worker that compares, at each job, the session state's cached tokens with the scripted sequence.
 
@@ -433,13 +439,16 @@ class ComparingWorker(SimulatedWorker):
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         sequence, num_committed = self._check_session(job.session)
+        if job.prepare is not None:
+            job.prepare = functools.partial(self._prepare, job, job.prepare)
         handed = HandedJob(job, self.clock())
         self.handed.append(handed)
         try:
             result = await super().run(job, meanwhile=meanwhile)
         except JobError:
             # After a failure in the middle of a job, the contents of the sequence are undefined.
-            self._sequences.pop(job.session, None)
+            for session in sessions_of(job):
+                self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
@@ -451,6 +460,14 @@ class ComparingWorker(SimulatedWorker):
         if sequence is not None:
             self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
         return result
+
+    def _prepare(self, job: Job[Any], prepare: Callable[[], None]) -> None:
+        """Prepare a job that takes the sessions that wait when it begins, and compare those."""
+        prepare()
+        for session in sessions_of(job):
+            sequence, num_committed = self._check_session(session)
+            assert sequence is not None
+            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
 
     async def run_steps(self, steps: Steps[Any]) -> None:
         sequence, num_committed = self._check_session(steps.session)
