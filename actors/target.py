@@ -26,14 +26,11 @@ from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Res
 from protocol.prices import Prices
 from protocol.replay import ReplayDebt
 from protocol.session_state import Commit, SessionPhase
-from protocol.settings import MAX_LOOKAHEAD
+from protocol.settings import MAX_BATCH, MAX_LOOKAHEAD
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
 
 T = TypeVar("T")
-
-# Most sessions that share one pass, unless somebody says otherwise.
-MAX_BATCH = 32
 
 # Checkpoints within which a proposal that exists already arrives: into the drafter's mailbox, and back.
 CHECKPOINTS_PER_ANSWER = 4

@@ -19,6 +19,7 @@ OPEN_ARGUMENTS = (
     "kv_group_size",
     "quantized_kv_start",
     "max_streams",
+    "max_batch",
     "prefix_cache_bytes",
     "defaults",
     "trace",

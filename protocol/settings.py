@@ -18,6 +18,9 @@ from protocol.validation import check_integer, check_number, is_integer, is_numb
 
 Acceptance = Literal["auto", "match", "rejection"]
 
+# Default of the most streams that share one forward pass of the target.
+MAX_BATCH = 32
+
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128

@@ -20,6 +20,7 @@ import trio
 
 from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown
+from protocol.settings import MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -73,6 +74,7 @@ class LimitOption:
 
 _LIMITS = (
     LimitOption("max_streams", 1, 4, "most requests that generate at once"),
+    LimitOption("max_batch", 1, MAX_BATCH, "most requests that share one forward pass of the target"),
     LimitOption("max_waiting", 0, 32, "most requests that wait beside those; further ones get status 429"),
     LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),
     LimitOption("max_tokens_limit", 1, None, "most tokens that a request may set (default: the model's context)"),
@@ -247,7 +249,12 @@ async def _open_and_serve(server: _Server) -> None:
     timelines = Timelines()
     models.use_device()
     opening = open_runtime(
-        models.target, models.draft, max_streams=arguments.max_streams, trace=timelines, **models.options
+        models.target,
+        models.draft,
+        max_streams=arguments.max_streams,
+        max_batch=arguments.max_batch,
+        trace=timelines,
+        **models.options,
     )
     async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
         server.display.clear()

@@ -20,6 +20,7 @@ class OpenOptions(TypedDict, total=False):
     kv_group_size: int
     quantized_kv_start: int
     max_streams: int | None
+    max_batch: int
     prefix_cache_bytes: int
     defaults: SettingsLike | None
     trace: Trace

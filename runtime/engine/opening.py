@@ -23,7 +23,7 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import SettingsError, WrongEventLoopError
 from protocol.prices import Prices
 from protocol.reprs import shown
-from protocol.settings import MISSING, NGRAM, SettingsLike, keywords_of
+from protocol.settings import MAX_BATCH, MISSING, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter
@@ -59,6 +59,7 @@ async def open(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     max_streams: int | None = None,
+    max_batch: int = MAX_BATCH,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
     trace: Trace = None,
@@ -83,6 +84,8 @@ async def open(
         quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
         max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
             further streams wait in the order of their calls. None for no bound.
+        max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
+            low precision, a pass over several texts rounds otherwise than one over one.
         prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
             with `reuse_prefix`; the least recently used one goes first. 0 keeps none.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
@@ -116,6 +119,7 @@ async def open(
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     if max_streams is not None:
         check_integer("max_streams", max_streams, 1)
+    check_integer("max_batch", max_batch, 1)
     check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
     keywords_of(defaults, "defaults")
     if not isinstance(tune_mlx, bool):
@@ -164,6 +168,7 @@ async def open(
             events=events,
             prices=prices,
             max_streams=max_streams,
+            max_batch=max_batch,
             prefix_cache_bytes=prefix_cache_bytes,
             defaults=defaults,
             draft_resources=draft_stack,

@@ -20,7 +20,7 @@ from actors.target import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
 from protocol.prices import Prices
-from protocol.settings import NGRAM, SettingsLike
+from protocol.settings import MAX_BATCH, NGRAM, SettingsLike
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
 from runtime.engine.drafter_slot import DrafterSlot, Load, LoadedDrafter
@@ -45,6 +45,7 @@ async def running(
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
+    max_batch: int = MAX_BATCH,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     defaults: SettingsLike | None = None,
     draft_resources: AsyncExitStack | None = None,
@@ -62,6 +63,7 @@ async def running(
         prices: what the models are known to cost; nothing if None.
         make_policy: makes the policy that decides how far a session is drafted ahead.
         max_streams: see `open`.
+        max_batch: see `open`.
         prefix_cache_bytes: see `open`.
         defaults: see `open`.
         draft_resources: closed once the drafter is detached, or the runtime is left.
@@ -86,6 +88,7 @@ async def running(
             on_failure=on_failure,
             prefix_cache_bytes=prefix_cache_bytes,
             target_queue=target_queue,
+            max_batch=max_batch,
         )
 
         def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
