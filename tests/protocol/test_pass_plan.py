@@ -1,0 +1,87 @@
+"""The plan of the next pass: never worse than any other choice of width, and nobody is passed over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
+
+deterministic = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+def line(slope: float) -> Callable[[int], float]:
+    return lambda rows: 1.0 + slope * (rows - 1)
+
+
+def plateau(rows: int) -> float:
+    """Eight rows cost what one costs, the ninth as much again."""
+    return float(1 + (rows - 1) // 8)
+
+
+def rate(rounds: list[ReadyRound], plan: PassPlan, seconds: Callable[[int], float]) -> float:
+    expected = sum(1.0 + sum(rounds[index].reach[:num]) for index, num in plan.num_drafted.items())
+    return expected / seconds(len(plan.num_drafted) * plan.width)
+
+
+rounds_of = st.lists(
+    st.builds(
+        ReadyRound,
+        st.integers(1, 3),
+        st.lists(st.floats(0, 1), max_size=3).map(lambda reach: tuple(sorted(reach, reverse=True))),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@deterministic
+@given(rounds_of, st.sampled_from([0.0, 0.05, 0.3, 1.0]), st.integers(1, 6))
+def test_no_other_choice_of_rounds_and_drafts_is_better(rounds: list[ReadyRound], slope: float, max_batch: int) -> None:
+    plan = plan_pass(rounds, line(slope), max_batch)
+    required = {i for i, each in enumerate(rounds) if i == 0 or each.was_passed_over}
+    required = set(sorted(required)[:max_batch])
+    best = 0.0
+    for width in range(1, max(each.max_width for each in rounds) + 1):
+        fitting = [i for i, each in enumerate(rounds) if each.num_needed <= width]
+        for size in range(1, max_batch + 1):
+            for members in itertools.combinations(fitting, size):
+                if required <= set(members):
+                    for drafted in itertools.product(*(range(rounds[i].num_drafted(width) + 1) for i in members)):
+                        other = PassPlan(dict(zip(members, drafted, strict=True)), width)
+                        best = max(best, rate(rounds, other, line(slope)))
+    assert rate(rounds, plan, line(slope)) == pytest.approx(best)
+
+
+@deterministic
+@given(rounds_of, st.integers(1, 6))
+def test_the_first_round_takes_part_and_everybody_feeds_what_it_needs(rounds: list[ReadyRound], max_batch: int) -> None:
+    plan = plan_pass(rounds, plateau, max_batch)
+    assert 0 in plan.num_drafted
+    passed_over = [i for i, each in enumerate(rounds) if i > 0 and each.was_passed_over]
+    assert set(passed_over[: max_batch - 1]) <= plan.num_drafted.keys()
+    assert len(plan.num_drafted) <= max_batch
+    for index, num_drafted in plan.num_drafted.items():
+        assert 0 <= num_drafted <= len(rounds[index].reach)
+        assert rounds[index].num_needed + num_drafted <= plan.width
+
+
+def test_a_plateau_is_filled_and_a_step_is_not_climbed_for_little() -> None:
+    sure, unsure = ReadyRound(1, (0.9,) * 9), ReadyRound(1, (0.3, 0.1))
+    assert plan_pass([sure], plateau, 8).num_drafted == {0: 7}
+    # Four rows at two tokens each are the plateau.
+    assert plan_pass([sure, sure, unsure, unsure], plateau, 8) == PassPlan({0: 3, 1: 3}, 4)
+    assert plan_pass([unsure, unsure, sure, sure], plateau, 8).num_drafted[0] <= 1
+    assert plan_pass([unsure] * 8, plateau, 8).num_drafted == dict.fromkeys(range(8), 0)
+
+
+def test_a_text_that_has_much_to_read_again_does_not_make_all_others_wide() -> None:
+    much = ReadyRound(12)
+    plan = plan_pass([ReadyRound(1), ReadyRound(1), much, ReadyRound(1)], line(0.2), 8)
+    assert plan.num_drafted == {0: 0, 1: 0, 3: 0}
+    assert 0 in plan_pass([much, ReadyRound(1)], line(0.2), 8).num_drafted
