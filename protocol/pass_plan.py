@@ -2,9 +2,9 @@
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
 Each text brings its missing committed tokens, which it needs, and drafted ones, which are worth what the chance is that
-they stand. The plan is the one with most tokens a second: Σ expected tokens / T(B·W). So a plateau of T is filled, a step
-is not climbed for little, and a text without a draft does not make a wide pass of others dearer. It goes with the next,
-whatever that costs: nobody is passed over twice.
+they stand. The plan is the one with most tokens a second: Σ expected tokens / T(B·W). So a plateau of T is filled, a
+step is not climbed for little, and a text without a draft does not make a wide pass of others dearer. It goes with the
+next one, whatever that costs: nobody is passed over twice.
 """
 
 from __future__ import annotations

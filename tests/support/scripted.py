@@ -466,8 +466,8 @@ class ComparingWorker(SimulatedWorker):
         prepare()
         for session in sessions_of(job):
             sequence, num_committed = self._check_session(session)
-            assert sequence is not None
-            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
+            if sequence is not None:
+                self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
 
     async def run_steps(self, steps: Steps[Any]) -> None:
         sequence, num_committed = self._check_session(steps.session)

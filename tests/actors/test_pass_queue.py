@@ -1,0 +1,130 @@
+"""Several sessions share the target's passes: the texts are what they are alone, and a failure is its session's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from scripted import ScriptedModel, Simulation, agreeing, continuation, never, run, simulated, truthful
+
+import runtime
+from actors.model import Feed, feed_each
+from protocol.trace import Span
+
+PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
+NUM_TOKENS = 24
+
+
+def shared_passes(simulation: Simulation) -> list[Span]:
+    return [span for span in simulation.spans("target") if span.shares]
+
+
+def sessions_of(span: Span) -> set[int | None]:
+    return {share.session for share in span.shares} or {span.session}
+
+
+async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
+    completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=NUM_TOKENS, **settings)
+    return [[token.id for token in completion.tokens] for completion in completions]
+
+
+EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 4, "auto"])
+@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("undo", [None, never], ids=["trims", "n1"])
+def test_texts_that_share_passes_are_what_they_are_alone(lookahead: Any, agreement: float, undo: Any) -> None:
+    async def main() -> None:
+        target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
+        async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+            assert await texts(simulation, lookahead=lookahead) == EXPECTED
+            assert len(shared_passes(simulation)) > NUM_TOKENS / 8
+            assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
+
+    run(main)
+
+
+def test_no_session_waits_for_more_than_the_pass_that_runs() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+            await texts(simulation, lookahead=2)
+            spans = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
+            for session in range(len(PROMPTS)):
+                own = [
+                    i for i, span in enumerate(spans) if session in {s.session for s in span.shares} | {span.session}
+                ]
+                # Between two passes of a session, there is at most one that it could not join, and one in between.
+                assert max(b - a for a, b in itertools.pairwise(own)) <= 3
+
+    run(main)
+
+
+class FailingTogether(ScriptedModel):
+    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
+
+    def __init__(self, culprit: int, num_tokens: int) -> None:
+        super().__init__(truthful)
+        self.culprit, self.num_tokens = culprit, num_tokens
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        for feed in feeds:
+            tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
+            if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
+                raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        for sequence in self.sequences:
+            if not sequence.is_closed:
+                del sequence.tokens[:]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 8, 20])
+def test_a_session_whose_part_makes_the_pass_fail_ends_alone(num_tokens: int) -> None:
+    async def main() -> None:
+        target = FailingTogether(PROMPTS[0][0], num_tokens)
+        async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
+            rt = simulation.runtime
+            found: dict[int, Any] = {}
+
+            async def read(index: int) -> None:
+                try:
+                    found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
+                except runtime.StreamFailedError as error:
+                    found[index] = str(error)
+
+            async with trio.open_nursery() as nursery:
+                for index in range(len(PROMPTS)):
+                    nursery.start_soon(read, index)
+            assert "MemoryError: no room for this one; the model itself works" in found.pop(0)
+            assert found == {index: EXPECTED[index] for index in found}
+            assert rt.health().ok
+
+    run(main)
+
+
+@pytest.mark.parametrize("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])
+def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_alone(at: float) -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+            rt = simulation.runtime
+            found: dict[int, list[int]] = {}
+
+            async def read(index: int) -> None:
+                found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
+
+            async with trio.open_nursery() as nursery:
+                with trio.CancelScope() as scope:
+                    scope.deadline = trio.current_time() + at
+                    for index in range(1, len(PROMPTS)):
+                        nursery.start_soon(read, index)
+                    await read(0)
+            assert scope.cancelled_caught
+            assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))
+
+    run(main)
