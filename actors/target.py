@@ -17,7 +17,7 @@ from actors.prefill import prefill, prefill_committed
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
-from actors.target_jobs import PlainDecoder, VerifyRequest
+from actors.target_jobs import CacheLostError, PlainDecoder, VerifyRequest
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
@@ -192,6 +192,8 @@ class TargetActor(ModelActor[TargetSession]):
         self._num_in_rounds += 1
         try:
             await self._wait_for_proposal(session)
+            if sequence.length < len(session.cached_tokens):
+                await self._catch_up(session, sequence)
             proposal, is_drafted = (
                 session.state.outstanding,
                 session.state.phase is not SessionPhase.UNDRAFTED,
@@ -339,8 +341,6 @@ class TargetActor(ModelActor[TargetSession]):
         shared.unsent = None
 
     async def _verify(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
-        if sequence.length < len(session.cached_tokens):
-            await self._catch_up(session, sequence)
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
@@ -349,14 +349,16 @@ class TargetActor(ModelActor[TargetSession]):
         feeds_draft = not settle and not session.was_single_step
         width = len(plan.feed) + (len(proposal.tokens) if feeds_draft else 0)
         share = Share(session.id, proposal.round, width)
-        try:
-            shared = await self._share_pass(session, request, share)
-        except SharedPassError:
-            # Somebody's prompt or processor may be the reason. Alone, it ends its own session only.
-            await self._catch_up(session, sequence)
-            request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
-            shared = await self._share_pass(session, request, share, alone=True)
-        verified = shared.verified
+        shared, alone = None, False
+        while shared is None:
+            try:
+                shared = await self._share_pass(session, request, share, alone=alone)
+            except (SharedPassError, CacheLostError) as error:
+                # A part that makes a shared pass fail makes it fail alone, too, and ends its session then.
+                alone = alone or isinstance(error, SharedPassError)
+                await self._catch_up(session, sequence)
+                request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
+        verified, plan = shared.verified, request.plan
         session.was_single_step = verified.single_step and not settle
         if shared.is_first:
             self.prices.observe_verify_pass(shared.num_tokens, shared.began, shared.ended)

@@ -50,6 +50,10 @@ class Verified:
     likelihoods: tuple[Likelihood, ...] = ()
 
 
+class CacheLostError(Exception):
+    """A text's cache does not hold what the round was planned with."""
+
+
 @attrs.frozen
 class VerifyRequest:
     """One text's part in a verify pass: the missing committed tokens, and a proposal.
@@ -76,7 +80,11 @@ class VerifyRequest:
 
         If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
         token, and the first drafted token is compared with it. So it is with `settle`.
+
+        Raises: CacheLostError: a pass that the text shared has failed since the round was planned.
         """
+        if self.sequence.length != self.plan.keep:
+            raise CacheLostError
         drafted = self.proposal.tokens
         width = len(self.plan.feed) + len(drafted)
         single_step = bool(drafted) and (
