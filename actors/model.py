@@ -81,6 +81,10 @@ class CachedSequence(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Drop all tokens, and all checkpoints: what the cache holds is not known."""
+        ...
+
     def close(self) -> None:
         """Release the cache."""
         ...

@@ -103,7 +103,7 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
 
     Returns: for each request, in order, its result or the error that concerns it alone. `NotANumberError` and
         `ProcessorError`: no token can be chosen from its first row.
-    Raises: whatever the model raises: the pass has failed for all, and the caches that shared it are empty.
+    Raises: whatever the model raises: the pass has failed for all, and their caches are empty.
     """
     prepared = [outcome.capture(request.prepare) for request in requests]
     fed = [each.value for each in prepared if isinstance(each, outcome.Value)]
@@ -112,7 +112,10 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
         judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
         mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
     except BaseException:
+        # What is in the caches now is not known.
         model.abandon_shared()
+        for request in requests:
+            request.sequence.forget()
         raise
     return [_chain(each, _Judged.finish) for each in judged]
 

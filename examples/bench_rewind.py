@@ -121,6 +121,9 @@ class OracleSequence:
         self._length = length
         return length
 
+    def forget(self) -> None:
+        self._length = 0
+
     @property
     def length(self) -> int:
         return self._length

@@ -100,7 +100,7 @@ class MLXSequence:
             self.check(self._length)
 
     def forget(self) -> None:
-        """Be empty, with caches of its own."""
+        """See `CachedSequence.forget`. Leaves its batch, which must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
         self._checkpoints, self._prefix_checkpoints = [], []

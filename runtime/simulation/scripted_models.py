@@ -97,6 +97,10 @@ class _ScriptedSequence:
         if length != len(self._histories) - 1:
             raise RewindError(f"a script should hold {length} tokens, it holds {len(self._histories) - 1}")
 
+    def forget(self) -> None:
+        """See `CachedSequence.forget`."""
+        del self._histories[1:]
+
     @property
     def length(self) -> int:
         """See `CachedSequence.length`."""

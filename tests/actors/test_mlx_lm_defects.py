@@ -87,6 +87,9 @@ class RecordedSequence:
         self._note(self._tokens[:length])
         return length
 
+    def forget(self) -> None:
+        self._sequence.forget()
+
     @property
     def length(self) -> int:
         return self._sequence.length

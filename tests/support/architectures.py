@@ -756,6 +756,9 @@ class PositionalSequence:
         self._length = length
         return length
 
+    def forget(self) -> None:
+        self._length = 0
+
     @property
     def length(self) -> int:
         return self._length

@@ -216,6 +216,9 @@ class ScriptedSequence:
     def length(self) -> int:
         return len(self.tokens)
 
+    def forget(self) -> None:
+        self.tokens, self.states, self.prefix_checkpoints = [], [], []
+
     def check(self, length: int) -> None:
         self._check_open()
         if length != len(self.tokens):
