@@ -16,10 +16,13 @@ import attrs
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown_path
+from runtime.loading.mlx_environment import set_here
 from runtime.loading.processor import processor_name
 from runtime.selftest.findings import FAILURES
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import FORMAT, versions
+
+_PREFIXES = ("MLX_", "OUTRIDER_")
 
 # A smaller gain may be noise.
 MIN_GAIN = 1.05
@@ -150,13 +153,14 @@ def _mark(run: CheckRun) -> str:
 
 
 def machine() -> dict[str, str]:
-    """The machine and the versions, by name."""
+    """The machine, the versions, and the variables of MLX and of Outrider that the user has set, by name."""
+    ours = set_here()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor_name(),
         "python": platform.python_version(),
         **versions(),
-        **{name: value for name, value in os.environ.items() if name.startswith(("MLX_", "OUTRIDER_"))},
+        **{name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in ours},
     }
 
 

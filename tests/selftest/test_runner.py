@@ -180,6 +180,15 @@ def test_no_path_is_in_the_report(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "line 3, in call" in written or "File" not in text
 
 
+def test_the_variables_that_the_user_has_set_are_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_environment, "_set_here", {"MLX_MAX_OPS_PER_BUFFER": "1000"})
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "77")
+    machine = SelfTestReport(False).as_json()["machine"]
+    assert machine["MLX_MAX_MB_PER_BUFFER"] == "77"
+    assert "MLX_MAX_OPS_PER_BUFFER" not in machine
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
