@@ -56,6 +56,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         make_policy: MakePolicy = policy_by_settings,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         target_queue: TargetQueue | None = None,
+        chains: bool | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -64,13 +65,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             target_vocab_size: the width of its logits.
             make_policy: makes the policy that decides how far a session is drafted ahead.
             target_queue: the passes that wait and run at the target; None if it has only one session.
+            chains: see the class.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
         self._target_queue = target_queue or TargetQueue()
-        self.chains: bool | None = None
+        self.chains = chains
 
     @property
     def is_alive(self) -> bool:

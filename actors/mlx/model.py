@@ -156,11 +156,9 @@ class MLXModel:
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""
-        layer_evaluation = LayerEvaluation.WHOLE
-        if beside_another:
-            on_cpu = mx.default_device().type == mx.DeviceType.cpu
-            by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
-            layer_evaluation = self._layer_evaluation or by_device
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
+        layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
         return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, layer_evaluation=layer_evaluation)
 
     @property

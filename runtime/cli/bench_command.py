@@ -16,6 +16,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from runtime.cli.model_arguments import Models
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
+from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
@@ -154,8 +155,7 @@ def _check_plot(file: str | None) -> Path | None:
     path = Path(file)
     if path.suffix not in PLOT_FORMATS:
         raise SettingsError(f"plot must be a file that ends in {', '.join(PLOT_FORMATS)}, got {shown(file)}")
-    if not path.absolute().parent.is_dir():
-        raise SettingsError(f"plot {shown(file)} is in no directory that exists; make {path.parent} first")
+    check_place("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path

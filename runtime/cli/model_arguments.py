@@ -15,6 +15,7 @@ from protocol.settings import NGRAM
 from runtime.cli.flags import flag
 from runtime.cli.settings_arguments import Option, parse_value
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.loading.device import use_device
 
 # The library checks bounds, and its messages have the remedies.
 OPTIONS: tuple[Option, ...] = (
@@ -53,14 +54,7 @@ class Models:
 
         Raises: SettingsError: the device is not available.
         """
-        if self.device is None:
-            return
-        import mlx.core as mx
-
-        device = mx.Device(mx.cpu if self.device == "cpu" else mx.gpu)
-        if not mx.is_available(device):
-            raise SettingsError(f"--device {self.device} is not available in this MLX; leave it out for its default")
-        mx.set_default_device(device)
+        use_device(self.device)
 
 
 def add_models(

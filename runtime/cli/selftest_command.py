@@ -31,13 +31,14 @@ from runtime.terminal.display import (
     print_sections,
     warnings_at_the_end,
 )
+from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
     from runtime.selftest.checks import Check
     from runtime.selftest.report import SelfTestReport
 
-# What the checks that can go on for any time share: one takes all of it, another about as much again.
+# Of a minute that the user gives, the seconds of each check that can go on for any time: there are two.
 SECONDS_A_MINUTE = 30.0
 
 
@@ -84,11 +85,11 @@ def selftest(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: an argument is invalid, a check has failed, or the report cannot be written.
     """
-    from runtime.selftest.report import SelfTestReport, check_report_path, summary
+    from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
     check_environment()
-    path = check_report_path(arguments.json)
+    path = None if arguments.json is None else check_place("--json", Path(arguments.json))
     models = models_of(arguments)
     if models.draft in (None, NGRAM):
         raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")

@@ -68,7 +68,7 @@ async def running(
         defaults: see `open`.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
-        chains: whether draft steps are chained, see `DraftActor`; None on devices on which that pays.
+        chains: see `DraftActor`.
 
     Cancellation: as `open`.
     """
@@ -96,7 +96,7 @@ async def running(
                 return LookupActor(
                     events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
                 )
-            actor = DraftActor(
+            return DraftActor(
                 *draft,
                 events,
                 prices,
@@ -105,9 +105,8 @@ async def running(
                 make_policy=make_policy,
                 prefix_cache_bytes=prefix_cache_bytes,
                 target_queue=target_queue,
+                chains=chains,
             )
-            actor.chains = chains
-            return actor
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
         if draft is not None:

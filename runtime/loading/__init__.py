@@ -2,5 +2,6 @@
 
 A source is a path, a hub id or a pair (model, tokenizer). `model_sources.py` checks it and loads it on its worker's
 thread. New kinds of drafters are recognised in `trained_drafters.py`. `blas.py` replaces MLX's BLAS on Linux; it must
-run before mlx is imported.
+run before mlx is imported. `device.py` chooses MLX's default device, `mlx_environment.py` sets MLX's variables, and
+`processor.py` names the processor.
 """

@@ -90,7 +90,11 @@ class WrappedModel(Module):
     def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.args: Any = model.args
+
+    @property
+    def args(self) -> Any:
+        """The model's arguments."""
+        return self.model.args
 
     @property
     def layers(self) -> list[Module]:

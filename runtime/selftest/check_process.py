@@ -21,8 +21,9 @@ def main(module: str, name: str) -> None:
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     # Here and not at the top: the environment of this process decides how they begin.
+    from runtime.loading.device import use_device
     from runtime.selftest.findings import Finding
-    from runtime.selftest.subject import Subject, use_device
+    from runtime.selftest.subject import Subject
 
     try:
         use_device(given.pop("device", None))

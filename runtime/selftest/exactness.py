@@ -6,7 +6,7 @@ Each is a function of a `Subject`, called in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import trio
@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 
 import runtime
 from actors.sampling.logit_check import LogitCheck
+from actors.tensor import Tensor
 from protocol.randomness import Purpose, key_for
 from runtime.generation.token_stream import Completion
 from runtime.selftest.baselines import in_parallel, on_thread, plain_text, prefill_and_step
@@ -25,13 +26,13 @@ LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
 SEED = 20_26
 NUM_CONCURRENT_PASSES = 40
 
-TOO_LARGE = Finding("skipped", "in float32 the models are larger than this device recommends")
+TOO_LARGE_IN_FLOAT32 = Finding("skipped", "in float32 the models are larger than this device recommends")
 
 
 def greedy_equality(subject: Subject) -> Finding:
     """Greedy text in float32 is mlx-lm's own, for every lookahead, with and without chained draft steps."""
     if (pair := subject.load_in_float32()) is None:
-        return TOO_LARGE
+        return TOO_LARGE_IN_FLOAT32
     target, draft = pair
     prompts = subject.prompts(target[1])
     expected = [plain_text(target[0], prompt, subject.max_tokens) for prompt in prompts]
@@ -61,7 +62,7 @@ def greedy_equality(subject: Subject) -> Finding:
 def seeded_equality(subject: Subject) -> Finding:
     """A seed gives the same text again, and under the match rule the same text with any lookahead."""
     if (pair := subject.load_in_float32()) is None:
-        return TOO_LARGE
+        return TOO_LARGE_IN_FLOAT32
     target, draft = pair
     prompt = subject.prompts(target[1])[0]
     settings: dict[str, Any] = {"max_tokens": subject.max_tokens, "temperature": 0.8, "seed": SEED}
@@ -195,4 +196,4 @@ def first_difference(completion: Completion, expected: Sequence[int]) -> int | N
 
 def bytes_of(array: mx.array) -> bytes:
     """The bits of an array, evaluated and copied."""
-    return bytes(memoryview(cast(Any, mx.contiguous(array).view(mx.uint8))))
+    return bytes(Tensor.of(array).data)

@@ -14,17 +14,16 @@ from typing import Any
 
 import attrs
 
-from protocol.errors import SettingsError
-from protocol.reprs import shown_path
+from runtime.loading.mlx_environment import set_here
 from runtime.loading.processor import processor_name
 from runtime.selftest.findings import FAILURES
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import FORMAT, versions
 
+_PREFIXES = ("MLX_", "OUTRIDER_")
+
 # A smaller gain may be noise.
 MIN_GAIN = 1.05
-# Python's own switch interval.
-DEFAULT_INTERVAL_S = 0.005
 
 # What looks like an absolute path in a message of somebody else's, and the file in a line of a traceback.
 _PATH = re.compile(r"(?<![\w.<>])(?:~|\.\.?)?(?:/[^\s/'\":,()]+){2,}/?")
@@ -117,7 +116,7 @@ class SelfTestReport:
             if gain > MIN_GAIN:
                 settings.append(("environment", f'{best} ({gain:.2f} times the speed of "auto" without)'))
         for run in passed:
-            if (best_s := run.finding.figures.get("best_s", DEFAULT_INTERVAL_S)) != DEFAULT_INTERVAL_S:
+            if (best_s := run.finding.figures.get("best_s")) != run.finding.figures.get("default_s"):
                 settings.append(("sys.setswitchinterval", f"{best_s:g}"))
         return settings
 
@@ -150,29 +149,15 @@ def _mark(run: CheckRun) -> str:
 
 
 def machine() -> dict[str, str]:
-    """The machine and the versions, by name."""
+    """The machine, the versions, and the variables of MLX and of Outrider that the user has set, by name."""
+    ours = set_here()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor_name(),
         "python": platform.python_version(),
         **versions(),
-        **{name: value for name, value in os.environ.items() if name.startswith(("MLX_", "OUTRIDER_"))},
+        **{name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in ours},
     }
-
-
-def check_report_path(file: str | None) -> Path | None:
-    """The path of a report, checked before anything runs.
-
-    Raises: SettingsError: it is a directory, or its directory does not exist.
-    """
-    if file is None:
-        return None
-    path = Path(file)
-    if path.is_dir():
-        raise SettingsError(f"--json {shown_path(file)} is a directory; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise SettingsError(f"--json {shown_path(file)} is in no directory that exists; make that first")
-    return path
 
 
 def summary(runs: Sequence[CheckRun]) -> str:

@@ -127,6 +127,7 @@ def switch_intervals(subject: Subject) -> Finding:
         + (" as well as any that was tried" if best == default else " better than Python's default"),
         {
             "best_s": best,
+            "default_s": default,
             "tokens_per_second": {str(interval_s): turns for interval_s, turns in speeds.items()},
             "median_delay_s": {str(interval_s): statistics.median(late) for interval_s, late in delays_s.items()},
             "longest_delay_s": {str(interval_s): max(late) for interval_s, late in delays_s.items()},

@@ -17,7 +17,6 @@ from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import load
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
-from protocol.errors import SettingsError
 from protocol.prices import Prices
 from protocol.trace import Actor
 from runtime.engine.running import running
@@ -104,18 +103,6 @@ async def running_pair(
             chains=chains,
         )
         yield await stack.enter_async_context(open_runtime)
-
-
-def use_device(device: str | None) -> None:
-    """Make "cpu" or "gpu" the default device of this process; None for MLX's own.
-
-    Raises: SettingsError: the device is not available.
-    """
-    if device is not None:
-        wanted = mx.Device(mx.cpu if device == "cpu" else mx.gpu)
-        if not mx.is_available(wanted):
-            raise SettingsError(f"the device {device} is not available in this MLX; leave it out for its default")
-        mx.set_default_device(wanted)
 
 
 def ids(completion: Completion) -> list[int]:

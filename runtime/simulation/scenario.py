@@ -16,32 +16,33 @@ from protocol.settings import MAX_SEED
 from protocol.validation import check_integer, check_number, is_integer, validator
 
 
-def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
-    previous_token = 0
-    for change in value:
-        if (
-            not isinstance(change, tuple)
-            or len(change) != 2
-            or not is_integer(change[0])
-            or change[0] <= previous_token
-        ):
+def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
+    """Check pairs of a whole number that rises from 1 on, and of something else.
+
+    Args:
+        name: of the field.
+        value: of the field.
+        key, meaning: what the two of a pair are, for the message.
+    """
+    previous = 0
+    for pair in value:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous:
             raise SettingsError(
-                f"{attribute.name} must be pairs (token, acceptance) with tokens that start at 1 and rise, "
-                f"got {shown(change)}"
+                f"{name} must be pairs ({key}, {meaning}) with {key}s that start at 1 and rise, got {shown(pair)}"
             )
-        previous_token = change[0]
-        check_number(f"an acceptance in {attribute.name}", change[1], 0, 1)
+        previous = pair[0]
+
+
+def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
+    _check_pairs(attribute.name, value, "token", "acceptance")
+    for _token, acceptance in value:
+        check_number(f"an acceptance in {attribute.name}", acceptance, 0, 1)
 
 
 def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
-    previous_width = 0
-    for pair in value:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous_width:
-            raise SettingsError(
-                f"{attribute.name} must be pairs (width, time) with widths that start at 1 and rise, got {shown(pair)}"
-            )
-        previous_width = pair[0]
-        check_number(f"a time in {attribute.name}", pair[1], above=0)
+    _check_pairs(attribute.name, value, "width", "time")
+    for _width, time in value:
+        check_number(f"a time in {attribute.name}", time, above=0)
     if value and value[0][0] != 1:
         raise SettingsError(f"{attribute.name} must begin with width 1, got {value[0][0]}")
 

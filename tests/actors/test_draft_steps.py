@@ -285,6 +285,7 @@ def test_the_session_state_is_right_in_many_more_schedules(scenario: Interrupted
     run(play, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caches", CACHES)
 @pytest.mark.parametrize("chains", [False, True])
 def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains: bool) -> None:

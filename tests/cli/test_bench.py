@@ -294,6 +294,7 @@ def test_who_cannot_run_holds_up_nobody():
 # --- real models ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_everyone_runs_and_writes_plain_decodings_text(pair):
     target, draft = pair
     measured = Measured(small())

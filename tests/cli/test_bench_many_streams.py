@@ -166,6 +166,7 @@ def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up
 # --- real models ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     target, draft = pair
     measured = StreamsMeasured(small(streams=(1, 4), lookaheads=("auto", 2)))

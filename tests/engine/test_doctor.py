@@ -28,6 +28,12 @@ from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import keep
 
 
+@pytest.fixture(autouse=True)
+def no_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report of a self-test that somebody has run on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("models") / "target", llama())
@@ -103,10 +109,7 @@ def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.Captu
     assert doctor(capsys, target)["machine"]["linear algebra"] == blas
 
 
-def test_the_last_self_test_of_the_machine_is_named(
-    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_last_self_test_of_the_machine_is_named(capsys: pytest.CaptureFixture[str], target: str) -> None:
     assert "self-test" not in doctor(capsys, target)
     run = CheckRun(Check("noise", "module", "it differs"), Finding("failed", ""), 1.0)
     keep(SelfTestReport(with_own_models=False, runs=[run]).as_json())

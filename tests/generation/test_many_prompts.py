@@ -326,6 +326,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS)
 @pytest.mark.parametrize("price", [priced(), priced(draft=8.0, verify=3.0)], ids=["quick drafter", "slow drafter"])
 def test_whenever_and_however_it_is_ended_all_of_it_ends(

@@ -91,6 +91,7 @@ async def path(tmp_path: Path) -> Path:
 # --- going on -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", PAIRS)
 async def test_a_conversation_goes_on_as_it_would_have(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:

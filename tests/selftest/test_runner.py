@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+import trio.testing
 from polling import until_in_trio
 
 from runtime.cli import main as cli
@@ -64,8 +65,21 @@ async def test_an_error_has_its_traceback() -> None:
     assert finding.figures["stderr"][0] == "Traceback (most recent call last):"
 
 
-async def test_a_check_that_hangs_is_killed_and_says_where_it_was() -> None:
-    finding = await run_check(check("hangs", timeout_s=2.0), {"seconds": 1.0})
+async def test_a_check_that_hangs_is_killed_and_says_where_it_was(
+    tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    note, findings = tmp_path / "pid", []
+
+    async def run() -> None:
+        hanging = check("hangs", timeout_s=2.0, environment={"OUTRIDER_TEST_NOTE": str(note)})
+        findings.append(await run_check(hanging, {"seconds": 1.0}))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        # However long the process takes to begin, its time is up only once it hangs.
+        await written(note)
+        mock_clock.jump(3.5)
+    (finding,) = findings
     assert finding.status == "hung"
     assert finding.summary == "the check had not ended after 3 s"
     assert any("in hangs" in line for line in finding.figures["stderr"])
@@ -178,6 +192,15 @@ def test_no_path_is_in_the_report(text: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "secret" not in written
     assert "john" not in written
     assert "line 3, in call" in written or "File" not in text
+
+
+def test_the_variables_that_the_user_has_set_are_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_environment, "_set_here", {"MLX_MAX_OPS_PER_BUFFER": "1000"})
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "77")
+    machine = SelfTestReport(False).as_json()["machine"]
+    assert machine["MLX_MAX_MB_PER_BUFFER"] == "77"
+    assert "MLX_MAX_OPS_PER_BUFFER" not in machine
 
 
 # --- the command ----------------------------------------------------------------------------------

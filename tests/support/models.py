@@ -21,11 +21,13 @@ from mlx_lm.models import gemma3_text as gemma3_text_module
 from mlx_lm.models import llama as llama_module
 from mlx_lm.models import mamba as mamba_module
 from mlx_lm.models import qwen3 as qwen3_module
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+
+from runtime.selftest.baselines import WrappedModel as Wrapped
 
 VOCAB_SIZE = 80
 
@@ -122,28 +124,6 @@ def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
     copy.update(tree_unflatten(noisy))
     mx.eval(copy.parameters())
     return copy
-
-
-class Wrapped(nn.Module):
-    """A wrapper around a model; subclasses change something about it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def args(self) -> Any:
-        return self.model.args
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self.model.layers
-
-    def make_cache(self) -> list[Any]:
-        return make_prompt_cache(self.model)
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        return self.model(inputs, cache=cache)
 
 
 class Failing(Wrapped):

@@ -665,6 +665,7 @@ async def simulated(
             make_policy=make_policy,
             max_streams=max_streams,
             prefix_cache_bytes=prefix_cache_bytes,
+            chains=chains,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)
@@ -673,7 +674,6 @@ async def simulated(
             runtime._target._sessions = target_worker.sessions
             if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
                 runtime._draft._sessions = draft_worker.sessions
-                runtime._draft.chains = chains
             yield simulation
     simulation.assert_all_closed()
     # Fewer if tasks that were already running have ended meanwhile.
