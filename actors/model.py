@@ -173,6 +173,10 @@ class Model(Protocol):
         """
         ...
 
+    def sharing_obstacle(self) -> str | None:
+        """Why texts of this model cannot share passes; None if they can."""
+        ...
+
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""
         ...

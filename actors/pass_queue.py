@@ -1,12 +1,13 @@
 """The pass queue: rounds of several sessions that wait for the target share its next forward pass.
 
-While one pass runs, the rounds of other sessions become ready; what waits when the model is free makes the next pass.
-So nobody waits for anybody else's drafter, and no round waits for more than the pass that runs and one job in between,
-such as a chunk of a prompt.
+While one pass runs, the rounds of other sessions become ready. Which of them make the next pass, with how many of their
+drafted tokens, is decided when the model is free for it (`protocol.pass_plan`). No round waits for more than the pass
+that runs, one that leaves it out, and one job in between, such as a chunk of a prompt.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,16 @@ import trio
 from actors.model import Model
 from actors.target_jobs import Verified, VerifyRequest, verify
 from actors.workers.worker import Job, JobError, Worker
+from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
+from protocol.prices import Prices
+from protocol.target_queue import TargetQueue
 from protocol.trace import Share
 
 Outcomes = list[outcome.Outcome[Verified]]
+
+# Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for; in passes
+# of one row.
+MAX_WAIT, PATIENCE = 1.0, 0.02
 
 
 class SharedPassError(JobError):
@@ -35,7 +43,7 @@ class SharedPass:
         verified: the round's own result.
         began, ended: of the pass, in seconds on the worker's clock.
         num_rounds: how many rounds shared it.
-        num_tokens: tokens of all rounds that went through the model.
+        num_rows: rows of the pass: of each round as many as of the widest, because the others are padded.
         is_first: whether this round is the first of those that shared it, so that each pass can be counted once.
     """
 
@@ -43,7 +51,7 @@ class SharedPass:
     began: float
     ended: float
     num_rounds: int
-    num_tokens: int
+    num_rows: int
     is_first: bool
 
     @property
@@ -58,16 +66,18 @@ class _WaitingRound:
 
     Attributes:
         request: its part in the pass.
-        share: what the trace says of it.
+        ready: what the plan sees of it.
         alone: whether it has a pass for itself.
         has_begun: whether a pass has taken it. Set on the worker's thread, under the queue's lock.
+        share: what the trace says of its part in that pass; set with `has_begun`.
         result: the pass, or the error that ends the round.
     """
 
     request: VerifyRequest
-    share: Share
+    ready: ReadyRound
     alone: bool
     has_begun: bool = False
+    share: Share = attrs.field(init=False)
     result: outcome.Outcome[SharedPass] | None = None
     _changed: trio.Event = attrs.field(factory=trio.Event)
 
@@ -80,6 +90,31 @@ class _WaitingRound:
         await self._changed.wait()
         self._changed = trio.Event()
 
+    @property
+    def session(self) -> int:
+        """Whose round it is."""
+        return self.request.proposal.session
+
+    def feed(self, num_drafted: int) -> None:
+        """Leave out drafted tokens after the first `num_drafted`, if they may be left out."""
+        if self.ready.reach:
+            self.request = attrs.evolve(self.request, proposal=self.request.proposal.cut(num_drafted))
+        proposal = self.request.proposal
+        self.share = Share(proposal.session, proposal.round, self.ready.num_needed + num_drafted)
+
+
+@attrs.frozen
+class _ComingRound:
+    """A round that is expected soon.
+
+    Attributes:
+        due_s: when, in seconds on the worker's clock.
+        ready: as the session's last round was.
+    """
+
+    due_s: float
+    ready: ReadyRound
+
 
 class PassQueue:
     """The rounds that wait for a pass of one model.
@@ -88,30 +123,51 @@ class PassQueue:
     over, the task of a round that still waits leads the next one.
     """
 
-    def __init__(self, model: Model, worker: Worker, max_batch: int) -> None:
+    def __init__(self, model: Model, worker: Worker, prices: Prices, target_queue: TargetQueue, max_batch: int) -> None:
         """Make an empty queue.
 
         Args:
             model: lives on the worker's thread.
             worker: runs the passes.
+            prices: of the target.
+            target_queue: is told which rounds wait and run.
             max_batch: most rounds in one pass, >= 1.
         """
         self._model = model
         self._worker = worker
-        self._max_batch = max_batch
+        self._prices = prices
+        self._target_queue = target_queue
+        self.num_shared = max_batch
         self._waiting: list[_WaitingRound] = []
+        self._coming: dict[int, _ComingRound] = {}  # by session
         self._is_led = False
+        self._arrival = trio.Event()
         # The worker's thread takes rounds while tasks add some and take them back.
         self._lock = threading.Lock()
 
+    def expect(self, session: int, in_s: float) -> None:
+        """Tell the queue that a session whose round is over will have another one soon.
+
+        Args:
+            session: has had a round in a pass of this queue.
+            in_s: seconds until then.
+        """
+        if (coming := self._coming.get(session)) is not None:
+            self._coming[session] = attrs.evolve(coming, due_s=self._worker.clock() + in_s)
+
+    def forget(self, session: int) -> None:
+        """Expect no further round of a session."""
+        if self._coming.pop(session, None) is not None:
+            self._arrival.set()
+
     async def run(
-        self, request: VerifyRequest, share: Share, *, meanwhile: Callable[[], None], alone: bool = False
+        self, request: VerifyRequest, ready: ReadyRound, *, meanwhile: Callable[[], None], alone: bool = False
     ) -> SharedPass:
         """Run a round in the next pass.
 
         Args:
             request: the round's part in the pass.
-            share: names the session and the round in the trace.
+            ready: how much it feeds, and what that is worth.
             meanwhile: called in trio's thread once the round waits; must neither wait nor raise.
             alone: whether the round has a pass for itself.
 
@@ -123,15 +179,19 @@ class PassQueue:
             JobError: the pass failed, or the worker has died; the error is the cause.
             Whatever concerns this round alone, such as `NotANumberError`.
         """
-        round = _WaitingRound(request, share, alone)
+        round = _WaitingRound(request, ready, alone)
+        self._coming[round.session] = _ComingRound(-math.inf, ready)
+        self._target_queue.enter(round.session, ready.max_width)
         with self._lock:
             self._waiting.append(round)
+        self._arrival.set()
         meanwhile()
         try:
             while round.result is None:
                 await (self._wait(round) if self._is_led else self._lead())
         finally:
             self._take_back(round)
+            self._target_queue.leave(round.session, self._worker.clock())
             if not self._is_led and self._waiting:
                 self._waiting[0].wake()
         return round.result.unwrap()
@@ -161,6 +221,10 @@ class PassQueue:
         job.prepare = partial(self._take, taken, job)
         self._is_led = True
         try:
+            await self._wait_for_more()
+            with self._lock:
+                sessions = [round.session for round in self._chosen()]
+            self._target_queue.begin(sessions, self._worker.clock())
             outcomes = await self._worker.run(job)
         except JobError as error:
             if not taken:
@@ -168,32 +232,76 @@ class PassQueue:
             outcomes = [_failed(error, len(taken)) for _ in taken]
         finally:
             self._is_led = False
+        num_rows = len(taken) * max(_widths(taken, outcomes), default=0)
         for index, (round, result) in enumerate(zip(taken, outcomes, strict=True)):
             shared = partial(
                 SharedPass,
                 began=job.began,
                 ended=job.ended,
                 num_rounds=len(taken),
-                num_tokens=job.num_tokens,
+                num_rows=num_rows,
                 is_first=index == 0,
             )
             round.result = outcome.capture(_shared, shared, result)
             round.wake()
 
+    async def _wait_for_more(self) -> None:
+        """Wait for rounds that are about to be ready, as long as the pass gains by it."""
+        began_s, pass_s = self._worker.clock(), self._prices.verify(1)
+        while True:
+            now_s = self._worker.clock()
+            with self._lock:
+                plan = self._plan(now_s, max_wait_s=MAX_WAIT * pass_s - (now_s - began_s))
+            if plan is None or plan.wait_s <= 0.0:
+                return
+            self._arrival = trio.Event()
+            with trio.move_on_after(plan.wait_s + PATIENCE * pass_s) as scope:
+                await self._arrival.wait()
+            if scope.cancelled_caught:
+                return
+
+    # --- under the lock, on either thread ---------------------------------------------------------
+
+    def _plan(self, now_s: float = 0.0, max_wait_s: float = 0.0) -> PassPlan | None:
+        """The next pass, of the rounds that wait and then of those that come; None if none waits."""
+        if not self._waiting:
+            return None
+        if self._waiting[0].alone:
+            return plan_pass([self._waiting[0].ready], self._prices.verify, 1)
+        rounds = [round.ready for round in self._waiting if not round.alone]
+        if max_wait_s > 0.0:
+            waiting = {round.session for round in self._waiting}
+            rounds += [
+                attrs.evolve(coming.ready, due_s=coming.due_s - now_s)
+                for session, coming in self._coming.items()
+                if session not in waiting and coming.due_s > now_s
+            ]
+        return plan_pass(rounds, self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
+
+    def _chosen(self) -> dict[_WaitingRound, int]:
+        """The rounds of the pass that could begin now, with how many of their drafted tokens each feeds."""
+        plan = self._plan()
+        if plan is None:
+            return {}
+        rounds = [round for round in self._waiting if round is self._waiting[0] or not round.alone]
+        return {rounds[index]: num_drafted for index, num_drafted in plan.num_drafted.items()}
+
     # --- on the worker's thread -------------------------------------------------------------------
 
     def _take(self, taken: list[_WaitingRound], job: Job[Outcomes]) -> None:
-        """Take what waits into a pass that begins."""
+        """Take rounds into a pass that begins."""
+        if len(self._waiting) > 1 and self.num_shared > 1 and self._model.sharing_obstacle() is not None:
+            self.num_shared = 1
         with self._lock:
-            # In order, so that nobody is passed over.
-            for round in self._waiting[: self._max_batch]:
-                if taken and (round.alone or taken[0].alone):
-                    break
+            for round, num_drafted in self._chosen().items():
                 round.has_begun = True
+                round.feed(num_drafted)
                 taken.append(round)
-            del self._waiting[: len(taken)]
-        job.num_tokens = sum(round.share.num_tokens for round in taken)
+                self._waiting.remove(round)
+            for round in self._waiting:
+                round.ready = attrs.evolve(round.ready, was_passed_over=True)
         shares = tuple(round.share for round in taken)
+        job.num_tokens = sum(share.num_tokens for share in shares)
         if len(shares) == 1:
             job.session, job.round = shares[0].session, shares[0].round
         else:
@@ -203,10 +311,16 @@ class PassQueue:
         return verify(self._model, [round.request for round in taken]) if taken else []
 
 
+def _widths(taken: list[_WaitingRound], results: Outcomes) -> list[int]:
+    """Tokens of each round that went through the model. What the proposals of failed rounds did to it is not known."""
+    return [
+        result.value.width if isinstance(result, outcome.Value) else round.share.num_tokens
+        for round, result in zip(taken, results, strict=True)
+    ]
+
+
 def _num_tokens(taken: list[_WaitingRound], results: Outcomes) -> int:
-    """Tokens that went through the model. What the proposals of failed rounds did to it is not known."""
-    widths = (result.value.width if isinstance(result, outcome.Value) else None for result in results)
-    return sum(round.share.num_tokens if width is None else width for round, width in zip(taken, widths, strict=True))
+    return sum(_widths(taken, results))
 
 
 def _failed(error: JobError, num_rounds: int) -> outcome.Error:

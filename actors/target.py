@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -23,12 +22,13 @@ from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
-from protocol.prices import Prices
+from protocol.pass_plan import ReadyRound
+from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH, MAX_LOOKAHEAD
 from protocol.target_queue import TargetQueue
-from protocol.trace import Event, Share
+from protocol.trace import Event
 
 T = TypeVar("T")
 
@@ -43,7 +43,9 @@ class TargetSession(ActorSession):
         decoder: of rounds without a proposal; made for the first of them.
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
-        last_pass_s: seconds of the last pass.
+        last_pass: the last pass, if others could share it.
+        last_pass_s: seconds of the last pass, over the sessions that shared it.
+        turnaround_s: from the end of a pass until the session waits for the next one.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
@@ -55,7 +57,9 @@ class TargetSession(ActorSession):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
+        self.last_pass: SharedPass | None = None
         self.last_pass_s = 0.0
+        self.turnaround_s = Mean(memory=8.0)
         self.was_plain = False
         self.was_single_step = False
         self.is_drafter_ready = False
@@ -119,10 +123,9 @@ class TargetActor(ModelActor[TargetSession]):
         self._on_failure = on_failure
         self.drafter = drafter
         self.beside_another = beside_another
-        self._target_queue = target_queue or TargetQueue()
+        self._target_queue = target_queue or TargetQueue(prices.verify, max_batch)
         self._num_in_rounds = 0
-        self.max_batch = max_batch
-        self._passes = PassQueue(model, worker, max_batch)
+        self._passes = PassQueue(model, worker, prices, self._target_queue, max_batch)
 
     def _new_session(self, shared: Session) -> TargetSession:
         return TargetSession(shared)
@@ -147,6 +150,7 @@ class TargetActor(ModelActor[TargetSession]):
         except Exception as error:  # of any kind: it ends this session, and the others go on
             self._fail(session, error)
         finally:
+            self._passes.forget(session.id)
             shared.end()
             # A session that failed must not occupy the drafter, even before anybody has read that it failed.
             if session.state.phase is not SessionPhase.CLOSED and self.drafter is not None:
@@ -222,11 +226,17 @@ class TargetActor(ModelActor[TargetSession]):
             if proposal is None:
                 # The first plain round after a proposal cannot be a pass ahead, and its cost cannot be avoided.
                 if session.was_plain:
-                    self.prices.plain_decode_s.observe(round_s)
+                    self._price_plain_round(session, round_s)
             else:
                 self.prices.observe_round(len(commit.tokens), round_s)
         session.was_plain = proposal is None
         return commit
+
+    def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
+        num_texts = 1 if session.last_pass is None else session.last_pass.num_rounds
+        # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
+        if session.last_pass is None or session.last_pass.num_rows == num_texts:
+            self.prices.observe_plain_round(round_s, num_texts=num_texts)
 
     async def _wait_for_proposal(self, session: TargetSession) -> None:
         """Wait until the drafter has proposed or left the round to the target, or the time is up."""
@@ -274,15 +284,20 @@ class TargetActor(ModelActor[TargetSession]):
             if session.state.rest(overdue) and self.drafter is not None:
                 self.drafter.send_nowait(overdue)
 
-    async def _run_in_queue(self, session: TargetSession, job: Job[T], expected_s: float) -> T:
-        """Run a job that decodes for one session, in its turn."""
-        with self._in_queue(session, expected_s):
+    async def _run_alone(self, session: TargetSession, job: Job[T]) -> T:
+        """Run a job that decodes a token of one session."""
+        self._target_queue.enter(session.id, 1)
+        self._target_queue.begin([session.id], self.worker.clock())
+        try:
             result = await self.worker.run(job, meanwhile=partial(self._deliver_nowait, session.shared))
-        session.last_pass_s = job.seconds
+        finally:
+            self._target_queue.leave(session.id, self.worker.clock())
+        session.last_pass, session.last_pass_s = None, job.seconds
         return result
 
     async def _catch_up(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Feed what the cache has lost of the text, since a pass that it shared has failed."""
+        session.decoder = None  # it may be ahead in the cache that is lost
         session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
         committed = session.state.committed
         while len(session.cached_tokens) < len(committed) - 1:
@@ -291,23 +306,17 @@ class TargetActor(ModelActor[TargetSession]):
             )
 
     async def _share_pass(
-        self, session: TargetSession, request: VerifyRequest, share: Share, *, alone: bool = False
+        self, session: TargetSession, request: VerifyRequest, ready: ReadyRound, *, alone: bool = False
     ) -> SharedPass:
         """Run a session's part in the next pass."""
+        if session.last_pass is not None:
+            session.turnaround_s.observe(self.worker.clock() - session.last_pass.ended)
         deliver = partial(self._deliver_nowait, session.shared)
-        with self._in_queue(session, self.prices.verify(share.num_tokens)):
-            shared = await self._passes.run(request, share, meanwhile=deliver, alone=alone)
-        session.last_pass_s = shared.seconds / shared.num_rounds
+        shared = await self._passes.run(request, ready, meanwhile=deliver, alone=alone)
+        session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
+        if session.turnaround_s.is_known:
+            self._passes.expect(session.id, session.turnaround_s.value)
         return shared
-
-    @contextmanager
-    def _in_queue(self, session: TargetSession, expected_s: float) -> Iterator[None]:
-        """Show the drafter a pass, while it waits and runs."""
-        self._target_queue.enter(session.id, expected_s, self.worker.clock())
-        try:
-            yield
-        finally:
-            self._target_queue.leave(session.id, self.worker.clock())
 
     def _with_stop(self, session: TargetSession, verdict: Verdict) -> Verdict:
         """The verdict, with the place where a stop string ends the text.
@@ -347,12 +356,12 @@ class TargetActor(ModelActor[TargetSession]):
         request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle)
         # A cache that could not have undone the last pass most likely cannot undo this one.
         feeds_draft = not settle and not session.was_single_step
-        width = len(plan.feed) + (len(proposal.tokens) if feeds_draft else 0)
-        share = Share(session.id, proposal.round, width)
+        num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_draft and not proposal.reach else 0)
+        ready = ReadyRound(num_needed, proposal.reach if feeds_draft else ())
         shared, alone = None, False
         while shared is None:
             try:
-                shared = await self._share_pass(session, request, share, alone=alone)
+                shared = await self._share_pass(session, request, ready, alone=alone)
             except (SharedPassError, CacheLostError) as error:
                 # A part that makes a shared pass fail makes it fail alone, too, and ends its session then.
                 alone = alone or isinstance(error, SharedPassError)
@@ -361,7 +370,7 @@ class TargetActor(ModelActor[TargetSession]):
         verified, plan = shared.verified, request.plan
         session.was_single_step = verified.single_step and not settle
         if shared.is_first:
-            self.prices.observe_verify_pass(shared.num_tokens, shared.began, shared.ended)
+            self.prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended, num_texts=shared.num_rounds)
         session.verify_seconds += session.last_pass_s
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)
@@ -380,6 +389,7 @@ class TargetActor(ModelActor[TargetSession]):
             verified.single_step,
             settles=verified.single_step and settle,
             likelihoods=verified.likelihoods,
+            num_judged=verified.num_judged,
         )
 
     def _history(self, session: TargetSession, proposal: Proposal) -> TokenHistory:
@@ -391,7 +401,7 @@ class TargetActor(ModelActor[TargetSession]):
     def _shares_passes(self, session: TargetSession) -> bool:
         """Whether a round without a proposal goes along with those of other sessions, instead of a pass ahead."""
         is_ahead = session.decoder is not None and session.decoder.is_ahead
-        return not is_ahead and len(self._sessions) > 1 and self.max_batch > 1
+        return not is_ahead and len(self._sessions) > 1 and self._passes.num_shared > 1
 
     def _no_proposal(self, session: TargetSession) -> Proposal:
         return Proposal(session.id, session.state.round, session.state.next_position, ())
@@ -406,12 +416,17 @@ class TargetActor(ModelActor[TargetSession]):
         # Go ahead only if the round after this one is the target's own as well, whatever this token is.
         goes_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
         # Beside other sessions, the next round shares a pass with theirs.
-        goes_on = goes_on and (len(self._sessions) == 1 or self.max_batch == 1)
+        goes_on = goes_on and (len(self._sessions) == 1 or self._passes.num_shared == 1)
         go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
         history = shared.logits_pipeline.history(state.committed)
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)
-        expected_s = self.prices.plain_decode_s.value or self.prices.verify(1)
         job = Job("decode", call, session.id, 1, state.round)
-        token, likelihoods = await self._run_in_queue(session, job, expected_s)
+        try:
+            token, likelihoods = await self._run_alone(session, job)
+        except JobError as error:
+            if not isinstance(error.__cause__, CacheLostError):
+                raise
+            await self._catch_up(session, sequence)
+            return await self._verify(session, sequence, self._no_proposal(session))
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if decoder.is_ahead else ())))
         return Verdict(session.id, state.round, state.next_position, 0, token, likelihoods=likelihoods)

@@ -40,6 +40,7 @@ class Verified:
         width: tokens that went through the model.
         length: tokens that are cached afterwards.
         single_step: whether only committed tokens were fed.
+        num_judged: drafted tokens that were judged.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
     """
 
@@ -47,6 +48,7 @@ class Verified:
     width: int
     length: int
     single_step: bool
+    num_judged: int
     likelihoods: tuple[Likelihood, ...] = ()
 
 
@@ -175,7 +177,14 @@ class _Judged:
         token_likelihoods = requested_likelihoods(self.processed, tokens, request.shared.opened)
         length = request.sequence.rewind(start + num_fed)
         request.sequence.check(length)
-        return Verified(judgement, len(self.fed.feed.tokens), length, self.fed.single_step, token_likelihoods)
+        return Verified(
+            judgement,
+            len(self.fed.feed.tokens),
+            length,
+            self.fed.single_step,
+            len(self.fed.drafted),
+            token_likelihoods,
+        )
 
 
 def requested_likelihoods(logits: mx.array, tokens: tuple[int, ...], opened: Open) -> tuple[Likelihood, ...]:
@@ -261,8 +270,13 @@ class PlainDecoder:
             position: absolute, of the token wanted.
             go_ahead: whether a token after it will be wanted.
 
-        Raises: NotANumberError, ProcessorError: no token can be chosen.
+        Raises:
+            NotANumberError, ProcessorError: no token can be chosen.
+            CacheLostError: a pass that the text shared has failed since the round was planned.
         """
+        if self._sequence.length != plan.keep:
+            self._pending = self._pending_rows = None
+            raise CacheLostError
         current, self._pending = self._pending, None
         if current is None:
             rows, self._pending_rows = self._pending_rows, None

@@ -36,7 +36,7 @@ from actors.mlx.model import MLXModel
 from actors.model import RewindMode, feed_each
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
-from protocol.prices import WidthPrice
+from protocol.pass_price import PassPrice
 from protocol.replay import ReplayDebt
 from runtime.engine.running import running
 
@@ -138,7 +138,7 @@ class OracleSequence:
 class SettleAtOnce(ReplayDebt):
     """Replay in a pass of its own after each rejection, the baseline for deferred replay."""
 
-    def should_settle(self, num_pending: int, price: WidthPrice, seconds_per_token: float) -> bool:
+    def should_settle(self, num_pending: int, price: PassPrice, seconds_per_token: float) -> bool:
         return num_pending > 0
 
 

@@ -47,7 +47,8 @@ class DraftBudget:
     Attributes:
         max_steps: how many more steps may follow, >= 0.
         reach: of the node that is being drafted after, in [0, 1].
-        min_reach: at this reach or below, the drafter asks.
+        min_reaches: for each of the steps that may follow, the reach at which, or below which, the drafter asks
+            instead; the last one holds for all further steps.
         best_other_reach: the greatest reach of every other node that could be drafted after, per step of width 1.
             While the target works, the next step must beat it.
         step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
@@ -58,7 +59,7 @@ class DraftBudget:
 
     max_steps: int
     reach: float = 1.0
-    min_reach: float = 0.0
+    min_reaches: tuple[float, ...] = (0.0,)
     best_other_reach: float = 0.0
     step_worth: StepWorth | None = None
     calibrate: Callable[[int, float], float] | None = None
@@ -83,11 +84,17 @@ class DraftBudget:
     def _after(self, choice: float, others: Sequence[float], now_s: float) -> DraftBudget | None:
         reach = self.reach * choice
         best_other_reach = max(self.best_other_reach, self.reach * max(others, default=0.0))
-        if self.max_steps <= 0 or reach <= self.min_reach:
+        if self.max_steps <= 0 or reach <= self.min_reaches[0]:
             return None
         if self.step_worth is not None and (reach <= best_other_reach or not self.step_worth(reach, now_s)):
             return None
-        return attrs.evolve(self, max_steps=self.max_steps - 1, reach=reach, best_other_reach=best_other_reach)
+        return attrs.evolve(
+            self,
+            max_steps=self.max_steps - 1,
+            reach=reach,
+            min_reaches=self.min_reaches[1:] or self.min_reaches,
+            best_other_reach=best_other_reach,
+        )
 
 
 # The drafter asks after each step.

@@ -8,8 +8,8 @@ of the drafter's own draws alone, and `reach` is computed from what any draw fro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 import attrs
@@ -153,6 +153,8 @@ class ChainPolicy:
 UNPRICED_LOOKAHEAD = 2
 # Nodes that are less likely than this to be asked for are not worth their electricity.
 MIN_REACH = 0.02
+# Draft steps after which the drafter asks in any case.
+MAX_BUDGET_STEPS = 16
 # A rest begins when speculating was worse than plain decoding by this factor, and ends when it promises to be better by
 # this one.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
@@ -173,8 +175,8 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 class AutoPolicy:
     """Three rules over measured prices.
 
-    *Send or wait*: a token joins the proposal if `reach > R (ΔT_v + wait)`. The left side is what the token may bring,
-    the right side is what else the time that it costs would bring.
+    *Send or wait*: a proposal is as long as `Σ reach - R (ΔT_v + wait)` is greatest. The left side is what its tokens
+    may bring, the right side is what else the time that they cost would bring.
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
@@ -204,41 +206,48 @@ class AutoPolicy:
         chain = view.tree.chain()[: view.max_proposal]
         if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
             return chain
-        rate, per_token_s = self.prices.rate, self.prices.verify.per_token
-        ready = [node for node in chain if node.reach > rate * per_token_s]  # reach falls along a chain
-        end = view.growable()
-        if chain and not view.tree.root.is_expanded:
-            # The chain was looked up. Send it at once, or have the drafter begin at the root, whichever gains more.
-            gain_at_once = sum(node.reach - rate * per_token_s for node in ready)
-            if gain_at_once > self._gain_by_drafting(view, view.tree.root):
-                return ready
-            end = view.tree.root
-        elif len(ready) < len(chain) or end is None:
-            return ready
-        return None if self._gain_by_drafting(view, end) > 0.0 else ready
+        # If the chain was looked up, the drafter may still begin at the root.
+        is_looked_up = chain and not view.tree.root.is_expanded
+        end = view.tree.root if is_looked_up else view.growable()
+        num_ready, gain = self._best_length([node.reach for node in chain])
+        return None if end is not None and self._gain_by_drafting(view, end) > gain else chain[:num_ready]
+
+    def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
+        """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
+
+        Args:
+            reaches: of the drafted tokens.
+        """
+        best_length, best_gain, expected = 0, 0.0, 0.0
+        for length, reach in enumerate(reaches, 1):
+            expected += reach
+            gain = expected - self.prices.rate * self.prices.verify_extra_s(length)
+            if gain > best_gain:
+                best_length, best_gain = length, gain
+        return best_length, best_gain
 
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
-        """Tokens gained by waiting for the drafter to go on after a node, less what the time would bring otherwise."""
-        rate, per_token_s = self.prices.rate, self.prices.verify.per_token
-        drafted_s = self._next_token_s(view, end)
-        price, gain, reach = rate * (per_token_s + self._target_delay_s(view, 0.0, drafted_s)), 0.0, end.reach
-        for _ in range(view.max_proposal - view.tree.depth(end)):
+        """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""
+        rate, depth, reach = self.prices.rate, view.tree.depth(end), end.reach
+        expected = sum(node.reach for node in view.tree.chain()[:depth])
+        drafted_s, best_gain = self._next_token_s(view, end), 0.0
+        for length in range(depth + 1, view.max_proposal + 1):
             reach *= self.calibration.mean_acceptance
-            if reach <= price:
+            if reach < MIN_REACH:
                 break
-            gain += reach - price
-            before_s = drafted_s
-            drafted_s += self.prices.draft_s(1, beside_target=before_s < view.queue_slack_s)
-            price = rate * (per_token_s + self._target_delay_s(view, before_s, drafted_s))
-        return gain
+            expected += reach
+            cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
+            best_gain = max(best_gain, expected - rate * cost_s)
+            drafted_s += self.prices.draft_s(1, beside_target=drafted_s < view.queue_slack_s)
+        return best_gain
 
-    def _target_delay_s(self, view: PolicyView, begin_s: float, end_s: float) -> float:
-        """Seconds by which drafting between two moments, counted from now, delays the target.
+    def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
+        """Seconds by which drafting for some seconds, from now on, delays the target.
 
         While the target has passes of other sessions, it is only slowed down.
         """
-        hidden_s = max(0.0, min(end_s, view.queue_slack_s) - begin_s)
-        return end_s - begin_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
+        hidden_s = min(drafting_s, view.queue_slack_s)
+        return drafting_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
 
     def _next_token_s(self, view: PolicyView, end: Node) -> float:
         """Seconds from now until there is one more token after the end of the chain."""
@@ -281,10 +290,9 @@ class AutoPolicy:
     @property
     def _expected_proposal(self) -> int:
         """How many tokens would be proposed if waiting for them cost nothing, as far as can be said in advance."""
-        acceptance, price = self.calibration.mean_acceptance, self.prices.rate * self.prices.verify.per_token
-        if acceptance >= 1.0 or price <= 0.0:
-            return MAX_LOOKAHEAD
-        return max(0, min(MAX_LOOKAHEAD, int(math.log(min(price, 1.0)) / math.log(max(acceptance, 1e-9)))))
+        acceptance = self.calibration.mean_acceptance
+        reaches = (acceptance**depth for depth in range(1, MAX_LOOKAHEAD + 1))
+        return self._best_length(itertools.takewhile(lambda reach: reach >= MIN_REACH, reaches))[0]
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """See `Policy.draft_budget`."""
@@ -296,22 +304,27 @@ class AutoPolicy:
         if view.verdict_due_s is None:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
             step_s = self.prices.draft_s(1, beside_target=view.queue_slack_s > 0.0)
-            price = self.prices.rate * (self.prices.verify.per_token + self._target_delay_s(view, 0.0, step_s))
-            max_steps = min(view.max_proposal, view.max_depth) - num_drafted
+            delay_s = self._target_delay_s(view, step_s)
+            max_steps = min(view.max_proposal, view.max_depth, num_drafted + MAX_BUDGET_STEPS) - num_drafted
             if view.queue_slack_s > 0.0:
                 # The price of a step changes where the others' passes end.
                 max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))
+            costs_s = [
+                self.prices.verify_extra_s(num_drafted + step + 1, than=num_drafted + step) + delay_s
+                for step in range(max(1, max_steps))
+            ]
+            worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
             return DraftBudget(
                 max_steps,
                 node.reach,
-                min_reach=price / max(calibration.mean_acceptance, 1e-9),
+                min_reaches=tuple(worth * cost_s for cost_s in costs_s),
                 calibrate=calibration,
                 mean_acceptance=calibration.mean_acceptance,
             )
         return DraftBudget(
             view.max_depth - num_drafted,
             node.reach,
-            MIN_REACH,
+            (MIN_REACH,),
             self._best_other_reach(view, node),
             self._step_worth(view, 1, view.verdict_due_s),
             calibration,

@@ -81,6 +81,8 @@ class Proposal:
         tokens: drafted ids; if empty, the target decodes one token by itself.
         probs: for each token the distribution that it was drawn from: a (W,) array, evaluated; or None for a token
             that was not drawn but determined by the text before it. Empty under the match rule, which needs none.
+        reach: for each token the probability that it and all before it are accepted, in [0, 1]. The target may leave
+            out tokens from the end that are not worth their time. Empty if it must not.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -88,11 +90,23 @@ class Proposal:
     start: int = attrs.field(validator=ge(1))
     tokens: tuple[int, ...] = attrs.field(validator=_tokens)
     probs: tuple[mx.array | None, ...] = attrs.field(default=(), eq=False, repr=False)
+    reach: tuple[float, ...] = attrs.field(default=(), repr=False)
 
     @probs.validator
     def _one_each(self, _: Any, value: tuple[mx.array | None, ...]) -> None:
         if value and len(value) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(value)}")
+
+    @reach.validator
+    def _one_reach_each(self, _: Any, value: tuple[float, ...]) -> None:
+        if value and len(value) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens need as many probabilities, got {len(value)}")
+
+    def cut(self, num_tokens: int) -> Proposal:
+        """The first tokens of the proposal."""
+        return attrs.evolve(
+            self, tokens=self.tokens[:num_tokens], probs=self.probs[:num_tokens], reach=self.reach[:num_tokens]
+        )
 
 
 @attrs.frozen
@@ -120,6 +134,8 @@ class Verdict:
         single_step: whether the target fed only committed tokens and compared only the first drafted one. It does so
             if its cache cannot undo anything (the N=1 fallback), and to settle tokens that must be fed again.
         settles: whether it was the latter.
+        num_judged: how many of the drafted tokens, from the front, were judged: all of them, or as many as were worth
+            their time (`Proposal.reach`). None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
     """
@@ -133,11 +149,17 @@ class Verdict:
     settles: bool = False
     likelihoods: tuple[Likelihood, ...] = ()
     stop: Stop | None = None
+    num_judged: int | None = attrs.field(default=None, validator=optional(ge(0)))
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:
         if value is None and self.num_accepted == 0:
             raise ValueError("a verdict commits at least one token")
+
+    @num_judged.validator
+    def _judges_what_it_accepts(self, _: Any, value: int | None) -> None:
+        if value is not None and value < self.num_accepted:
+            raise ValueError(f"a verdict on {value} drafted tokens cannot accept {self.num_accepted}")
 
     @single_step.validator
     def _compares_one(self, _: Any, value: bool) -> None:

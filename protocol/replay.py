@@ -13,14 +13,9 @@ import attrs
 
 
 class Price(Protocol):
-    """Seconds of a forward pass, by its width."""
+    """Seconds of a forward pass, by its rows."""
 
-    @property
-    def per_token(self) -> float:
-        """Seconds that one more token in a pass costs."""
-        ...
-
-    def __call__(self, width: int) -> float:
+    def __call__(self, rows: float) -> float:
         """Seconds of a pass."""
         ...
 
@@ -40,7 +35,7 @@ class ReplayDebt:
 
         Args:
             num_pending: committed tokens that must be fed again, >= 0, not counting the last committed one.
-            price: of a pass, by width.
+            price: of a pass, by rows.
             seconds_per_token: what a committed token costs at present; a settling round commits one.
 
         Returns: whether to feed only committed tokens in this round.
@@ -48,7 +43,7 @@ class ReplayDebt:
         if num_pending == 0:
             self._rent_s = 0.0
             return False
-        self._rent_s += num_pending * price.per_token
+        self._rent_s += price(num_pending + 1) - price(1)
         if self._rent_s <= price(num_pending + 1) - seconds_per_token:
             return False
         self._rent_s = 0.0

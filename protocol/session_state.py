@@ -85,7 +85,7 @@ class Commit:
         tokens: at least one.
         num_from_draft: how many of the tokens, from the front, the drafter had proposed.
         num_rejected: judged tokens that were rejected, or came after a rejected one. Tokens proposed beyond the end of
-            the text do not count.
+            the text do not count, nor do those that the target left out.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
         resting: whether the target decoded the round alone because the drafter rested or was late.
@@ -212,12 +212,14 @@ class SessionState:
     def preview(self, verdict: Verdict) -> Commit:
         """What a verdict on the current round would commit; changes nothing.
 
-        Raises: ProtocolError: the verdict accepts more tokens than were proposed, or ends the text beyond the tokens
-            that it commits.
+        Raises: ProtocolError: the verdict accepts or judges more tokens than were proposed, or ends the text beyond the
+            tokens that it commits.
         """
         proposed = self.outstanding.tokens if self.outstanding else ()
         if verdict.num_accepted > len(proposed):
             raise ProtocolError(f"{verdict!r} accepts more than the {len(proposed)} tokens that were proposed")
+        if verdict.num_judged is not None and verdict.num_judged > len(proposed):
+            raise ProtocolError(f"{verdict!r} judges more than the {len(proposed)} tokens that were proposed")
         return self._cut(verdict, proposed)
 
     def apply(self, verdict: Verdict) -> Commit | None:
@@ -258,6 +260,8 @@ class SessionState:
                 raise ProtocolError(f"{verdict!r} ends the text beyond the {num_tokens} tokens that it commits")
             num_tokens, finish_reason, stop_reason = verdict.stop.num_tokens, "stop", verdict.stop.text
         num_judged = 1 if verdict.single_step and proposed else len(proposed)
+        if verdict.num_judged is not None:
+            num_judged = verdict.num_judged
         has_own_token = num_tokens == verdict.num_accepted + 1  # the verdict's own token was not cut off
         return Commit(
             session=verdict.session,

@@ -1,53 +1,91 @@
-"""The target queue: the passes that the target was handed, and how long they will keep it busy.
+"""The target queue: the passes that run and wait at the target, and how long they will keep it busy.
 
 Where several sessions share a target, it need not wait for one session's drafter: it works on the other sessions'
 passes meanwhile. So drafting that happens behind those passes costs the target nothing.
+
+The rounds that wait share the next pass (see `protocol.pass_plan`), as many as may.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import attrs
 
 
 @attrs.define
 class TargetQueue:
-    """Passes that were handed to the target and are not done. They run in that order, at most one a session."""
+    """The rounds that were handed to the target and are not done, at most one a session.
 
-    _expected_s: dict[int, float] = attrs.field(factory=dict, init=False)  # by session: how long its pass should take
-    # When the first pass in the queue began; when the last one ended, if the queue is empty.
-    _first_began_s: float = attrs.field(default=0.0, init=False)
+    Attributes:
+        seconds: what a pass costs by its rows; 0 where that is not known.
+        max_batch: most rounds in one pass, >= 1.
+    """
 
-    def enter(self, session: int, expected_s: float, now_s: float) -> None:
-        """Add a pass that was handed to the target.
+    seconds: Callable[[float], float] = lambda rows: 0.0
+    max_batch: int = 1
+    _waiting: dict[int, int] = attrs.field(factory=dict, init=False)  # by session: tokens to feed
+    _running: dict[int, int] = attrs.field(factory=dict, init=False)
+    _began_s: float = attrs.field(default=0.0, init=False)  # when the running pass began, or the last one ended
+
+    def enter(self, session: int, num_tokens: int) -> None:
+        """Add a round that waits.
 
         Args:
-            session: whose pass.
-            expected_s: seconds that it should take.
+            session: whose round.
+            num_tokens: that it feeds, >= 1.
+        """
+        self._waiting[session] = num_tokens
+
+    def begin(self, sessions: Iterable[int], now_s: float) -> None:
+        """Begin a pass.
+
+        Args:
+            sessions: those of the waiting rounds that share it.
             now_s: seconds on the actors' clock.
         """
-        if not self._expected_s:
-            self._first_began_s = now_s
-        self._expected_s[session] = expected_s
+        self._running = {session: self._waiting.pop(session) for session in sessions if session in self._waiting}
+        self._began_s = now_s
 
     def leave(self, session: int, now_s: float) -> None:
-        """Remove a session's pass, which is done or was taken back; does nothing where there is none."""
-        if self._expected_s.pop(session, None) is not None:
-            self._first_began_s = now_s
+        """Remove a session's round, which is done or was taken back; does nothing where there is none."""
+        if self._waiting.pop(session, None) is None and self._running.pop(session, None) is not None:
+            self._began_s = now_s
 
     @property
     def is_busy(self) -> bool:
         """Whether the target has a pass to do."""
-        return bool(self._expected_s)
+        return bool(self._running or self._waiting)
 
     def was_busy_since(self, moment_s: float) -> bool:
         """Whether the target has had a pass to do at any time since a moment on the actors' clock."""
-        return self.is_busy or self._first_began_s > moment_s
+        return self.is_busy or self._began_s > moment_s
 
     def others_s(self, session: int) -> float:
-        """Seconds that the other sessions' passes take in all, the one under way included in full."""
-        return sum(seconds for other, seconds in self._expected_s.items() if other != session)
+        """Seconds of the passes that the target has beside a session's own: those behind it, and the one that runs
+        before it, whose sessions come back behind it.
+        """
+        waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
+        if session in self._running:
+            return self._passes_s(waiting)
+        # Those that share its pass are no passes of others.
+        return self._passes_s(waiting[self.max_batch - 1 :]) + self._passes_s(self._running.values())
 
-    def remaining_s(self, now_s: float) -> float:
-        """Seconds until every pass in the queue is done, >= 0."""
-        first_s = next(iter(self._expected_s.values()), 0.0)
-        return max(0.0, self._first_began_s + first_s - now_s) + sum(self._expected_s.values()) - first_s
+    def remaining_s(self, now_s: float, num_tokens: int = 0) -> float:
+        """Seconds until every pass in the queue is done, >= 0.
+
+        Args:
+            now_s: seconds on the actors' clock.
+            num_tokens: of one more round that is about to enter; 0 for none.
+        """
+        running_s = max(0.0, self._began_s + self._passes_s(self._running.values()) - now_s)
+        joining = (num_tokens,) if num_tokens else ()
+        return running_s + self._passes_s((*self._waiting.values(), *joining))
+
+    def _passes_s(self, num_tokens: Iterable[int]) -> float:
+        """Seconds of the passes over rounds with these numbers of tokens."""
+        left, total_s = list(num_tokens), 0.0
+        while left:
+            shared, left = left[: self.max_batch], left[self.max_batch :]
+            total_s += self.seconds(len(shared) * max(shared))
+        return total_s

@@ -71,7 +71,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
-        self._target_queue = target_queue or TargetQueue()
+        self._target_queue = target_queue or TargetQueue(prices.verify)
         self.chains = chains
 
     @property
@@ -279,8 +279,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _send(self, session: DraftSession, proposal: Proposal) -> None:
         now_s = self.worker.clock()
-        pass_s = self.prices.verify(1 + len(proposal.tokens))
-        session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s) + pass_s
+        session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
     def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
@@ -312,7 +311,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if commit.finish_reason is not None:
             self._reconsider(session)
             return
-        session.learn(commit, len(proposal.tokens) if proposal is not None else 0)
+        num_proposed = len(proposal.tokens) if proposal is not None else 0
+        session.learn(commit, num_proposed if verdict.num_judged is None else verdict.num_judged)
         was_hit = session.follow(commit)
         if not session.is_ready:
             return

@@ -11,7 +11,7 @@ import trio
 from actors.actor import Actor, ActorSession
 from actors.session import Session
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import Policy, policy_for
+from protocol.lookahead_policy import AutoPolicy, Policy, policy_for
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
 from protocol.prices import Prices
@@ -91,7 +91,10 @@ class DrafterSession(ActorSession):
         state = self.state
         guesses = [node.guess for node in nodes if node.guess is not None]
         probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
-        return Proposal(self.id, state.round, state.next_position, tuple(guess.token for guess in guesses), probs)
+        # A fixed lookahead is what the user wants verified, whatever it costs.
+        reach = tuple(node.reach for node in nodes) if isinstance(self.policy, AutoPolicy) else ()
+        tokens = tuple(guess.token for guess in guesses)
+        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach)
 
 
 S = TypeVar("S", bound=DrafterSession)

@@ -83,10 +83,7 @@ class LookupSession(DrafterSession):
 
     def _min_reach(self) -> float:
         """The reach, in [0, 1], below which no node will be proposed."""
-        if not isinstance(self.policy, AutoPolicy):
-            return 0.0
-        prices = self.policy.prices
-        return max(MIN_REACH, prices.rate * prices.verify.per_token)
+        return MIN_REACH if isinstance(self.policy, AutoPolicy) else 0.0
 
     def worth_proposing(self, now_s: float) -> list[Node]:
         """The found nodes that the policy wants to propose."""

@@ -112,7 +112,9 @@ class SharedPasses:
     def obstacle(self) -> str | None:
         """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
         if not self._is_probed:
-            self._obstacle, self._is_probed = self._find_obstacle(), True
+            # What stands if the model fails in a way of its own.
+            self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
+            self._obstacle = self._find_obstacle()
         return self._obstacle
 
     def _find_obstacle(self) -> str | None:

@@ -44,8 +44,8 @@ class Findings:
 
     @property
     def width_cost(self) -> float:
-        """Cost of each further token of a pass, as a fraction of the first."""
-        return self._prices().verify.per_token / self.verify_seconds[1]
+        """Cost of each further token of a pass, on average, as a fraction of the first."""
+        return self._prices().verify.per_row(max(self.verify_seconds)) / self.verify_seconds[1]
 
     @property
     def draft_cost(self) -> float:
@@ -74,7 +74,7 @@ class Findings:
             for width, seconds in self.verify_seconds.items():
                 prices.verify.observe(width, 0.0, seconds)
             for width, seconds in (self.draft_seconds or {}).items():
-                prices.draft_alone.observe(width, seconds)
+                prices.draft_alone.observe(width, 0.0, seconds)
         return prices
 
 

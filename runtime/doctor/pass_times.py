@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from actors.mlx.model import MLXModel
 from actors.model import CachedSequence, RewindMode
-from protocol.prices import WidthPrice
+from protocol.pass_price import PassPrice
 
 WIDTHS = (1, 2, 3, 5, 9)
 REPEATS = 7
@@ -25,12 +25,12 @@ class Passes:
     Attributes:
         seconds: median by width in tokens.
         spread: (fastest, slowest) in seconds, by width.
-        price: affine function fitted to the medians, so that one slow pass has no influence.
+        price: of the medians, so that one slow pass has no influence.
     """
 
     seconds: dict[int, float]
     spread: dict[int, tuple[float, float]]
-    price: WidthPrice
+    price: PassPrice
 
 
 def time_passes(
@@ -46,7 +46,7 @@ def time_passes(
     """
     sequence = _filled_sequence(model, num_context)
     seconds: dict[int, list[float]] = {width: [] for width in widths}
-    price = WidthPrice(memory=1e9)
+    price = PassPrice()
     for repeat in range(repeats + 1):
         for width in widths:
             rewind_mode = sequence.prepare(width, num_context)
@@ -62,7 +62,7 @@ def time_passes(
     sequence.close()
     medians = {width: statistics.median(times) for width, times in seconds.items()}
     for width, took in medians.items():
-        price.observe(width, took)
+        price.observe(width, 0.0, took)
     return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
 
 

@@ -193,7 +193,7 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
         rows.append(
             (f"a pass of {tokens}", f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})")
         )
-    slope = passes.price.per_token / passes.seconds[1]
+    slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
     rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows
 

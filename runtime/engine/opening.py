@@ -157,6 +157,8 @@ async def open(
         if draft_loaded is not None:
             await _check_same_vocabulary(workers["draft"], target_loaded.tokenizer, draft_loaded.tokenizer)
         tokenizer = await workers["target"].run(Job("load", partial(copy_of, target_loaded.tokenizer)))
+        if max_batch > 1 and max_streams != 1:
+            await _probe_sharing(target_loaded.model, workers["target"])
         prices = Prices()
         if draft_loaded is not None:
             await _time_models((target_loaded.model, workers["target"]), (draft_loaded.model, workers["draft"]), prices)
@@ -211,6 +213,17 @@ async def _load_draft(
     prices.forget_drafter()
     await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
     return draft_loaded.model, worker
+
+
+async def _probe_sharing(model: MLXModel, worker: Worker) -> None:
+    """Find out whether texts can share passes, so that no stream waits for that."""
+    try:
+        with interrupts_unwrapped():
+            obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
+    except JobError as error:
+        obstacle = str(error)
+    if obstacle is not None:
+        logger.info("streams take turns at the target: %s", obstacle)
 
 
 async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:

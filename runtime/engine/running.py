@@ -80,7 +80,7 @@ async def running(
             assert runtime is not None
             runtime._sessions.fail(error)
 
-        target_queue = TargetQueue()
+        target_queue = TargetQueue(prices.verify, max_batch)
         target_actor = TargetActor(
             *target,
             events,

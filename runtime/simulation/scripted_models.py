@@ -141,6 +141,9 @@ class ScriptedTarget:
 
     feed_together = staticmethod(feed_each)
 
+    def sharing_obstacle(self) -> None:
+        """See `Model.sharing_obstacle`."""
+
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`. Nothing is shared."""
 
@@ -172,6 +175,9 @@ class ScriptedDraft:
         return _ScriptedSequence(self._rows, _after(0, self._seed))
 
     feed_together = staticmethod(feed_each)
+
+    def sharing_obstacle(self) -> None:
+        """See `Model.sharing_obstacle`."""
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`. Nothing is shared."""

@@ -54,6 +54,9 @@ class RecordingModel:
 
     feed_together = staticmethod(feed_each)
 
+    def sharing_obstacle(self) -> None:
+        """See `Model.sharing_obstacle`."""
+
     def abandon_shared(self) -> None:
         pass
 

@@ -43,7 +43,8 @@ def test_texts_that_share_passes_are_what_they_are_alone(lookahead: Any, agreeme
         target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
         async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
             assert await texts(simulation, lookahead=lookahead) == EXPECTED
-            assert len(shared_passes(simulation)) > NUM_TOKENS / 8
+            # With a drafter that is always right, "auto" needs two of them.
+            assert len(shared_passes(simulation)) >= 2
             assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
 
     run(main)

@@ -333,6 +333,9 @@ class ScriptedModel:
 
     feed_together = staticmethod(feed_each)
 
+    def sharing_obstacle(self) -> None:
+        """See `Model.sharing_obstacle`."""
+
     def abandon_shared(self) -> None:
         pass
 

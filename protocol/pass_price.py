@@ -1,0 +1,224 @@
+"""The price of a forward pass by its rows: a table that rises, since no line fits a device with steps and plateaus.
+
+A row is one token of one text; a pass over three tokens of each of four texts computes twelve rows. The table has an
+entry for each number of rows that was seen, relative to a level that follows the pace of the machine: where it slows
+down, every entry rises at once. Entries are drawn towards a line that is fitted to the same passes, the more so the
+noisier they are beside it (the shrinkage of James and Stein), and neighbours that would fall are pooled (isotonic
+regression by pooling adjacent violators). Between entries the price is interpolated, and beyond them it rises as the
+line does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import attrs
+
+# What is assumed before anything was measured, and with the weight of how many observations: the cost of one more row
+# as a share of the first pass's time, and the target's slowdown.
+PRIOR_SLOPE, PRIOR_SLOPE_WEIGHT = 0.1, 1.0
+PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
+# A measurement counts for at most this many times what was expected: a pass during which the machine did something else
+# must not bend the prices.
+MAX_SURPRISE = 3.0
+
+# Passes with up to so many rows have an entry each; beyond, entries are a constant factor apart.
+MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
+# Passes after which an average has forgotten all but 1/e: an entry's, of passes of that entry; the level; the slowdown.
+ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
+# Passes of other entries after which an entry's weight has fallen to 1/e.
+UNSEEN_MEMORY = 500.0
+# How many observations the line stands for in an entry, at least and at most.
+MIN_LINE_WEIGHT, MAX_LINE_WEIGHT = 0.5, 50.0
+
+
+@attrs.define
+class _Entry:
+    """What was seen of passes with about the same rows; times in units of the level.
+
+    Attributes:
+        rows, time, overlap: means.
+        weight: in observations.
+    """
+
+    rows: float
+    time: float
+    overlap: float
+    weight: float = 1.0
+
+    def observe(self, rows: int, time: float, overlap: float) -> None:
+        self.weight = min(ENTRY_MEMORY, self.weight + 1.0)
+        self.rows += (rows - self.rows) / self.weight
+        self.time += (time - self.time) / self.weight
+        self.overlap += (overlap - self.overlap) / self.weight
+
+
+@attrs.frozen
+class _Curve:
+    """The table as it is read: prices that rise, and what holds beyond them.
+
+    Attributes:
+        rows, seconds: of the entries, both rising; not empty.
+        slope: seconds of each further row beyond the last entry, and of each one less before the first.
+        slowdown: see `PassPrice.target_slowdown`.
+    """
+
+    rows: tuple[float, ...] = (1.0,)
+    seconds: tuple[float, ...] = (0.0,)
+    slope: float = 0.0
+    slowdown: float = PRIOR_SLOWDOWN
+
+    def __call__(self, rows: float) -> float:
+        right = bisect_right(self.rows, rows)
+        if right == 0:
+            return max(0.0, self.seconds[0] - self.slope * (self.rows[0] - rows))
+        last_rows, last_s = self.rows[right - 1], self.seconds[right - 1]
+        if right == len(self.rows):
+            return last_s + self.slope * (rows - last_rows)
+        share = (rows - last_rows) / (self.rows[right] - last_rows)
+        return last_s + share * (self.seconds[right] - last_s)
+
+
+@attrs.define
+class PassPrice:
+    """Seconds of a forward pass, by the rows that it computes and by the time a drafter works beside it."""
+
+    _unit: float = attrs.field(default=0.0, init=False)  # time of the first pass
+    _level: float = attrs.field(default=1.0, init=False)  # present pace of the machine, relative to that pass
+    _entries: dict[int, _Entry] = attrs.field(factory=dict, init=False)
+    # Of passes around the means of their entries: sums of overlap² and overlap · time; relative variance of the time.
+    _overlap_squared: float = attrs.field(default=0.0, init=False)
+    _overlap_time: float = attrs.field(default=0.0, init=False)
+    _noise: float = attrs.field(default=0.0, init=False)
+    _num_passes: int = attrs.field(default=0, init=False)
+    # Computed when a pass is added and assigned as one value, so that other threads can read it.
+    _curve: _Curve = attrs.field(factory=_Curve, init=False)
+
+    def observe(self, rows: int, overlap_s: float, seconds: float) -> None:
+        """Add the measurement of a pass.
+
+        Args:
+            rows: >= 1.
+            overlap_s: seconds of the pass for which a drafter worked beside it.
+            seconds: of the whole pass.
+        """
+        if self._num_passes == 0:
+            if seconds <= 0.0:
+                return
+            self._unit = seconds
+        elif self._num_passes > 4:
+            seconds = min(seconds, MAX_SURPRISE * self(rows, overlap_s))
+        self._num_passes += 1
+        self._observe_entry(rows, seconds / self._level, overlap_s / self._level)
+        self._curve = self._drawn()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a pass was measured."""
+        return self._num_passes > 0
+
+    @property
+    def target_slowdown(self) -> float:
+        """Seconds by which a pass takes longer for each second that a drafter works beside it, in [0, 0.9]."""
+        return self._curve.slowdown
+
+    def __call__(self, rows: float, overlap_s: float = 0.0) -> float:
+        """Seconds that a pass is expected to take, >= 0, rising in both; 0 before the first was measured.
+
+        Args:
+            rows: >= 1; between whole numbers the price is interpolated.
+            overlap_s: seconds for which a drafter will work beside it.
+        """
+        curve = self._curve
+        return curve(rows) + curve.slowdown * overlap_s if self._num_passes else 0.0
+
+    def per_row(self, rows: float) -> float:
+        """Seconds that each row after the first costs, on average, in a pass with this many, >= 1; >= 0."""
+        return (self(rows) - self(1)) / max(1.0, rows - 1.0)
+
+    def table(self) -> tuple[tuple[int, float], ...]:
+        """(rows, seconds) of each entry, rising; empty before the first pass."""
+        curve = self._curve
+        if not self.is_known:
+            return ()
+        by_rows = {round(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds, strict=True)}
+        return tuple(sorted(by_rows.items()))
+
+    def _observe_entry(self, rows: int, time: float, overlap: float) -> None:
+        for entry in self._entries.values():
+            entry.weight *= 1.0 - 1.0 / UNSEEN_MEMORY
+        key = _entry_of(rows)
+        if key not in self._entries:
+            self._entries[key] = _Entry(rows, time, overlap)
+            return
+        entry = self._entries[key]
+        more_overlap, more_time = overlap - entry.overlap, time - entry.time
+        keep, share = 1.0 - 1.0 / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
+        self._overlap_squared = keep * self._overlap_squared + share * more_overlap**2
+        self._overlap_time = keep * self._overlap_time + share * more_overlap * more_time
+        expected = entry.time + self.target_slowdown * more_overlap
+        entry.observe(rows, time, overlap)
+        if expected > 0.0:
+            surprise = min(time / expected, MAX_SURPRISE) - 1.0
+            self._noise += (min(1.0, surprise**2) - self._noise) / min(ENTRY_MEMORY, self._num_passes)
+            self._level *= 1.0 + surprise / LEVEL_MEMORY
+
+    def _slowdown(self) -> float:
+        prior_weight = PRIOR_SLOWDOWN_WEIGHT * self._unit**2
+        slowdown = (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / (self._overlap_squared + prior_weight)
+        return min(0.9, max(0.0, slowdown))
+
+    def _drawn(self) -> _Curve:
+        """The table with its entries drawn towards a line, and pooled where they would fall."""
+        slowdown, level = self._slowdown(), self._level
+        entries = sorted(self._entries.values(), key=lambda entry: entry.rows)
+        times = [max(0.0, entry.time - slowdown * entry.overlap) for entry in entries]
+        # The line: a weighted regression on the rows, with a prior for the slope.
+        weights = [entry.weight for entry in entries]
+        mean_rows = sum(w * entry.rows for w, entry in zip(weights, entries, strict=True)) / sum(weights)
+        mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / sum(weights)
+        product, square = PRIOR_SLOPE_WEIGHT * PRIOR_SLOPE * self._unit, PRIOR_SLOPE_WEIGHT
+        for w, entry, time in zip(weights, entries, times, strict=True):
+            product += w * (entry.rows - mean_rows) * (time - mean_time)
+            square += w * (entry.rows - mean_rows) ** 2
+        slope = max(0.0, product / square)
+        line = [max(0.0, mean_time + slope * (entry.rows - mean_rows)) for entry in entries]
+        # How far the entries are from the line beyond what noise explains, relative, as a variance.
+        misfit = sum(
+            ((time - fit) / fit) ** 2 - self._noise / w
+            for time, fit, w in zip(times, line, weights, strict=True)
+            if fit > 0.0
+        ) / len(entries)
+        line_weight = min(MAX_LINE_WEIGHT, max(MIN_LINE_WEIGHT, self._noise / max(misfit, 1e-9)))
+        drawn = [
+            (w * time + line_weight * fit) / (w + line_weight)
+            for time, fit, w in zip(times, line, weights, strict=True)
+        ]
+        pooled = _pooled(drawn, [w + line_weight for w in weights])
+        return _Curve(
+            tuple(entry.rows for entry in entries), tuple(level * time for time in pooled), level * slope, slowdown
+        )
+
+
+def _entry_of(rows: int) -> int:
+    """Which entry a pass belongs to: its rows, rounded down to the nearest of them."""
+    if rows <= MAX_EXACT_ROWS:
+        return rows
+    entry = MAX_EXACT_ROWS + 1
+    while (following := int(entry * ENTRY_FACTOR)) <= rows:
+        entry = following
+    return entry
+
+
+def _pooled(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The rising sequence that is closest to some values, by weighted least squares."""
+    blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many values)
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, length = value, weight, 1
+        while blocks and blocks[-1][0] > mean:
+            last_mean, last_weight, last_length = blocks.pop()
+            mean = (mean * total + last_mean * last_weight) / (total + last_weight)
+            total, length = total + last_weight, length + last_length
+        blocks.append((mean, total, length))
+    return [mean for mean, _, length in blocks for _ in range(length)]
