@@ -1,7 +1,8 @@
 """What a draft model buys on a machine that a few numbers describe: the real scheduling in simulated time.
 
 `scenario` has the numbers, `scripted_models` the pair of models that behaves by them, `simulation` runs the real
-runtime over that pair, `comparison` compares the ways of decoding, and `plot` draws the comparison.
+runtime over that pair, `streams` several texts at once on it, `comparison` compares the ways of decoding, and `plot`
+draws the comparison.
 
 A new property of machines or models is a field of `Scenario`, and an option in `runtime/cli/simulate_command.py`. A new
 way of decoding to compare goes into `comparison`.
