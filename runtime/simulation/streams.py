@@ -22,11 +22,8 @@ from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.runtime import Runtime
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_models import VOCAB_SIZE
 from runtime.simulation.simulation import rows_of, simulated_runtime
-
-# The prompt of a stream is one token of its own.
-MAX_STREAMS = VOCAB_SIZE
+from runtime.simulation.streams_comparison import MAX_STREAMS
 
 
 @attrs.frozen
@@ -78,8 +75,8 @@ def simulate_streams(
 ) -> SimulatedStreams:
     """Generate several texts on one runtime in simulated time, in a trio event loop of its own.
 
-    Each stream has a prompt of its own, and with it a text and drafts that have nothing in common with those of the
-    others. The result depends on the arguments alone.
+    Each stream has a prompt of its own, one token, and with it a text and drafts that have nothing in common with those
+    of the others. The result depends on the arguments alone.
 
     Args:
         scenario: what to simulate.
