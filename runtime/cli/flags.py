@@ -16,7 +16,7 @@ _NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
 _NO_FIELDS = _NO_FLAGS | {"min_tokens_to_keep", "prefill_step_size", "xtc_special_tokens"}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
-_OF_SIMULATE |= {"spread", "verify_slope"}
+_OF_SIMULATE |= {"draft_table", "spread", "verify_slope", "verify_table"}
 _NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
 
 # Names that are also words ("stop", "lookahead") mean the argument only at the start of a message, or before "=".

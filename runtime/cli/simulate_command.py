@@ -1,7 +1,7 @@
 """The command `outrider simulate`: the speed that a draft model would bring on a machine described by a few numbers.
 
-It decodes one text in simulated time in each way, and compares the speeds. Nothing here imports mlx before the
-arguments are checked.
+It decodes one text, or several at once, in simulated time in each way, and compares the speeds. Nothing here imports
+mlx before the arguments are checked.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,17 @@ from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer
-from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare, described
+from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare
 from runtime.simulation.scenario import Scenario
-from runtime.terminal.display import Display, Output, printing, warnings_at_the_end
-from runtime.terminal.tables import TableRow, TextTable, show_table
+from runtime.simulation.streams_comparison import (
+    MAX_STREAMS,
+    STREAM_LOOKAHEADS,
+    STREAM_TOKENS,
+    StreamsComparison,
+    compare_streams,
+)
+from runtime.simulation.tables import print_comparison, print_streams_comparison
+from runtime.terminal.display import Display, Output, warnings_at_the_end
 
 PLOT_SUFFIXES = (".svg", ".png")
 
@@ -40,6 +47,14 @@ _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
         float,
         "S",
     ),
+    "verify_table": (
+        "instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as "
+        "12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5. With --streams, a width is all rows of a "
+        "pass",
+        str,
+        "TIMES",
+    ),
+    "draft_table": ("the same for a draft pass", str, "TIMES"),
     "overhead": ("time added to each forward pass, in T_v(1), >= 0 (default: 0)", float, "T"),
     "second_choice": (
         "probability that the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
@@ -72,9 +87,11 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
   outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13,1.43
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3,32:2.4 --streams 8
 
-The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio and the slopes of a \
-pair of models.""",
+The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
+the times of a pair of models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")
@@ -94,14 +111,20 @@ pair of models.""",
         "--tokens",
         metavar="N",
         type=int,
-        default=NUM_TOKENS,
-        help="length of the text in tokens (default: %(default)s)",
+        help=f"length of each text in tokens (default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)",
     )
     run.add_argument(
         "--lookahead",
         metavar="LIST",
-        default=",".join(map(str, LOOKAHEADS)),
-        help="fixed lookaheads to compare, separated by commas (default: %(default)s)",
+        help=f"fixed lookaheads to compare, separated by commas (default: {_listed(LOOKAHEADS)}, or "
+        f"{_listed(STREAM_LOOKAHEADS)} with --streams)",
+    )
+    run.add_argument(
+        "--streams",
+        metavar="N",
+        type=int,
+        help=f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
+        "over several texts costs what all its rows do, padding included",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -117,33 +140,86 @@ def simulate(arguments: argparse.Namespace) -> int:
         SettingsError: an argument is out of its range, or a plot cannot be drawn here.
         OutputError: the result cannot be written.
     """
-    num_tokens = _num_tokens(arguments.tokens)
-    lookaheads = _lookaheads(arguments.lookahead)
+    several = arguments.streams is not None
+    num_tokens = _num_tokens(arguments.tokens, STREAM_TOKENS if several else NUM_TOKENS)
+    lookaheads = _lookaheads(arguments.lookahead, STREAM_LOOKAHEADS if several else LOOKAHEADS)
+    if several:
+        check_integer("streams", arguments.streams, 1, MAX_STREAMS)
     plot = None if arguments.plot is None else _plot_file(arguments.plot)
-    scenario = Scenario(**{name: value for name, value in vars(arguments).items() if name in _SCENARIO})
+    scenario = _scenario({name: value for name, value in vars(arguments).items() if name in _SCENARIO})
+    comparison: Comparison | StreamsComparison
     with warnings_at_the_end(), Display() as display:
-        comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.show_activity)
+        if several:
+            comparison = compare_streams(
+                scenario, arguments.streams, num_tokens, lookaheads, on_progress=display.show_activity
+            )
+        else:
+            comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.show_activity)
     if plot is not None:
         from runtime.simulation.plot import draw
 
         draw(comparison, plot)
     if arguments.json:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
+    elif isinstance(comparison, StreamsComparison):
+        print_streams_comparison(comparison)
     else:
-        _print(comparison)
+        print_comparison(comparison)
     return 0
 
 
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _num_tokens(value: int) -> int:
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _scenario(values: dict[str, Any]) -> Scenario:
+    """The scenario that the options describe."""
+    for role in ("verify", "draft"):
+        table, slope = f"{role}_table", f"{role}_slope"
+        if table in values:
+            if slope in values:
+                raise SettingsError(f"{table} takes the place of {slope}; give one of the two")
+            values[table] = _table(table, values[table])
+    return Scenario(**values)
+
+
+def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
+    """A table of times: "1,0.99,1.13" for widths from 1 on, or pairs such as "1:1,2:1.05,8:1.3".
+
+    Args:
+        name: what a message calls the table.
+        text: what the user gives.
+
+    Returns: pairs (width, time); whether they can be a table is for `Scenario` to check.
+    Raises: SettingsError: the text is neither form.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        if not any(":" in part for part in parts):
+            return tuple((width, float(time)) for width, time in enumerate(parts, start=1))
+        pairs = [part.split(":") for part in parts]
+        return tuple((int(width), float(time)) for width, time in pairs)
+    except ValueError as error:
+        raise SettingsError(
+            f"{name} must be times of passes over 1, 2, 3, … tokens, such as 1,0.99,1.13, or WIDTH:TIME pairs, such as "
+            f"1:1,2:1.05,8:1.3, got {shown(text)}"
+        ) from error
+
+
+def _num_tokens(value: int | None, default: int) -> int:
+    if value is None:
+        return default
     check_integer("tokens", value, 1)
     return value
 
 
-def _lookaheads(text: str) -> list[int]:
+def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
     """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
+    if text is None:
+        return default
     values = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
@@ -166,48 +242,3 @@ def _plot_file(name: str) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("plot needs matplotlib, which is not installed: pip install 'outrider[plot]'")
     return path
-
-
-# --- output ----------------------------------------------------------------------------------------
-
-
-_HEADINGS = (
-    "decoding",
-    "lookahead",
-    "speed",
-    "tokens\na round",
-    "accepted",
-    "hits",
-    "target\nbusy",
-    "draft\nbusy",
-    "",
-)
-
-
-def _print(comparison: Comparison) -> None:
-    best = comparison.best_sequential
-    rows = []
-    for contender in comparison.contenders:
-        counts, is_drafted = contender.result.statistics, contender.decoding != "plain"
-        cells = (
-            contender.decoding,
-            str(contender.lookahead) if is_drafted else "–",
-            f"{contender.speed:.2f}×",
-            f"{counts.tokens_per_round:.2f}",
-            "–" if counts.acceptance_rate is None else f"{counts.acceptance_rate:.0%}",
-            f"{contender.hit_rate:.0%}" if is_drafted else "–",
-            f"{counts.target_busy:.0%}",
-            f"{counts.draft_busy:.0%}" if is_drafted else "–",
-            "best" if contender is best else "",
-        )
-        rows.append(TableRow(cells, "bold" if contender.decoding == "tree" or contender is best else ""))
-    with printing() as console:
-        console.print(
-            f"{described(comparison.scenario)}; {comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
-            style="dim",
-        )
-        show_table(console, TextTable(_HEADINGS, tuple(rows), num_labels=2))
-        console.print(
-            f"the tree is {comparison.gain:.2f} times as fast as the best sequential decoding, "
-            f"lookahead {best.lookahead}"
-        )

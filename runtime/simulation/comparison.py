@@ -156,10 +156,20 @@ def described(scenario: Scenario) -> str:
         f"acceptance {scenario.acceptance:g}",
         f"cost ratio {scenario.cost_ratio:g}",
         f"contention {scenario.contention:g}",
-        f"verify slope {scenario.verify_slope:g}",
+        _described_table("verify", scenario.verify_table) or f"verify slope {scenario.verify_slope:g}",
     ]
+    if scenario.draft_table:
+        words.append(_described_table("draft", scenario.draft_table))
     fields = attrs.fields_dict(type(scenario))
     for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence"):
         if (value := getattr(scenario, name)) != fields[name].default:
             words.append(f"{name.replace('_', ' ')} {value:g}")
     return ", ".join(words)
+
+
+def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:
+    """A table of times in a few words; "" for none."""
+    if not table:
+        return ""
+    widths = "1 width" if len(table) == 1 else f"{len(table)} widths up to {table[-1][0]}"
+    return f"{role} table of {widths}"

@@ -1,31 +1,89 @@
-"""The plot of `outrider simulate`. matplotlib is an extra, and is imported only when something is drawn."""
+"""The plots of `outrider simulate`. matplotlib is an extra, and is imported only when something is drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from protocol.reprs import shown_path
-from runtime.simulation.comparison import Comparison, Decoding, described
+from runtime.simulation.comparison import Comparison, described
+from runtime.simulation.streams_comparison import StreamsComparison
 from runtime.terminal.display import OutputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito).
-_COLOURS: dict[Decoding, str] = {
-    "plain": "#666666",
-    "sequential": "#0072B2",
-    "single chain": "#D55E00",
-    "tree": "#009E73",
-}
-_STYLES: dict[Decoding, str] = {"plain": ":", "single chain": "--", "tree": "-"}
+# Colours that colour-blind readers can tell apart (Okabe and Ito), and line styles; of the curve, and of one line after
+# the other.
+_BLUE = "#0072B2"
+_LINES = (("#666666", ":"), ("#D55E00", "--"), ("#009E73", "-"))
 
 # Smallest distance between two labels, as a fraction of the axis.
 _MIN_LABEL_DISTANCE = 0.055
 
 
-def draw(comparison: Comparison, path: Path) -> None:
+@attrs.frozen
+class Chart:
+    """What a plot shows: a curve of speed over the fixed lookaheads, and lines for the contenders without one.
+
+    Attributes:
+        title: what was simulated.
+        x_label, y_label: of the axes.
+        curve_name: what the fixed lookaheads are.
+        curve: speed by lookahead, at least one.
+        lines: speed by name; the most important one last.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curve_name: str
+    curve: Mapping[int, float]
+    lines: Mapping[str, float]
+
+    @property
+    def labels(self) -> list[tuple[float, str, str]]:
+        """The labels beside the plot: (speed, text, colour)."""
+        best = max(self.curve.values())
+        lines = zip(self.lines.items(), _LINES, strict=True)
+        return [
+            (best, f"{self.curve_name}, best: {best:.2f}×", _BLUE),
+            *((speed, f"{name}: {speed:.2f}×", colour) for (name, speed), (colour, _) in lines),
+        ]
+
+
+def chart_of(comparison: Comparison | StreamsComparison) -> Chart:
+    """What is shown of a comparison."""
+    about = f"{described(comparison.scenario)}\n"
+    length = f"{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}"
+    if isinstance(comparison, StreamsComparison):
+        return Chart(
+            title=f"{about}streams: {comparison.num_streams}, each of {length}",
+            x_label="lookahead of shared passes (most tokens in one proposal)",
+            y_label="tokens of all streams per second (plain decoding of one = 1)",
+            curve_name="shared",
+            curve={int(contender.lookahead): contender.steady_speed for contender in comparison.fixed},
+            lines={
+                "plain batches": comparison.plain.steady_speed,
+                "in turns, auto": comparison.turns.steady_speed,
+                "shared, auto": comparison.auto.steady_speed,
+            },
+        )
+    plain, single_chain, tree = (comparison.of(decoding)[0] for decoding in ("plain", "single chain", "tree"))
+    return Chart(
+        title=about + length,
+        x_label="lookahead of sequential decoding (most tokens in one proposal)",
+        y_label="tokens per second (plain decoding = 1)",
+        curve_name="sequential",
+        curve={int(contender.lookahead): contender.speed for contender in comparison.of("sequential")},
+        lines={"plain": plain.speed, "single chain, auto": single_chain.speed, "tree, auto": tree.speed},
+    )
+
+
+def draw(comparison: Comparison | StreamsComparison, path: Path) -> None:
     """Write a plot of speed over lookahead, as SVG or PNG according to the file's suffix.
 
     The same comparison gives the same file.
@@ -38,7 +96,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     # Text stays text in an SVG, and its ids are the same each time.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "outrider", "font.size": 10}):
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-        _draw_on(figure.add_subplot(), comparison)
+        _draw_on(figure.add_subplot(), chart_of(comparison))
         is_svg = path.suffix.lower() == ".svg"
         try:
             figure.savefig(path, format=path.suffix[1:].lower(), metadata={"Date": None} if is_svg else {})
@@ -46,50 +104,31 @@ def draw(comparison: Comparison, path: Path) -> None:
             raise OutputError(f"cannot write the plot to {shown_path(str(path))}: {error.strerror}") from error
 
 
-def _draw_on(axes: Axes, comparison: Comparison) -> None:
-    sequential, best = comparison.of("sequential"), comparison.best_sequential
-    top = 1.1 * max(contender.speed for contender in comparison.contenders)
+def _draw_on(axes: Axes, chart: Chart) -> None:
+    best = max(chart.curve, key=lambda lookahead: chart.curve[lookahead])
+    top = 1.1 * max(*chart.curve.values(), *chart.lines.values())
     # Evenly spaced, whatever the lookaheads, since the plot is about where the maximum is.
-    positions = list(range(len(sequential)))
-    axes.set_xticks(positions, [str(contender.lookahead) for contender in sequential])
+    positions = list(range(len(chart.curve)))
+    axes.set_xticks(positions, [str(lookahead) for lookahead in chart.curve])
     axes.set_xlim(-0.4, positions[-1] + 0.4)
     axes.set_ylim(0, top)
-    axes.set_xlabel("lookahead of sequential decoding (most tokens in one proposal)")
-    axes.set_ylabel("tokens per second (plain decoding = 1)")
-    axes.set_title(
-        f"{described(comparison.scenario)}\n{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}",
-        fontsize=9,
-        color="#444444",
-        loc="left",
-    )
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_title(chart.title, fontsize=9, color="#444444", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
 
     # Broken lines are drawn over the solid one, so that equal speeds stay visible.
-    for contender in reversed(comparison.contenders):
-        if contender.decoding != "sequential":
-            colour = _COLOURS[contender.decoding]
-            axes.axhline(contender.speed, color=colour, linestyle=_STYLES[contender.decoding], linewidth=1.8)
-    blue = _COLOURS["sequential"]
-    axes.plot(positions, [contender.speed for contender in sequential], marker="o", color=blue, zorder=3)
-    maximum = positions[sequential.index(best)]
-    axes.plot(maximum, best.speed, marker="o", markersize=13, markerfacecolor="none", markeredgecolor=blue, zorder=4)
+    for speed, (colour, style) in reversed(list(zip(chart.lines.values(), _LINES, strict=True))):
+        axes.axhline(speed, color=colour, linestyle=style, linewidth=1.8)
+    axes.plot(positions, list(chart.curve.values()), marker="o", color=_BLUE, zorder=3)
+    maximum, best_speed = list(chart.curve).index(best), chart.curve[best]
+    axes.plot(maximum, best_speed, marker="o", markersize=13, markerfacecolor="none", markeredgecolor=_BLUE, zorder=4)
     # Leads from the maximum to its label, since the curve ends elsewhere.
-    axes.hlines(best.speed, maximum, positions[-1] + 0.4, color=blue, linestyle=":", linewidth=0.8)
-    for at, text, colour in _spread(labels(comparison), _MIN_LABEL_DISTANCE * top):
+    axes.hlines(best_speed, maximum, positions[-1] + 0.4, color=_BLUE, linestyle=":", linewidth=0.8)
+    for at, text, colour in _spread(chart.labels, _MIN_LABEL_DISTANCE * top):
         axes.text(1.02, at, text, color=colour, va="center", transform=axes.get_yaxis_transform())
-
-
-def labels(comparison: Comparison) -> list[tuple[float, str, str]]:
-    """The labels beside the plot: (speed, text, colour)."""
-    best = comparison.best_sequential
-    found = [(best.speed, f"sequential, best: {best.speed:.2f}×", _COLOURS["sequential"])]
-    for contender in comparison.contenders:
-        if contender.decoding != "sequential":
-            name = contender.decoding if contender.lookahead == 0 else f"{contender.decoding}, {contender.lookahead}"
-            found.append((contender.speed, f"{name}: {contender.speed:.2f}×", _COLOURS[contender.decoding]))
-    return found
 
 
 def _spread(labels: list[tuple[float, str, str]], min_distance: float) -> list[tuple[float, str, str]]:

@@ -23,13 +23,14 @@ from actors.warm_up import warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
 from protocol.prices import Prices
+from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
-from protocol.validation import check_integer
+from protocol.trace import Span
 from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
+from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 
 # Simulated time after which a run that hangs is cancelled. Without this deadline the clock would have nothing to jump
 # to.
@@ -79,30 +80,41 @@ def run_simulation(
     """
 
     async def main() -> SimulatedRun:
-        async with _open_runtime(scenario, make_policy) as runtime:
-            statistics = await _read(runtime, PROMPT, num_tokens, lookahead)
+        async with simulated_runtime(scenario, Events(), make_policy=make_policy) as runtime:
+            stream = runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=lookahead)
+            async with stream:
+                async for _ in stream:
+                    pass
+            statistics = stream.statistics()
         return SimulatedRun(statistics.generated_tokens / statistics.elapsed, statistics.elapsed, statistics)
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-async def _read(
-    runtime: Runtime, prompt: tuple[int, ...], num_tokens: int, lookahead: int | Literal["auto"]
-) -> Statistics:
-    """Read a stream to its end."""
-    stream = runtime.stream(prompt, max_tokens=num_tokens, lookahead=lookahead)
-    async with stream:
-        async for _ in stream:
-            pass
-    return stream.statistics()
+# --- the runtime ----------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def _open_runtime(scenario: Scenario, make_policy: MakePolicy) -> AsyncIterator[Runtime]:
-    contention, events = Contention(scenario.contention), Events()
+async def simulated_runtime(
+    scenario: Scenario,
+    events: Events,
+    *,
+    make_policy: MakePolicy = policy_by_settings,
+    max_batch: int = MAX_BATCH,
+) -> AsyncIterator[Runtime]:
+    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
+
+    Args:
+        scenario: what to simulate.
+        events: where the workers announce their spans.
+        make_policy: makes the policy that decides how far to draft ahead.
+        max_batch: most streams that share one pass of the target, in [1, 32].
+    """
+    contention = Contention(scenario.contention)
 
     def verify_price(job: Job[Any]) -> float:
-        return scenario.verify_seconds(job.num_tokens) if job.num_tokens else 0.0
+        num_rows = rows_of(job)
+        return scenario.verify_seconds(num_rows) if num_rows else 0.0
 
     def draft_price(job: Job[Any]) -> float:
         return _OFFSET_FACTOR * scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
@@ -113,76 +125,14 @@ async def _open_runtime(scenario: Scenario, make_policy: MakePolicy) -> AsyncIte
     models = ((ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft))
     with trio.fail_after(_TIMEOUT):
         await warm_up(*models, prices)
-        async with running(*models, events=events, prices=prices, make_policy=make_policy) as runtime:
+        async with running(
+            *models, events=events, prices=prices, make_policy=make_policy, max_batch=max_batch
+        ) as runtime:
             yield runtime
 
 
-# --- many streams ---------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class SimulatedStreams:
-    """The result of several streams in one scenario.
-
-    Attributes:
-        speed: tokens of all streams per T_v(1).
-        seconds: simulated time from the call to the last token of all, in units of T_v(1).
-        target_busy, draft_busy: fraction of that time in which the model was at work.
-        statistics: those of the streams, in the order in which they ended.
-    """
-
-    speed: float
-    seconds: float
-    target_busy: float
-    draft_busy: float
-    statistics: tuple[Statistics, ...]
-
-    @property
-    def proposal(self) -> float:
-        """Mean number of tokens proposed for a target pass."""
-        return sum(each.proposed for each in self.statistics) / sum(each.rounds for each in self.statistics)
-
-
-def run_many_streams(
-    scenario: Scenario,
-    num_streams: int,
-    *,
-    at_once: bool,
-    num_tokens: int = 500,
-    lookahead: int | Literal["auto"] = "auto",
-) -> SimulatedStreams:
-    """Generate several different texts on one runtime in simulated time, in a trio event loop of its own.
-
-    Args:
-        scenario: what to simulate.
-        num_streams: number of texts, in [1, 64].
-        at_once: True starts all streams together; False starts each when the one before has ended.
-        num_tokens: length of each text, >= 1.
-        lookahead: as in `Settings`; 0 is plain decoding.
-
-    Raises: SettingsError: a setting is out of its range.
-    """
-    check_integer("num_streams", num_streams, 1, VOCAB_SIZE)
-
-    async def main() -> SimulatedStreams:
-        done: list[Statistics] = []
-        async with _open_runtime(scenario, policy_by_settings) as runtime:
-            began, before = trio.current_time(), runtime.statistics()
-
-            async def read(first_token: int) -> None:
-                done.append(await _read(runtime, (first_token,), num_tokens, lookahead))
-
-            async with trio.open_nursery() as nursery:
-                for first_token in range(num_streams):
-                    if at_once:
-                        nursery.start_soon(read, first_token)
-                    else:
-                        await read(first_token)
-            seconds, after = trio.current_time() - began, runtime.statistics()
-        target_busy, draft_busy = (
-            (getattr(after, name) * after.elapsed - getattr(before, name) * before.elapsed) / seconds
-            for name in ("target_busy", "draft_busy")
-        )
-        return SimulatedStreams(num_streams * num_tokens / seconds, seconds, target_busy, draft_busy, tuple(done))
-
-    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+def rows_of(job: Job[Any] | Span) -> int:
+    """Rows that a pass computes: texts that share it are padded to the widest of them, and padding costs as much."""
+    if not job.shares:
+        return job.num_tokens
+    return len(job.shares) * max(share.num_tokens for share in job.shares)

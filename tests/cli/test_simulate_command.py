@@ -24,10 +24,12 @@ from protocol.prices import Prices
 from protocol.settings import Settings
 from runtime.cli import main as cli
 from runtime.cli import simulate_command
-from runtime.simulation import plot as simulation_plot
 from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, compare, described
+from runtime.simulation.plot import chart_of
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
+from runtime.simulation.streams import simulate_streams
+from runtime.simulation.streams_comparison import STREAM_LOOKAHEADS, STREAM_TOKENS, compare_streams
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,11 +157,108 @@ def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
 
 
 def test_what_is_unusual_in_a_scenario_is_named():
+    tables = Scenario(0.5, 0.25, verify_table=((1, 1.0), (8, 1.3)), draft_table=((1, 2.0),))
+    assert described(tables).endswith("contention 0, verify table of 2 widths up to 8, draft table of 1 width")
     assert described(Scenario(0.5, 0.25)) == "acceptance 0.5, cost ratio 0.25, contention 0, verify slope 0.06"
     unusual = Scenario(0.5, 0.25, draft_slope=0.5, overhead=0.125, second_choice=0.25, spread=8, overconfidence=1)
     assert described(unusual).endswith(
         "verify slope 0.06, draft slope 0.5, overhead 0.125, second choice 0.25, spread 8, overconfidence 1"
     )
+
+
+# --- several streams ------------------------------------------------------------------------------
+
+STREAMS = ("--streams", "3", "--tokens", "30")
+
+
+def test_the_table_of_streams_has_a_row_for_each_way_of_decoding_them(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = simulate(capfd, *STREAMS)
+    assert " ".join(printed.split()).startswith(
+        "acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 3 streams of 30 tokens, seed 0 "
+    )
+    lines = printed.splitlines()
+    rows = [line.split() for line in lines if "×" in line]
+    assert [row[:-6] if row[-1] != "best" else row[:-7] for row in rows] == [
+        ["plain", "batches", "–"],
+        ["in", "turns", "auto"],
+        ["shared", "1"],
+        ["shared", "3"],
+        ["shared", "auto"],
+    ]
+    assert sum(row[-1] == "best" for row in rows) == 1
+    assert "times as fast as plain batches, and" in " ".join(printed.split())
+
+
+def test_the_figures_of_streams_are_those_of_the_simulation(capfd):
+    found = json.loads(simulate(capfd, *STREAMS, "--json", "--overhead", "1"))
+    assert (found["streams"], found["tokens"]) == (3, 30)
+    plain, turns, *shared, auto = found["contenders"]
+    assert [each["lookahead"] for each in shared] == [1, 3]
+    scenario = Scenario(0.8, 0.1, overhead=1.0)
+    for contender, result in (
+        (plain, simulate_streams(scenario, 3, num_tokens=30, lookahead=0)),
+        (turns, simulate_streams(scenario, 3, num_tokens=30, max_batch=1)),
+        (auto, simulate_streams(scenario, 3, num_tokens=30)),
+    ):
+        # A token decoded plainly, for one text alone, takes two units of time.
+        assert contender["speed"] == 2 * result.speed
+        assert contender["steady_speed"] == 2 * result.steady_speed
+        assert contender["longest_wait"] == result.longest_wait / 2
+        assert contender["rows_per_pass"] == result.rows_per_pass
+    assert found["auto_over_plain_batches"] == auto["steady_speed"] / plain["steady_speed"]
+    assert found["auto_over_turns"] == auto["steady_speed"] / turns["steady_speed"]
+    speeds = {each["lookahead"]: each["steady_speed"] for each in shared}
+    assert found["best_fixed_lookahead"] == max(speeds, key=speeds.get)
+
+
+def test_a_plot_of_streams_names_every_way_of_decoding_them(capfd, tmp_path):
+    found = drawn(capfd, tmp_path / "plot.svg", *STREAMS)
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    texts = {"".join(text.itertext()).strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    plain, turns, *shared, auto = (each["steady_speed"] for each in found["contenders"])
+    assert texts >= {
+        f"plain batches: {plain:.2f}×",
+        f"in turns, auto: {turns:.2f}×",
+        f"shared, auto: {auto:.2f}×",
+        f"shared, best: {max(shared):.2f}×",
+        "tokens of all streams per second (plain decoding of one = 1)",
+    }
+
+
+def test_progress_names_each_run_of_streams():
+    seen: list[str] = []
+    compare_streams(Scenario(0.8, 0.1), 2, 5, [2], on_progress=seen.append)
+    assert seen == [
+        "simulating 1 of 4: plain batches, lookahead 0",
+        "simulating 2 of 4: in turns, lookahead auto",
+        "simulating 3 of 4: shared, lookahead 2",
+        "simulating 4 of 4: shared, lookahead auto",
+    ]
+
+
+# --- tables of times ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "pairs"),
+    [
+        ("2,2.1, 3", [[1, 2.0], [2, 2.1], [3, 3.0]]),
+        ("1:1,2:1.05, 8:1.3", [[1, 1.0], [2, 1.05], [8, 1.3]]),
+        ("12.5", [[1, 12.5]]),
+    ],
+)
+def test_a_table_is_a_list_of_times_or_of_pairs(capfd, given, pairs):
+    found = json.loads(simulate(capfd, "--json", "--verify-table", given, "--draft-table", given))
+    assert found["scenario"]["verify_table"] == found["scenario"]["draft_table"] == pairs
+
+
+def test_only_the_ratios_of_a_table_matter(capfd):
+    one, other = (
+        json.loads(simulate(capfd, "--json", "--verify-table", times))["contenders"]
+        for times in ("1,1.5,2", "1:4,2:6,3:8")
+    )
+    assert one == other
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -179,13 +278,30 @@ def test_what_is_unusual_in_a_scenario_is_named():
         (["--lookahead", "65"], "lookahead must be whole numbers between 1 and 64"),
         (["--lookahead", ""], "lookahead must be whole numbers between 1 and 64"),
         (["--lookahead", "1,two"], "lookahead must be whole numbers between 1 and 64"),
+        (["--streams", "0"], "--streams must be a whole number between 1 and 64, got 0"),
+        (["--streams", "65"], "--streams must be a whole number between 1 and 64, got 65"),
+        (["--verify-table", "1,two"], "--verify-table must be times of passes over 1, 2, 3, … tokens"),
+        (["--verify-table", ""], "or WIDTH:TIME pairs, such as 1:1,2:1.05,8:1.3, got ''"),
+        (["--verify-table", "1:1,2"], "got '1:1,2'"),
+        (["--verify-table", "1:1:1"], "got '1:1:1'"),
+        (["--verify-table", "1:1,2.5:2"], "got '1:1,2.5:2'"),
+        (["--verify-table", "2:1,4:2"], "--verify-table must begin with width 1, got 2"),
+        (["--verify-table", "1:1,4:2,4:3"], "widths that start at 1 and rise, got (4, 3.0)"),
+        (["--verify-table", "1,0"], "a time in --verify-table must be a finite number above 0, got 0.0"),
+        (["--draft-table", "1,nan"], "a time in --draft-table must be a finite number above 0, got nan"),
+        (
+            ["--verify-table", "1,2", "--verify-slope", "0"],
+            "--verify-table takes the place of --verify-slope; give one of the two",
+        ),
+        (["--draft-table", "1,2", "--draft-slope", "0"], "--draft-table takes the place of --draft-slope"),
         (["--plot", "plot.gif"], "plot must name a file that ends in .svg or .png, got 'plot.gif'"),
         (["--plot", "nowhere/plot.svg"], "plot must name a file in a directory that exists, and 'nowhere' does not"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
+    for compares in ("compare", "compare_streams"):
+        monkeypatch.setattr(simulate_command, compares, None)  # nothing is simulated
     assert says in refusal(capfd, *arguments)
 
 
@@ -218,15 +334,16 @@ def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
     printed = capfd.readouterr().out
     for field in attrs.fields(Scenario):
         option = f"--{field.name.replace('_', '-')} "
-        if field.name in ("acceptance_changes", "verify_table", "draft_table"):
+        if field.name == "acceptance_changes":
             continue  # only in Python
         (line,) = (line for line in printed.splitlines() if line.strip().startswith(option))
         if field.default is attrs.NOTHING:
             assert "default" not in line
-        elif field.default is not None:
+        elif field.default not in (None, ()):
             assert f"(default: {field.default:g})" in line
-    assert f"(default: {NUM_TOKENS})" in printed
-    assert f"(default: {','.join(map(str, LOOKAHEADS))})" in printed
+    assert f"(default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)" in printed
+    lookaheads, of_streams = (",".join(map(str, each)) for each in (LOOKAHEADS, STREAM_LOOKAHEADS))
+    assert f"(default: {lookaheads}, or {of_streams} with --streams)" in printed
 
 
 # --- the plot -------------------------------------------------------------------------------------
@@ -277,9 +394,10 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
 def test_every_label_stands_at_the_speed_that_it_names_also_where_the_best_lookahead_is_not_the_last():
     comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
     assert comparison.best_sequential.lookahead == 4
-    for speed, text, _ in simulation_plot.labels(comparison):
+    labels = chart_of(comparison).labels
+    for speed, text, _ in labels:
         assert text.endswith(f": {speed:.2f}×")
-    assert comparison.best_sequential.speed in {speed for speed, _, _ in simulation_plot.labels(comparison)}
+    assert comparison.best_sequential.speed in {speed for speed, _, _ in labels}
 
 
 def test_labels_do_not_cover_each_other(capfd, tmp_path):

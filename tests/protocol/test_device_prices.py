@@ -6,31 +6,25 @@ Each file in `device_prices` has the figures of the check "prices" in a report o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from device_tables import FILES, tables
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
 
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
 NUM_TOKENS = 600
-FILES = sorted((Path(__file__).parent / "device_prices").glob("*.json"))
 ACCEPTANCES = (0.3, 0.6, 0.9)
 COST_RATIOS = (0.05, 0.2)
 
 
 def scenarios(path: Path) -> Iterator[Scenario]:
-    """Scenarios with the times of one file, for the shortest text that was measured."""
-    prices: dict[str, Any] = json.loads(path.read_text())
-    length = str(prices["text_lengths"][0])
-    tables = {
-        role: tuple(zip(prices["widths"], times[length], strict=True)) for role, times in prices["seconds"].items()
-    }
-    target, draft = tables["target"], tables.get("draft", ())
+    """Scenarios with the times of one file."""
+    of_file = tables(path)
+    target, draft = of_file["target"], of_file.get("draft", ())
     for cost_ratio in (draft[0][1] / target[0][1],) if draft else COST_RATIOS:
         for acceptance in ACCEPTANCES:
             yield Scenario(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import trio
 
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET
@@ -12,7 +11,7 @@ from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import SimulatedStreams, run_many_streams
+from runtime.simulation.streams import SimulatedStreams, simulate_streams
 
 # --- estimated times ------------------------------------------------------------------------------
 
@@ -111,9 +110,8 @@ def both(
     scenario: Scenario, num_streams: int, lookahead: int | str = "auto"
 ) -> tuple[SimulatedStreams, SimulatedStreams]:
     """The same streams one after another, and at once."""
-    trio._core._run._r.seed(0)
     alone, at_once = (
-        run_many_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
+        simulate_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
         for at_once in (False, True)
     )
     return alone, at_once

@@ -1,0 +1,108 @@
+"""Shared passes with "auto", compared with plain batches and turns, over a grid of devices, streams and drafters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import attrs
+from device_tables import FILES, tables, with_more_rows
+
+from protocol.settings import MAX_BATCH
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.streams import simulate_streams
+
+DEVICES = {path.stem: with_more_rows(tables(path)["target"]) for path in FILES}
+STREAMS = (1, 2, 4, 8, 16, 32)
+ACCEPTANCES = (0.0, 0.5, 0.8, 0.95)
+COST_RATIOS = (0.05, 0.2, 0.5)
+CONTENTION = 0.3
+# So many streams in turns keep the target at work at any time, and more are no faster.
+MAX_TURNS = 4
+# Tokens of each stream. A few streams need longer texts: what "auto" learns at the beginning, each learns alone.
+MIN_TOKENS, MIN_TOKENS_OF_ALL = 60, 240
+
+
+@attrs.frozen(order=True)
+class Cell:
+    """One device, number of streams and drafter."""
+
+    device: str
+    num_streams: int
+    acceptance: float
+    cost_ratio: float
+
+    @property
+    def scenario(self) -> Scenario:
+        """The device and the drafter."""
+        return Scenario(
+            self.acceptance,
+            self.cost_ratio,
+            contention=CONTENTION,
+            draft_slope=0.1,
+            verify_table=DEVICES[self.device],
+        )
+
+    @property
+    def plain_speed(self) -> float:
+        """Tokens per T_v(1) of plain batches: each pass has a token of every stream."""
+        return self.num_streams / self.scenario.verify_seconds(self.num_streams)
+
+    @property
+    def ratios(self) -> Ratios:
+        """The speeds of shared passes with "auto" over those of plain batches and of turns with "auto"."""
+        shared = self._speed_of_auto(self.num_streams)
+        turns = shared if self.num_streams == 1 else self._speed_of_auto(min(MAX_TURNS, self.num_streams), max_batch=1)
+        return Ratios(shared / self.plain_speed, shared / turns)
+
+    def _speed_of_auto(self, num_streams: int, *, max_batch: int = MAX_BATCH) -> float:
+        """Tokens per T_v(1) while all streams are at work."""
+        num_tokens = max(MIN_TOKENS, MIN_TOKENS_OF_ALL // num_streams)
+        played = simulate_streams(self.scenario, num_streams, num_tokens=num_tokens, max_batch=max_batch)
+        return played.steady_speed
+
+
+@attrs.frozen
+class Ratios:
+    """The speed of shared passes with "auto" over that of two others."""
+
+    over_plain: float
+    over_turns: float
+
+    @property
+    def over_better(self) -> float:
+        """Over the faster of the two."""
+        return min(self.over_plain, self.over_turns)
+
+
+@cache
+def ratios(cell: Cell) -> Ratios:
+    """The ratios of a cell, which are computed once."""
+    return cell.ratios
+
+
+def cells(devices: Iterable[str] = DEVICES, streams: Iterable[int] = STREAMS) -> Iterator[Cell]:
+    """The cells of some devices and numbers of streams."""
+    for device in devices:
+        for num_streams in streams:
+            for acceptance in ACCEPTANCES:
+                for cost_ratio in COST_RATIOS:
+                    yield Cell(device, num_streams, acceptance, cost_ratio)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def as_text(device: str) -> str:
+    """The grid of one device: over plain batches / over turns, by streams (rows), and acceptance and cost (columns)."""
+    columns = [(acceptance, cost) for acceptance in ACCEPTANCES for cost in COST_RATIOS]
+    lines = [f"{device}: over plain batches / over turns", "streams " + "".join(f"{a:>6g},{c:<5g}" for a, c in columns)]
+    for num_streams in STREAMS:
+        found = [ratios(Cell(device, num_streams, *column)) for column in columns]
+        lines.append(f"{num_streams:>7} " + "".join(f"{r.over_plain:>6.2f}/{r.over_turns:<5.2f}" for r in found))
+    gain = geometric_mean(ratios(cell).over_better for cell in cells([device]))
+    plain = geometric_mean(ratios(cell).over_plain for cell in cells([device]))
+    return "\n".join([*lines, f"geometric mean over the better {gain:.3f}, over plain batches {plain:.3f}"])
