@@ -168,6 +168,7 @@ class ScriptedSequence:
         self.rewinds: list[tuple[int, int]] = []  # (length before, length after)
         self.fed: list[tuple[int, tuple[int, ...]]] = []  # (length before, tokens)
         self.is_closed = False
+        self.is_lost = False  # whether nothing was fed since `forget`
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         if not tokens or not 0 <= num_logits <= len(tokens):
@@ -218,6 +219,7 @@ class ScriptedSequence:
 
     def forget(self) -> None:
         self.tokens, self.states, self.prefix_checkpoints = [], [], []
+        self.is_lost = True
 
     def check(self, length: int) -> None:
         self._check_open()
@@ -276,6 +278,7 @@ class ScriptedSequence:
         bound = self.model.context_length
         if bound is not None and len(self.tokens) + len(tokens) > bound:
             self._misuse(f"fed {len(tokens)} tokens after {len(self.tokens)}, the context ends at {bound}")
+        self.is_lost = False
         self.fed.append((len(self.tokens), tokens))
         self.tokens += tokens
 
@@ -503,7 +506,8 @@ class ComparingWorker(SimulatedWorker):
 
         Returns: the sequence, or None if the session has none; and the length of the committed text.
         """
-        if (sequence := self._sequences.get(session)) is None:
+        sequence = self._sequences.get(session)
+        if sequence is None or sequence.is_lost:
             return None, 0
         assert session is not None
         session_state = self.sessions[session]
