@@ -26,8 +26,8 @@ from protocol.trace import Share
 
 Outcomes = list[outcome.Outcome[Verified]]
 
-# Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for; in passes
-# of one row.
+# Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
+# a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
 
 
@@ -247,15 +247,15 @@ class PassQueue:
 
     async def _wait_for_more(self) -> None:
         """Wait for rounds that are about to be ready, as long as the pass gains by it."""
-        began_s, pass_s = self._worker.clock(), self._prices.verify(1)
+        until_s = self._worker.clock() + MAX_WAIT * self._prices.verify(1)
         while True:
             now_s = self._worker.clock()
             with self._lock:
-                plan = self._plan(now_s, max_wait_s=MAX_WAIT * pass_s - (now_s - began_s))
+                plan = self._plan(now_s, max_wait_s=until_s - now_s)
             if plan is None or plan.wait_s <= 0.0:
                 return
             self._arrival = trio.Event()
-            with trio.move_on_after(plan.wait_s + PATIENCE * pass_s) as scope:
+            with trio.move_on_after(plan.wait_s) as scope:
                 await self._arrival.wait()
             if scope.cancelled_caught:
                 return
@@ -270,11 +270,13 @@ class PassQueue:
             return plan_pass([self._waiting[0].ready], self._prices.verify, 1)
         rounds = [round.ready for round in self._waiting if not round.alone]
         if max_wait_s > 0.0:
+            # One that should be there already is waited for a little longer, since its moment is only a mean.
+            patience_s = PATIENCE * self._prices.verify(1)
             waiting = {round.session for round in self._waiting}
             rounds += [
-                attrs.evolve(coming.ready, due_s=coming.due_s - now_s)
+                attrs.evolve(coming.ready, due_s=max(0.0, coming.due_s - now_s) + patience_s)
                 for session, coming in self._coming.items()
-                if session not in waiting and coming.due_s > now_s
+                if session not in waiting and coming.due_s + patience_s > now_s
             ]
         return plan_pass(rounds, self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
 

@@ -370,7 +370,8 @@ class TargetActor(ModelActor[TargetSession]):
         verified, plan = shared.verified, request.plan
         session.was_single_step = verified.single_step and not settle
         if shared.is_first:
-            self.prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended, num_texts=shared.num_rounds)
+            self.prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended)
+            self.prices.num_texts = max(1, min(self._num_in_rounds, self._passes.num_shared))
         session.verify_seconds += session.last_pass_s
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)

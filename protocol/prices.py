@@ -85,7 +85,7 @@ class Prices:
         draft_slowdown: by what factor a draft step takes longer while the target works.
         plain_decode_s: seconds of a token decoded without a drafter by a text alone, the trip through the event loop
             included.
-        texts_per_pass: how many texts shared a target's pass, recently; >= 1 once it is known.
+        num_texts: how many texts could share a target's pass now, >= 1.
         plain_overhead: by what factor passes of several texts without drafts took longer than T_v, because of the trip
             through the event loop.
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
@@ -95,7 +95,7 @@ class Prices:
     draft_alone: PassPrice = attrs.field(factory=PassPrice)
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    texts_per_pass: Mean = attrs.field(factory=lambda: Mean(memory=10.0))
+    num_texts: int = 1
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
@@ -118,9 +118,8 @@ class Prices:
         self._draft_steps.append((began_s, ended_s))
         self._price_passes(until_s=ended_s)
 
-    def observe_verify_pass(self, rows: int, began_s: float, ended_s: float, *, num_texts: int = 1) -> None:
-        """Add a target's pass over `rows` rows, those of padding included, of `num_texts` texts."""
-        self.texts_per_pass.observe(num_texts)
+    def observe_verify_pass(self, rows: int, began_s: float, ended_s: float) -> None:
+        """Add a target's pass over `rows` rows, those of padding included."""
         self._price_passes(until_s=ended_s)
         # A draft step that ran beside the end of this pass is heard of only when that step has ended.
         self._unpriced_passes.append((rows, began_s, ended_s))
@@ -181,11 +180,6 @@ class Prices:
         alone_s = self.draft_alone(width)
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
-    @property
-    def num_texts(self) -> float:
-        """How many texts share a pass, >= 1."""
-        return max(1.0, self.texts_per_pass.value)
-
     def verify_extra_s(self, num_drafted: float, than: float = 0.0) -> float:
         """Seconds that drafted tokens add to a pass, for each of the texts that share it.
 
@@ -200,7 +194,7 @@ class Prices:
     def plain_rate(self) -> float:
         """Tokens per second of all texts without a drafter."""
         num_texts = self.num_texts
-        if num_texts < 1.5:
+        if num_texts == 1:
             seconds = self.plain_decode_s.value if self.plain_decode_s.is_known else self.verify(1)
         else:
             seconds = self.verify(num_texts) / num_texts * (self.plain_overhead.value or 1.0)
