@@ -20,7 +20,7 @@ from actors.model import Model
 from actors.target_jobs import Verified, VerifyRequest, verify
 from actors.workers.worker import Job, JobError, Worker
 from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
-from protocol.prices import Prices
+from protocol.prices import Mean, Prices
 from protocol.target_queue import TargetQueue
 from protocol.trace import Share
 
@@ -103,17 +103,24 @@ class _WaitingRound:
         self.share = Share(proposal.session, proposal.round, self.ready.num_needed + num_drafted)
 
 
-@attrs.frozen
-class _ComingRound:
-    """A round that is expected soon.
+@attrs.define
+class _Member:
+    """A session that has had a round in a pass, and is expected to have another one.
 
     Attributes:
-        due_s: when, in seconds on the worker's clock.
-        ready: as the session's last round was.
+        ready: its last round.
+        ended_s: when its last pass ended, in seconds on the worker's clock; None while it waits or has a pass.
+        turnaround_s: from the end of a pass until its next round is ready.
     """
 
-    due_s: float
     ready: ReadyRound
+    ended_s: float | None = None
+    turnaround_s: Mean = attrs.field(factory=lambda: Mean(memory=8.0))
+
+    @property
+    def due_s(self) -> float:
+        """When its next round should be ready, in seconds on the worker's clock; in the past if that is not known."""
+        return -math.inf if self.ended_s is None else self.ended_s + self.turnaround_s.value
 
 
 class PassQueue:
@@ -139,25 +146,15 @@ class PassQueue:
         self._target_queue = target_queue
         self.num_shared = max_batch
         self._waiting: list[_WaitingRound] = []
-        self._coming: dict[int, _ComingRound] = {}  # by session
+        self._members: dict[int, _Member] = {}  # by session
         self._is_led = False
         self._arrival = trio.Event()
         # The worker's thread takes rounds while tasks add some and take them back.
         self._lock = threading.Lock()
 
-    def expect(self, session: int, in_s: float) -> None:
-        """Tell the queue that a session whose round is over will have another one soon.
-
-        Args:
-            session: has had a round in a pass of this queue.
-            in_s: seconds until then.
-        """
-        if (coming := self._coming.get(session)) is not None:
-            self._coming[session] = attrs.evolve(coming, due_s=self._worker.clock() + in_s)
-
     def forget(self, session: int) -> None:
         """Expect no further round of a session."""
-        if self._coming.pop(session, None) is not None:
+        if self._members.pop(session, None) is not None:
             self._arrival.set()
 
     async def run(
@@ -180,7 +177,7 @@ class PassQueue:
             Whatever concerns this round alone, such as `NotANumberError`.
         """
         round = _WaitingRound(request, ready, alone)
-        self._coming[round.session] = _ComingRound(-math.inf, ready)
+        self._join(round.session, ready)
         self._target_queue.enter(round.session, ready.max_width)
         with self._lock:
             self._waiting.append(round)
@@ -195,6 +192,12 @@ class PassQueue:
             if not self._is_led and self._waiting:
                 self._waiting[0].wake()
         return round.result.unwrap()
+
+    def _join(self, session: int, ready: ReadyRound) -> None:
+        member = self._members.setdefault(session, _Member(ready))
+        if member.ended_s is not None:
+            member.turnaround_s.observe(self._worker.clock() - member.ended_s)
+        member.ready, member.ended_s = ready, None
 
     async def _wait(self, round: _WaitingRound) -> None:
         """Wait until the round is done, or its task has to lead."""
@@ -244,6 +247,9 @@ class PassQueue:
             )
             round.result = outcome.capture(_shared, shared, result)
             round.wake()
+            # At once, for the task that leads the next pass may be the first to run.
+            if (member := self._members.get(round.session)) is not None:
+                member.ended_s = job.ended
 
     async def _wait_for_more(self) -> None:
         """Wait for rounds that are about to be ready, as long as the pass gains by it."""
@@ -274,9 +280,9 @@ class PassQueue:
             patience_s = PATIENCE * self._prices.verify(1)
             waiting = {round.session for round in self._waiting}
             rounds += [
-                attrs.evolve(coming.ready, due_s=max(0.0, coming.due_s - now_s) + patience_s)
-                for session, coming in self._coming.items()
-                if session not in waiting and coming.due_s + patience_s > now_s
+                attrs.evolve(member.ready, due_s=max(0.0, member.due_s - now_s) + patience_s)
+                for session, member in self._members.items()
+                if session not in waiting and member.due_s + patience_s > now_s
             ]
         return plan_pass(rounds, self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
 

@@ -23,7 +23,7 @@ from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.pass_plan import ReadyRound
-from protocol.prices import Mean, Prices
+from protocol.prices import Prices
 from protocol.replay import ReplayDebt
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH, MAX_LOOKAHEAD
@@ -45,7 +45,6 @@ class TargetSession(ActorSession):
         verify_seconds: spent on verify passes so far.
         last_pass: the last pass, if others could share it.
         last_pass_s: seconds of the last pass, over the sessions that shared it.
-        turnaround_s: from the end of a pass until the session waits for the next one.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
@@ -59,7 +58,6 @@ class TargetSession(ActorSession):
         self.verify_seconds = 0.0
         self.last_pass: SharedPass | None = None
         self.last_pass_s = 0.0
-        self.turnaround_s = Mean(memory=8.0)
         self.was_plain = False
         self.was_single_step = False
         self.is_drafter_ready = False
@@ -309,13 +307,9 @@ class TargetActor(ModelActor[TargetSession]):
         self, session: TargetSession, request: VerifyRequest, ready: ReadyRound, *, alone: bool = False
     ) -> SharedPass:
         """Run a session's part in the next pass."""
-        if session.last_pass is not None:
-            session.turnaround_s.observe(self.worker.clock() - session.last_pass.ended)
         deliver = partial(self._deliver_nowait, session.shared)
         shared = await self._passes.run(request, ready, meanwhile=deliver, alone=alone)
         session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
-        if session.turnaround_s.is_known:
-            self._passes.expect(session.id, session.turnaround_s.value)
         return shared
 
     def _with_stop(self, session: TargetSession, verdict: Verdict) -> Verdict:
