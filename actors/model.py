@@ -173,8 +173,12 @@ class Model(Protocol):
         """
         ...
 
-    def sharing_obstacle(self) -> str | None:
-        """Why texts of this model cannot share passes; None if they can."""
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """Why texts of this model cannot share passes; None if they can.
+
+        Args:
+            rewinds_passes: whether a text may have to go back by more than its last pass, as drafts do.
+        """
         ...
 
     def abandon_shared(self) -> None:

@@ -126,6 +126,9 @@ class _Member:
 class PassQueue:
     """The rounds that wait for a pass of one model.
 
+    Attributes:
+        num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
+
     The task of one of the rounds leads: it hands the worker a job that takes what waits when it begins. When a pass is
     over, the task of a round that still waits leads the next one.
     """

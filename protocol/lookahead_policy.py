@@ -238,7 +238,7 @@ class AutoPolicy:
             expected += reach
             cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
             best_gain = max(best_gain, expected - rate * cost_s)
-            drafted_s += self.prices.draft_s(1, beside_target=drafted_s < view.queue_slack_s)
+            drafted_s += self.prices.draft_share_s(1, beside_target=drafted_s < view.queue_slack_s)
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
@@ -255,7 +255,7 @@ class AutoPolicy:
         if view.drafting_node is end:
             return remaining_s
         # A drafter that has fallen behind catches up once; that is not the price of this token.
-        return remaining_s + self.prices.draft_s(1, beside_target=remaining_s < view.queue_slack_s)
+        return remaining_s + self.prices.draft_share_s(1, beside_target=remaining_s < view.queue_slack_s)
 
     def expansion(self, view: PolicyView) -> Node | None:
         """See `Policy.expansion`."""
@@ -267,7 +267,7 @@ class AutoPolicy:
             if node.reach < MIN_REACH:
                 break
             if view.is_open(node):
-                step_s = self.prices.draft_s(view.num_to_feed(node), beside_target=True)
+                step_s = self.prices.draft_share_s(view.num_to_feed(node), beside_target=True)
                 reach_per_s = node.reach / max(step_s, 1e-9)
                 if reach_per_s > best_reach_per_s:
                     best, best_reach_per_s = node, reach_per_s
@@ -277,11 +277,11 @@ class AutoPolicy:
         return best if step_worth(best.reach, view.now_s) else None
 
     def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
-        step_s = self.prices.draft_s(1, beside_target=False)
+        step_s = self.prices.draft_share_s(1, beside_target=False)
         # A step saves the target no time if it can be done after the verdict, while the target has others' passes.
         is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s
         return StepWorth(
-            step_s=self.prices.draft_s(width, beside_target=True),
+            step_s=self.prices.draft_share_s(width, beside_target=True),
             saved_step_s=0.0 if is_hidden else step_s,
             target_slowdown=self.prices.verify.target_slowdown,
             verdict_due_s=verdict_due_s,
@@ -303,7 +303,7 @@ class AutoPolicy:
         num_drafted = view.tree.depth(node) + 1
         if view.verdict_due_s is None:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
-            step_s = self.prices.draft_s(1, beside_target=view.queue_slack_s > 0.0)
+            step_s = self.prices.draft_share_s(1, beside_target=view.queue_slack_s > 0.0)
             delay_s = self._target_delay_s(view, step_s)
             max_steps = min(view.max_proposal, view.max_depth, num_drafted + MAX_BUDGET_STEPS) - num_drafted
             if view.queue_slack_s > 0.0:
@@ -333,12 +333,12 @@ class AutoPolicy:
 
     def _best_other_reach(self, view: PolicyView, node: Node) -> float:
         """The greatest reach of every other node that could be drafted after, per step of width 1."""
-        step_s, best = max(self.prices.draft_s(1, beside_target=True), 1e-9), 0.0
+        step_s, best = max(self.prices.draft_share_s(1, beside_target=True), 1e-9), 0.0
         for other in view.tree.frontier():
             if other.reach <= max(best, MIN_REACH):
                 break
             if other is not node and view.is_open(other):
-                other_step_s = max(self.prices.draft_s(view.num_to_feed(other), beside_target=True), step_s)
+                other_step_s = max(self.prices.draft_share_s(view.num_to_feed(other), beside_target=True), step_s)
                 best = max(best, other.reach * step_s / other_step_s)
         return best
 

@@ -86,6 +86,7 @@ class Prices:
         plain_decode_s: seconds of a token decoded without a drafter by a text alone, the trip through the event loop
             included.
         num_texts: how many texts could share a target's pass now, >= 1.
+        drafts_together: whether texts share the drafter's passes, too.
         plain_overhead: by what factor passes of several texts without drafts took longer than T_v, because of the trip
             through the event loop.
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
@@ -96,6 +97,7 @@ class Prices:
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     num_texts: int = 1
+    drafts_together: bool = False
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
@@ -190,6 +192,11 @@ class Prices:
         num_texts = self.num_texts
         return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_texts
 
+    def draft_share_s(self, width: int, *, beside_target: bool) -> float:
+        """A text's share of a draft step over `width` tokens of each text that shares it, in seconds."""
+        num_texts = self.num_texts if self.drafts_together else 1
+        return self.draft_s(num_texts * width, beside_target=beside_target) / num_texts
+
     @property
     def plain_rate(self) -> float:
         """Tokens per second of all texts without a drafter."""
@@ -220,11 +227,14 @@ class Prices:
     def modelled_rate(self, acceptance: float) -> float:
         """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability.
 
-        The texts that share a pass are drafted for one after the other.
+        All texts that can share a pass do so.
         """
         best, tokens, reach, num_texts = 0.0, 1.0, 1.0, self.num_texts
-        step_s, hit_rate = self.draft_s(1, beside_target=False), self.hit_rate.value if self.hit_rate.is_known else 0.5
-        hidden_step_s = self.verify.target_slowdown * self.draft_s(1, beside_target=True)
+        step_s, hit_rate = (
+            self.draft_share_s(1, beside_target=False),
+            self.hit_rate.value if self.hit_rate.is_known else 0.5,
+        )
+        hidden_step_s = self.verify.target_slowdown * self.draft_share_s(1, beside_target=True)
         for k in range(1, 17):
             reach *= acceptance
             tokens += reach

@@ -5,23 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import attrs
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.drafters.draft_queue import DraftQueue, DraftRequest, SharedStepError
 from actors.drafters.draft_session import DraftSession, RunningSteps
-from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, RewoundToCheckpoint, StepOutcome, catch_up
+from actors.drafters.draft_steps import (
+    CannotLookAhead,
+    Drafted,
+    DraftSteps,
+    FollowingStep,
+    RewoundToCheckpoint,
+    StepOutcome,
+    catch_up,
+)
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.model import CachedSequence, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
-from actors.workers.worker import Job, Step, Steps, Worker
+from actors.target_jobs import CacheLostError
+from actors.workers.worker import Job, Steps, Worker
 from protocol.lookahead_policy import AutoPolicy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
+from protocol.settings import MAX_BATCH
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
@@ -57,6 +69,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         target_queue: TargetQueue | None = None,
         chains: bool | None = None,
+        max_batch: int = MAX_BATCH,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -66,6 +79,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             make_policy: makes the policy that decides how far a session is drafted ahead.
             target_queue: the passes that wait and run at the target; None if it has only one session.
             chains: see the class.
+            max_batch: most sessions that share one pass, >= 1.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
@@ -73,6 +87,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._make_policy = make_policy
         self._target_queue = target_queue or TargetQueue(prices.verify)
         self.chains = chains
+        self._draft_queue = DraftQueue(model, worker, max_batch)
 
     @property
     def is_alive(self) -> bool:
@@ -108,6 +123,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if not session.is_ready:
                 await self._become_ready(session, sequence)
                 continue
+            if sequence.length < len(session.cached_tokens):
+                await self._read_again(session, sequence)
+                continue
             if session.state.phase is SessionPhase.RESTING and session.policy.should_catch_up(session.num_behind):
                 await self._catch_up(session, sequence)
                 continue
@@ -136,6 +154,19 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._target.send_nowait(Ready(session.id))
         self._begin_turn(session)
 
+    async def _read_again(self, session: DraftSession, sequence: CachedSequence) -> None:
+        """Read what the cache has lost of the text, since a pass that it shared has failed."""
+        session.cached_tokens.rewind(sequence.length)
+        while session.num_behind > MAX_BEHIND_WHEN_READY:
+            await prefill_committed(
+                self.worker,
+                sequence,
+                session.cached_tokens,
+                session.shared.opened,
+                session.state.committed,
+                self.chunk_size,
+            )
+
     def _next_expansion(self, session: DraftSession) -> Node | None:
         now_s = self.worker.clock()
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
@@ -159,6 +190,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     async def _draft(self, session: DraftSession, sequence: CachedSequence, node: Node) -> None:
         """Draft after a node, and on down the drafter's own choices, as long as the policy wants nothing else."""
+        self.prices.drafts_together = self._draft_queue.num_shared > 1
         plan = session.cached_tokens.plan(session.state.committed, session.tree.path(node))
         if plan.keep < len(session.cached_tokens):
             self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
@@ -175,20 +207,41 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         view = session.view(now_s, self._queue_slack_s(session, now_s))
         draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
-        steps = Steps(
-            "draft",
-            partial(draft_steps.begin, plan, node.trail, history, draft_budget),
-            partial(self._on_step, session),
-            session.id,
-            len(plan.feed),
-            session.state.round,
-        )
-        session.running_steps = RunningSteps(steps)
-        self._begin_step(session, session.running_steps, node, len(plan.feed))
+        step = FollowingStep(plan, node.trail, history, draft_budget)
         try:
-            await self.worker.run_steps(steps)
+            if len(self._sessions) > 1 and self._draft_queue.num_shared > 1:
+                await self._draft_together(session, draft_steps, step, node)
+            else:
+                await self._draft_by_itself(session, draft_steps, step, node)
         finally:
             session.running_steps = None
+
+    async def _draft_by_itself(
+        self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
+    ) -> None:
+        num_tokens = len(step.plan.feed)
+        on_step = partial(self._on_step, session)
+        steps = Steps("draft", step.of(draft_steps), on_step, session.id, num_tokens, session.state.round)
+        session.running_steps = RunningSteps(steps)
+        self._begin_step(session, session.running_steps, node, num_tokens)
+        await self.worker.run_steps(steps)
+
+    async def _draft_together(
+        self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
+    ) -> None:
+        """Draft in passes that other sessions share."""
+        request = DraftRequest(
+            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, session.drafts_alone
+        )
+        session.running_steps = RunningSteps(request)
+        self._begin_step(session, session.running_steps, node, len(step.plan.feed))
+        try:
+            await self._draft_queue.run(request)
+        except SharedStepError:
+            # A session that makes a shared step fail makes its own fail, too, and is left to the target then.
+            session.drafts_alone = True
+        except CacheLostError:
+            pass  # the text is read again before the next step
 
     def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
         running.node = node
@@ -198,8 +251,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         )
         running.steps.round = session.state.round
 
-    def _on_step(self, session: DraftSession, job: Job[Step[StepOutcome]], outcome: StepOutcome, goes_on: bool) -> None:
-        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess."""
+    def _on_step(
+        self, session: DraftSession, job: Job[Any], outcome: StepOutcome, goes_on: bool, is_first: bool = True
+    ) -> None:
+        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess.
+
+        Args:
+            is_first: whether no other session that shared the step has been told of it.
+        """
         running, next_node = session.running_steps, None
         assert running is not None
         node, running.node = running.node, None
@@ -207,7 +266,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 # Asked at the end of the step, since a pass may have begun while the step waited or ran.
                 beside_target = running.overlaps_target or self._target_queue.was_busy_since(job.began)
-                self.prices.observe_draft_step(job.num_tokens, job.began, job.ended, beside_target=beside_target)
+                if is_first:
+                    self.prices.observe_draft_step(_num_rows(job), job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = outcome.can_look_ahead
                 session.cached_tokens.follow(outcome.fed)
                 # A verdict may have dropped the node from the tree meanwhile.
@@ -326,3 +386,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._count_hit(session, verdict, was_hit)
         self._begin_turn(session)
         self._reconsider(session)
+
+
+def _num_rows(job: Job[Any]) -> int:
+    """Rows that a step computes: of each session as many as of the widest, because the others are padded."""
+    return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
+from actors.drafters.draft_queue import DraftRequest
 from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
@@ -26,13 +27,13 @@ class RunningSteps:
     """Draft steps that are under way.
 
     Attributes:
-        steps: as the worker runs them.
+        steps: as the worker runs them, or the session's part in those of several.
         node: the node that is being drafted after; None if its result is not wanted any more.
         expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
         overlaps_target: whether the target was working when the running step began.
     """
 
-    steps: Steps[StepOutcome]
+    steps: Steps[StepOutcome] | DraftRequest
     node: Node | None = None
     expected_end_s: float = 0.0
     overlaps_target: bool = False
@@ -48,6 +49,7 @@ class DraftSession(DrafterSession):
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
         running_steps: the draft steps under way; None between them.
+        drafts_alone: whether a step that it shared has failed, so that it shares no more.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class DraftSession(DrafterSession):
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
         self.running_steps: RunningSteps | None = None
+        self.drafts_alone = False
 
     async def index_committed(self) -> None:
         """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""

@@ -57,6 +57,20 @@ StepOutcome = Drafted | RewoundToCheckpoint | CannotLookAhead
 
 
 @attrs.frozen
+class FollowingStep:
+    """A step that drafts after the choice of the one before; the arguments of `DraftSteps.begin`."""
+
+    plan: FeedPlan
+    trail: int
+    history: TokenHistory
+    draft_budget: DraftBudget
+
+    def of(self, draft_steps: DraftSteps) -> Callable[[], Step[StepOutcome]]:
+        """The call that takes the step."""
+        return partial(draft_steps.begin, self.plan, self.trail, self.history, self.draft_budget)
+
+
+@attrs.frozen
 class DraftSteps:
     """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before.
 
@@ -91,55 +105,71 @@ class DraftSteps:
         Returns: the guesses, and the next step if the budget allows one; or the reason why nothing was fed.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
-        if (length := self.sequence.rewind(plan.keep)) < plan.keep:
-            return Step(RewoundToCheckpoint(length, plan.keep))
-        position = plan.keep + len(plan.feed)
-        if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
-            return Step(CannotLookAhead(plan.keep))
+        if (hindrance := self.prepare(plan)) is not None:
+            return Step(hindrance)
         rows = self.sequence.feed(plan.feed, 1)
         assert rows is not None
-        return self._read(plan, self._guess(rows, position, trail, history), trail, history, draft_budget)
+        lazy = self.guess(rows, plan.keep + len(plan.feed), trail, history)
+        return self.read(plan, lazy, trail, history, draft_budget)
 
-    def _read(
+    def prepare(self, plan: FeedPlan) -> RewoundToCheckpoint | CannotLookAhead | None:
+        """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None."""
+        if (length := self.sequence.rewind(plan.keep)) < plan.keep:
+            return RewoundToCheckpoint(length, plan.keep)
+        position = plan.keep + len(plan.feed)
+        if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
+            return CannotLookAhead(plan.keep)
+        return None
+
+    def read(
         self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
     ) -> Step[StepOutcome]:
         """Read guesses back, and decide whether a step follows. A step that is likely to follow is launched first."""
         position = fed.keep + len(fed.feed)
-        can_look_ahead = True
         launched: LazyGuesses | None = None
-        if self._may_chain() and draft_budget.foresees_another(self.clock()):
-            can_look_ahead = self._can_look_ahead()
-            if can_look_ahead:
-                mx.async_eval(*lazy.arrays())
-                launched = self._guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
-                mx.async_eval(*launched.arrays())
+        if self._may_chain() and draft_budget.foresees_another(self.clock()) and self._can_look_ahead():
+            mx.async_eval(*lazy.arrays())
+            launched = self.guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
+            mx.async_eval(*launched.arrays())
+        if launched is None:
+            drafted, following = self.conclude(fed, lazy, trail, history, draft_budget)
+            return Step(drafted, None if following is None else following.of(self))
         drafted_guesses = lazy.read()
         lazy.logit_check.check(0, position, "draft")
         token = drafted_guesses[0].token
-        if launched is not None:
-            self.sequence.check(position + 1)
-            # The launched step has fed the choice, whether or not its guesses will be read.
-            fed = FeedPlan(fed.keep, (*fed.feed, token))
-        else:
-            self.sequence.check(position)
-            can_look_ahead = can_look_ahead and self._can_look_ahead()
-        drafted = Drafted(drafted_guesses, can_look_ahead, fed)
+        self.sequence.check(position + 1)
+        # The launched step has fed the choice, whether or not its guesses will be read.
+        drafted = Drafted(drafted_guesses, True, FeedPlan(fed.keep, (*fed.feed, token)))
         # Nothing comes after the end of the text.
-        if not can_look_ahead or token in self.shared.opened.stop_tokens:
+        if token in self.shared.opened.stop_tokens:
             return Step(drafted)
         remaining = draft_budget.after(drafted_guesses, self.clock())
-        trail, history = further(trail, token), history.appended(token)
-        if launched is not None:
-            # Even if the budget is spent: the device works on this step already.
-            return Step(
-                drafted,
-                partial(self._read, FeedPlan(position + 1, ()), launched, trail, history, remaining or EMPTY_BUDGET),
-            )
-        if remaining is not None:
-            return Step(drafted, partial(self.begin, FeedPlan(position, (token,)), trail, history, remaining))
-        return Step(drafted)
+        # Even if the budget is spent: the device works on this step already.
+        plan, trail, history = FeedPlan(position + 1, ()), further(trail, token), history.appended(token)
+        return Step(drafted, partial(self.read, plan, launched, trail, history, remaining or EMPTY_BUDGET))
 
-    def _guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
+    def conclude(
+        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
+    ) -> tuple[Drafted, FollowingStep | None]:
+        """Read guesses back. Returns: the outcome, and the step that follows if the budget allows one.
+
+        Raises: NotANumberError: no token can be chosen.
+        """
+        position = fed.keep + len(fed.feed)
+        drafted_guesses = lazy.read()
+        lazy.logit_check.check(0, position, "draft")
+        token = drafted_guesses[0].token
+        self.sequence.check(position)
+        drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
+        # Nothing comes after the end of the text.
+        if not drafted.can_look_ahead or token in self.shared.opened.stop_tokens:
+            return drafted, None
+        if (remaining := draft_budget.after(drafted_guesses, self.clock())) is None:
+            return drafted, None
+        plan = FeedPlan(position, (token,))
+        return drafted, FollowingStep(plan, further(trail, token), history.appended(token), remaining)
+
+    def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """Guesses at the token at a position, from the draft model's logits (1, V)."""
         logits = self.shared.logits_pipeline.shape(pad(rows, self.vocab_size), history, position)
         # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text

@@ -150,9 +150,9 @@ class MLXModel:
         """See `Model.abandon_shared`."""
         self._shared_passes.abandon()
 
-    def sharing_obstacle(self) -> str | None:
-        """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
-        return self._shared_passes.obstacle()
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""

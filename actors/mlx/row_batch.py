@@ -10,7 +10,7 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
-from actors.mlx.row_caches import MAX_WIDTH, STEP, RowArraysCache, RowCacheList, row_cache_for
+from actors.mlx.row_caches import MAX_WIDTH, STEP, RowArraysCache, RowCacheList, can_rewind_passes, row_cache_for
 from protocol.errors import RewindError
 
 
@@ -52,6 +52,11 @@ class RowBatch:
     def is_recurrent(self) -> bool:
         """Whether a row can only go back to where it was before its last pass."""
         return self._is_recurrent
+
+    @property
+    def rewinds_passes(self) -> bool:
+        """Whether a row can go back to any length, and not just to one within its last pass."""
+        return all(can_rewind_passes(layer) for layer in self._caches)
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
         """Add a row with the text of one of mlx-lm's caches, at least one token, which they hold no longer."""

@@ -61,6 +61,14 @@ def can_take_rows(layer: Any) -> bool:
     return type(layer) in (KVCache, ArraysCache) or (type(layer) is RotatingKVCache and layer.keep == 0)
 
 
+def can_rewind_passes(rows: Any) -> bool:
+    """Whether a row of a row cache can go back by more than its last pass."""
+    if isinstance(rows, RowCacheList):
+        return all(can_rewind_passes(inner) for inner in rows.caches)
+    # A ring has room for one pass beyond its window.
+    return isinstance(rows, RowKVCache) and not isinstance(rows, RowRingCache)
+
+
 def row_cache_for(layer: Any) -> Any:
     """An empty row cache for the class of a layer's cache, for which `can_take_rows` is true."""
     if type(layer) is CacheList:

@@ -109,8 +109,10 @@ class SharedPasses:
 
     # --- what cannot share ------------------------------------------------------------------------
 
-    def obstacle(self) -> str | None:
-        """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
+    def obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        if rewinds_passes and not self._batch.rewinds_passes:
+            return "its rows cannot go back by more than one pass"
         if not self._is_probed:
             # What stands if the model fails in a way of its own.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True

@@ -74,11 +74,13 @@ class Step(Generic[T]):
         result: crosses threads, as a job's result does.
         next_call: does the next step; None if this was the last one.
         num_tokens: tokens that go through the model in the next step.
+        shares: the sessions that share the next step; see `Span.shares`.
     """
 
     result: T
     next_call: Callable[[], Step[T]] | None = None
     num_tokens: int = 1
+    shares: tuple[Share, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -89,8 +91,8 @@ class Steps(Generic[T]):
     cancelled, or another job waits for the worker.
 
     Attributes:
-        kind, session, num_tokens, round: as in `Job`; `num_tokens` is that of the first step. `round` may be changed
-            for the steps that follow.
+        kind, session, num_tokens, round, shares: as in `Job`; `num_tokens` and `shares` are those of the first step.
+            `round` may be changed for the steps that follow.
         first_call: does the first step, on the worker's thread.
         on_step: called in trio's thread after each step with the step's job, its result, and whether another step
             follows (unless it is prevented meanwhile). Must not wait. An exception from it ends the steps, and
@@ -104,6 +106,7 @@ class Steps(Generic[T]):
     session: int | None = None
     num_tokens: int = 0
     round: int | None = None
+    shares: tuple[Share, ...] = ()
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
     is_interrupted: bool = attrs.field(default=False, init=False)
     _callback_error: outcome.Error | None = attrs.field(default=None, init=False)
@@ -114,13 +117,13 @@ class Steps(Generic[T]):
 
     def first(self) -> Job[Step[T]]:
         """The first step, as a job."""
-        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round)
+        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
 
     def following(self, step: Step[T]) -> Job[Step[T]] | None:
         """The step after one that was done, as a job; None if there is none or the steps are interrupted."""
         if step.next_call is None or self.is_interrupted:
             return None
-        return Job(self.kind, step.next_call, self.session, step.num_tokens, self.round)
+        return Job(self.kind, step.next_call, self.session, step.num_tokens, self.round, shares=step.shares)
 
     def hand_over(self, job: Job[Step[T]], result: T, goes_on: bool) -> outcome.Outcome[None]:
         """Call `on_step`, unless an earlier call raised; returns the error of the first call that raised, if any."""

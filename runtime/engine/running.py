@@ -106,6 +106,7 @@ async def running(
                 prefix_cache_bytes=prefix_cache_bytes,
                 target_queue=target_queue,
                 chains=chains,
+                max_batch=max_batch,
             )
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)

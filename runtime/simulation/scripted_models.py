@@ -141,7 +141,7 @@ class ScriptedTarget:
 
     feed_together = staticmethod(feed_each)
 
-    def sharing_obstacle(self) -> None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
         """See `Model.sharing_obstacle`."""
 
     def abandon_shared(self) -> None:
@@ -176,7 +176,7 @@ class ScriptedDraft:
 
     feed_together = staticmethod(feed_each)
 
-    def sharing_obstacle(self) -> None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
         """See `Model.sharing_obstacle`."""
 
     def abandon_shared(self) -> None:

@@ -54,7 +54,7 @@ class RecordingModel:
 
     feed_together = staticmethod(feed_each)
 
-    def sharing_obstacle(self) -> None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
         """See `Model.sharing_obstacle`."""
 
     def abandon_shared(self) -> None:

@@ -720,7 +720,7 @@ class PositionalModel:
 
     feed_together = staticmethod(feed_each)
 
-    def sharing_obstacle(self) -> None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
         """See `Model.sharing_obstacle`."""
 
     def abandon_shared(self) -> None:

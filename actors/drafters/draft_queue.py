@@ -1,0 +1,298 @@
+"""The draft queue: sessions that want to draft share the draft model's passes.
+
+Each step drafts one token for each session that takes part, in one forward pass. A session takes part until its draft
+budget is spent; then its task asks the policy again. When another session wants to draft, the steps end after the
+running one, and begin anew with all who want to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import attrs
+import mlx.core as mx
+import outcome
+import trio
+
+from actors.drafters.draft_steps import (
+    CannotLookAhead,
+    Drafted,
+    DraftSteps,
+    FollowingStep,
+    LazyGuesses,
+    RewoundToCheckpoint,
+    StepOutcome,
+)
+from actors.model import Feed, Model, feed_each
+from actors.target_jobs import CacheLostError
+from actors.workers.worker import Job, JobError, Step, Steps, Worker
+from protocol.trace import Share
+
+# How often the event loop goes round before steps begin: tasks that have just heard of a step's results, or of a
+# verdict, come back within that time.
+ROUNDS_TO_GATHER = 3
+
+
+@attrs.frozen
+class StepResult:
+    """What a step brought for one session.
+
+    Attributes:
+        request: the session's part.
+        outcome: of the step, or the error that concerns this session alone.
+        continues: whether it takes part in the next step, if there is one.
+    """
+
+    request: DraftRequest
+    outcome: outcome.Outcome[StepOutcome]
+    continues: bool
+
+
+StepResults = list[StepResult]
+
+
+class SharedStepError(Exception):
+    """A step of several sessions failed, and it is not known because of which."""
+
+
+@attrs.define(eq=False)
+class DraftRequest:
+    """One session's part in shared draft steps.
+
+    Attributes:
+        draft_steps: of the session.
+        step: the next step. Read and written on the worker's thread once the steps have begun.
+        on_step: called in trio's thread after each step, as `Steps.on_step`, and with whether the session is the first
+            of those that shared it; must not wait.
+        session, round: for the trace.
+        alone: whether no other session may share its steps.
+        is_interrupted: whether it ends after the running step. May be set in trio's thread at any time.
+    """
+
+    draft_steps: DraftSteps
+    step: FollowingStep
+    on_step: Callable[[Job[Step[StepResults]], StepOutcome, bool, bool], None]
+    session: int
+    round: int
+    alone: bool = False
+    is_interrupted: bool = attrs.field(default=False, init=False)
+    _end: outcome.Outcome[None] | None = attrs.field(default=None, init=False)
+    _changed: trio.Event = attrs.field(factory=trio.Event, init=False)
+
+    def interrupt(self) -> None:
+        """End the session's part after the running step. Harmless once it is over."""
+        self.is_interrupted = True
+
+    @property
+    def share(self) -> Share:
+        """Its part in the next step."""
+        return Share(self.session, self.round, len(self.step.plan.feed))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step of it will run."""
+        return self._end is not None
+
+    def end(self, result: outcome.Outcome[None]) -> None:
+        """Wake its task with the result of its steps. The first result stands."""
+        if self._end is None:
+            self._end = result
+            self.wake()
+
+    def wake(self) -> None:
+        """Have its task look at the queue again."""
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Wait for a `wake` since the last call."""
+        await self._changed.wait()
+        self._changed = trio.Event()
+
+    def result(self) -> None:
+        """Return, or raise what ended its steps. `is_over` must be true."""
+        assert self._end is not None
+        self._end.unwrap()
+
+
+class DraftQueue:
+    """The draft steps that sessions want, of one draft model.
+
+    The task of one of the sessions leads: it runs the steps of all that want some.
+
+    Attributes:
+        num_shared: most sessions in one step; 1 once it is known that texts of the model cannot share passes.
+    """
+
+    def __init__(self, model: Model, worker: Worker, max_batch: int) -> None:
+        """Make an empty queue.
+
+        Args:
+            model: lives on the worker's thread.
+            worker: runs the steps.
+            max_batch: most sessions in one step, >= 1.
+        """
+        self._model = model
+        self._worker = worker
+        self.num_shared = max_batch
+        self._waiting: list[DraftRequest] = []
+        self._running: Steps[StepResults] | None = None
+        self._is_led = False
+
+    async def run(self, request: DraftRequest) -> None:
+        """Run a session's draft steps, until its budget is spent, it is interrupted, or others want to join.
+
+        Cancellation: steps that have not begun are taken back; otherwise the running step is the session's last.
+
+        Raises:
+            SharedStepError: a step failed, and others shared it.
+            CacheLostError: a step that the session shared has failed since the request was made.
+            JobError: a step failed, or the worker has died; the error is the cause.
+            Whatever concerns this session alone, such as `NotANumberError`.
+        """
+        self._waiting.append(request)
+        if self._running is not None:
+            self._running.interrupt()
+        try:
+            while not request.is_over:
+                await (self._wait(request) if self._is_led else self._lead())
+        finally:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            if not self._is_led and self._waiting:
+                self._waiting[0].wake()
+        request.result()
+
+    async def _wait(self, request: DraftRequest) -> None:
+        """Wait until the session's steps are over, or its task has to lead."""
+        try:
+            await request.change()
+        except trio.Cancelled:
+            if request in self._waiting:
+                raise
+            request.interrupt()
+            with trio.CancelScope(shield=True):
+                while not request.is_over:
+                    await request.change()
+
+    async def _lead(self) -> None:
+        """Run the steps of those that wait."""
+        self._is_led = True
+        taken: list[DraftRequest] = []
+        try:
+            for _ in range(ROUNDS_TO_GATHER):
+                await trio.lowlevel.checkpoint()
+            taken = self._take()
+            self._running = Steps(
+                "draft",
+                partial(self._step, taken),
+                self._on_step,
+                taken[0].session if len(taken) == 1 else None,
+                sum(request.share.num_tokens for request in taken),
+                taken[0].round if len(taken) == 1 else None,
+                tuple(request.share for request in taken) if len(taken) > 1 else (),
+            )
+            await self._worker.run_steps(self._running)
+        except JobError as error:
+            for request in taken:
+                request.end(outcome.Error(_failed(error, len(taken))))
+        finally:
+            self._is_led, self._running = False, None
+            for request in taken:
+                request.end(outcome.Value(None))
+
+    def _take(self) -> list[DraftRequest]:
+        """The next steps' sessions: those that wait, in order, or the first one if it goes alone."""
+        together = [request for request in self._waiting if not request.alone][: self.num_shared]
+        taken = self._waiting[:1] if self._waiting[0].alone else together
+        self._waiting = [request for request in self._waiting if request not in taken]
+        return taken
+
+    def _on_step(self, job: Job[Step[StepResults]], results: StepResults, goes_on: bool) -> None:
+        is_first = True
+        for result in results:
+            if isinstance(result.outcome, outcome.Error):
+                result.request.end(result.outcome)
+                continue
+            continues = goes_on and result.continues
+            result.request.on_step(job, result.outcome.unwrap(), continues, is_first)
+            is_first = False
+            if not continues:
+                result.request.end(outcome.Value(None))
+
+    # --- on the worker's thread -------------------------------------------------------------------
+
+    def _step(self, requests: Sequence[DraftRequest]) -> Step[StepResults]:
+        """Draft one token for each session."""
+        prepared = {request: outcome.capture(_prepare, request) for request in requests}
+        lazies = self._guesses(
+            [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
+        )
+        results: StepResults = []
+        for request, hindrance in prepared.items():
+            if request not in lazies:
+                results.append(StepResult(request, cast("outcome.Outcome[StepOutcome]", hindrance), False))
+                continue
+            concluded = outcome.capture(_conclude, request, lazies[request])
+            if isinstance(concluded, outcome.Error):
+                results.append(StepResult(request, concluded, False))
+                continue
+            drafted, following = concluded.unwrap()
+            continues = following is not None and not request.is_interrupted
+            request.step = following or request.step
+            results.append(StepResult(request, outcome.Value(drafted), continues))
+        going_on = [result.request for result in results if result.continues]
+        if not going_on:
+            return Step(results)
+        shares = tuple(request.share for request in going_on)
+        num_tokens = sum(share.num_tokens for share in shares)
+        return Step(results, partial(self._step, going_on), num_tokens, shares if len(shares) > 1 else ())
+
+    def _guesses(self, requests: Sequence[DraftRequest]) -> dict[DraftRequest, outcome.Outcome[LazyGuesses]]:
+        """Feed the sessions in one pass, and evaluate their guesses."""
+        if not requests:
+            return {}
+        try:
+            feeds = [Feed(request.draft_steps.sequence, request.step.plan.feed, 1) for request in requests]
+            logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
+            lazies: dict[DraftRequest, outcome.Outcome[LazyGuesses]] = {
+                request: outcome.capture(_guess, request, rows) for request, rows in zip(requests, logits, strict=True)
+            }
+            mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
+        except BaseException:
+            # What is in the caches now is not known.
+            self._model.abandon_shared()
+            for request in requests:
+                request.draft_steps.sequence.forget()
+            raise
+        return lazies
+
+    def _can_share(self, num_texts: int) -> bool:
+        if num_texts > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
+            self.num_shared = 1
+        return self.num_shared > 1
+
+
+def _prepare(request: DraftRequest) -> RewoundToCheckpoint | CannotLookAhead | None:
+    if request.draft_steps.sequence.length < request.step.plan.keep:
+        raise CacheLostError
+    return request.draft_steps.prepare(request.step.plan)
+
+
+def _guess(request: DraftRequest, rows: mx.array) -> LazyGuesses:
+    step = request.step
+    return request.draft_steps.guess(rows, step.plan.keep + len(step.plan.feed), step.trail, step.history)
+
+
+def _conclude(request: DraftRequest, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
+    step = request.step
+    return request.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
+
+
+def _failed(error: JobError, num_sessions: int) -> Exception:
+    if num_sessions == 1:
+        return error
+    shared = SharedStepError(*error.args)
+    shared.__cause__ = error.__cause__
+    return shared
