@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from actors.mlx.sliding_window import SlidingWindowCache
 
 # Slots by which buffers grow.
 STEP = 256
@@ -42,7 +44,7 @@ class RowCache(Protocol):
         ...
 
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of one of mlx-lm's caches, which keeps no reference to it."""
+        """Add a row: the text of a cache that holds one, and which keeps no reference to it."""
         ...
 
     def leave(self, row: int, length: int, single: Any) -> None:
@@ -58,7 +60,7 @@ def can_take_rows(layer: Any) -> bool:
     """Whether there is a row cache for the class of a layer's cache."""
     if type(layer) is CacheList:
         return all(can_take_rows(inner) for inner in layer.caches)
-    return type(layer) in (KVCache, ArraysCache) or (type(layer) is RotatingKVCache and layer.keep == 0)
+    return type(layer) in (KVCache, ArraysCache, SlidingWindowCache)
 
 
 def row_cache_for(layer: Any) -> Any:
@@ -67,7 +69,7 @@ def row_cache_for(layer: Any) -> Any:
         return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))  # type: ignore[no-untyped-call]
     if type(layer) is KVCache:
         return RowKVCache()
-    if type(layer) is RotatingKVCache:
+    if type(layer) is SlidingWindowCache:
         return RowRingCache(layer.max_size)
     return RowArraysCache(len(layer.cache))
 
@@ -187,8 +189,9 @@ class RowRingCache(RowKVCache):
 
     def join(self, single: Any, length: int) -> None:
         """See `RowCache`."""
-        self.keys = self._joined(self.keys, self._ring(single._temporal_order(single.keys), length))
-        self.values = self._joined(self.values, self._ring(single._temporal_order(single.values), length))
+        keys, values, *_ = single.state
+        self.keys = self._joined(self.keys, self._ring(keys, length))
+        self.values = self._joined(self.values, self._ring(values, length))
         single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
