@@ -209,7 +209,7 @@ async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_
     assert draft.strangers == []
 
 
-# --- caches that cannot always be rewound ---------------------------------------------------------
+# --- sliding windows and recurrent state ----------------------------------------------------------
 
 
 @pytest.mark.slow
