@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from actors.mlx.cache_rewind import Restore, lengths
-from actors.mlx.sliding_window import SlidingWindowCache
+from actors.mlx.sliding_window import MAX_TRIM, SlidingWindowCache
 
 State = Any
 """The `state` of a cache: arrays, whole numbers and None, in nested tuples."""
@@ -98,6 +98,8 @@ def take_prefix_checkpoint(layer: Any) -> LayerState:
         return LayerState("CacheList", inner=tuple(take_prefix_checkpoint(inner) for inner in layer.caches))
     if type(layer) is KVCache:
         return LayerState("KVCache", (None, None, layer.offset))
+    if type(layer) is SlidingWindowCache:
+        return LayerState(_name(type(layer)), _take_window(layer, num_past=0))
     return take_state(layer)
 
 
@@ -214,11 +216,12 @@ def _take_rotating(layer: RotatingKVCache) -> State:
     return _cut(layer.state, layer.offset) if layer._idx == layer.offset else layer.state
 
 
-def _take_window(layer: SlidingWindowCache) -> State:
-    # Without the tokens that have left the window, so that a file is as large as with a `RotatingKVCache`.
+def _take_window(layer: SlidingWindowCache, num_past: int = MAX_TRIM) -> State:
+    """The state with the tokens of the window and `num_past` before them, by which it can be trimmed."""
     keys, values, offset, keep, max_size, num_held = layer.state
-    first, num_seen = max(0, num_held - max_size), min(num_held, max_size)
-    return keys[..., first:, :], values[..., first:, :], offset, keep, max_size, num_seen
+    num_taken = min(num_held, max_size + num_past)
+    first = num_held - num_taken
+    return keys[..., first:, :], values[..., first:, :], offset, keep, max_size, num_taken
 
 
 def _take_arrays(layer: ArraysCache) -> State:

@@ -171,10 +171,16 @@ class RowRingCache(RowKVCache):
         super().__init__()
         self.window = window
         self._num_slots = window + MAX_WIDTH
+        # By row, the first position whose token no pass has overwritten.
+        self._first_held: list[int] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """See `RowCache`."""
         self.offset = mx.array(tuple(lengths), mx.int32)
+        self._first_held = [
+            max(first, length + max(widths) - self._num_slots)
+            for first, length in zip(self._first_held, lengths, strict=True)
+        ]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """See `RowKVCache.make_mask`."""
@@ -192,16 +198,23 @@ class RowRingCache(RowKVCache):
         keys, values, *_ = single.state
         self.keys = self._joined(self.keys, self._ring(keys, length))
         self.values = self._joined(self.values, self._ring(values, length))
+        self._first_held.append(length - min(keys.shape[2], self._num_slots))
         single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
-        num_held = min(length, self.window)
-        slots = mx.arange(length - num_held, length) % self._num_slots
+        # More than the window, so that the text can be trimmed at least to before its last pass.
+        first = self._first_held[row]
+        slots = mx.arange(first, length) % self._num_slots
         single.keys, single.values = self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots]
-        single.offset, single._idx = length, num_held
+        single.offset, single._idx = length, length - first
+
+    def remove(self, row: int) -> None:
+        """See `RowCache`."""
+        super().remove(row)
+        del self._first_held[row]
 
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots

@@ -313,7 +313,7 @@ def test_a_prefix_is_reused_by_trimming_as_far_as_a_window_keeps_and_from_a_chec
         assert mx.allclose(logits[0], logits_of(of.model, [*LONG[:length], 5]), rtol=0, atol=ATOL)
 
 
-def test_a_text_from_a_file_is_reused_from_its_end_and_its_checkpoints() -> None:
+def test_a_text_from_a_file_is_reused_as_far_as_a_drafter_may_have_been_ahead() -> None:
     of = subject("SlidingWindowCache")
     sequence, other = of.open_sequence("auto"), of.open_sequence("auto")
     sequence.feed(tuple(LONG[:100]), 0)
@@ -322,25 +322,56 @@ def test_a_text_from_a_file_is_reused_from_its_end_and_its_checkpoints() -> None
     state = sequence.take_state(tuple(LONG))
     assert state is not None
     other.put_state(state)
-    assert [other.reusable_length(length, 400) for length in (400, 399, 100)] == [400, 100, 100]
-    # From there on it keeps what leaves the window.
-    other.feed(tuple(TEXT[:20]), 0)
-    assert other.reusable_length(400, 400) == 400
+    ahead = 2 * MAX_LOOKAHEAD + 1
+    assert [other.reusable_length(n, 400) for n in (400, 400 - ahead, 400 - MAX_TRIM)] == [400, 400 - ahead, 240]
+    assert other.reusable_length(400 - MAX_TRIM - 1, 400) == 100
+    other.reuse(400 - ahead)
+    logits = other.feed((5,), 1)
+    assert logits is not None
+    assert mx.allclose(logits[0], logits_of(of.model, [*LONG[: 400 - ahead], 5]), rtol=0, atol=ATOL)
+    # Only the window of a checkpoint is in a file, since nothing shorter is ever wanted of it.
+    (checkpoint,) = state.prefix_checkpoints
+    rows = {layer.kind: layer.state[0] for layer in checkpoint.layers}
+    assert rows["RotatingKVCache"].shape[2] == WINDOW
 
 
-def test_a_window_in_a_batch_gives_back_a_text_that_can_be_trimmed() -> None:
-    single = SlidingWindowCache(8)
-    reader = Reader(single)
-    reader.feed(300)
-    rows = row_cache_for(single)
-    rows.join(single, 300)
-    assert single.empty()
-    rows.leave(0, 300, single)
-    assert reader.feed(1) == reader.expected(1, 8)
-    assert reader.cache.num_trimmable == 1
-    assert reader.feed(12) == reader.expected(12, 8)
-    reader.trim(13)
-    assert reader.feed(2) == reader.expected(2, 8)
+# --- as a row -------------------------------------------------------------------------------------
+
+
+def feed_rows(rows: Any, lengths: list[int], widths: list[int]) -> None:
+    """A pass in which the token at position p of a row is the number p + 1."""
+    rows.begin(lengths, widths)
+    numbers = mx.array([[length + i + 1 for i in range(max(widths))] for length in lengths], mx.float32)
+    keys = numbers[:, None, :, None]
+    rows.update_and_fetch(keys, -keys)
+
+
+@pytest.mark.parametrize("rewound_to", [300, 301, 320])
+@pytest.mark.parametrize("widths", [(20, 80), (20, 1), (20, 20)])
+def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
+    widths: tuple[int, int], rewound_to: int
+) -> None:
+    rows = row_cache_for(SlidingWindowCache(8))
+    readers = [Reader(SlidingWindowCache(8)) for _ in range(2)]
+    for reader, length in zip(readers, (300, 3), strict=True):
+        reader.feed(length)
+        rows.join(reader.cache, length)
+        assert reader.cache.empty()
+    # The wide pass of the other row writes behind this one's text, too.
+    feed_rows(rows, [300, 3], list(widths))
+    feed_rows(rows, [rewound_to, 4], [1, 1])
+    (reader, _), length = readers, rewound_to + 1
+    rows.leave(0, length, reader.cache)
+    rows.remove(0)
+    reader.text = list(range(1, length + 1))
+    # At least to before the last pass.
+    assert reader.cache.num_trimmable >= 1
+    reader.trim(reader.cache.num_trimmable)
+    assert reader.feed(3) == reader.expected(3, 8)
+    # The row that is left has its own.
+    rows.leave(0, 5, readers[1].cache)
+    readers[1].text = list(range(1, 6))
+    assert readers[1].feed(2) == readers[1].expected(2, 8)
 
 
 def test_the_report_of_a_model_names_its_windows() -> None:
