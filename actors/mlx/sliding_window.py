@@ -2,7 +2,7 @@
 
 mlx-lm's `RotatingKVCache` writes a new token over the oldest one, so what a rejected proposal has overwritten is lost.
 Here tokens are written one behind the other, and those that have left the window stay for a while. What a model reads
-is a slice: the tokens are in order, and none needs a mask that is not the model's own.
+is a slice, which has the tokens in order and none but those that the model's own mask is about.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STEP = 256
 class SlidingWindowCache(RotatingKVCache):
     """Keys and values of the last tokens of a text, in order. A model computes with it what it does with mlx-lm's.
 
-    It has at most `NUM_SPARE` slots more than its window has tokens, or than the last pass and the tokens before that
-    which are kept. As the cache of a short text it has few.
+    Its buffers grow with a short text, by `STEP` slots, and end at `NUM_SPARE` slots more than the window. Only a wide
+    pass makes them larger, until the next move: to the window, `MAX_TRIM` and the width of the pass.
 
-    A slot is written once, unless a trim has given it up. So arrays that are kept by reference still hold all tokens
-    up to a trim.
+    A slot is written once, unless a trim has given its token up. So a reference to the buffers, with the offset, is a
+    checkpoint for as long as nothing before it is trimmed.
 
     Attributes:
         keys, values: (1, heads, slots, width of a head); None while the cache is empty.
