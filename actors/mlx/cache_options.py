@@ -7,9 +7,10 @@ from typing import Any, Literal
 import attrs
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from actors.mlx.cache_rewind import can_checkpoint, can_read_at_once, can_trim_after, reads_alike
+from actors.mlx.sliding_window import SlidingWindowCache
 from actors.model import RewindMode
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
@@ -38,9 +39,8 @@ class CacheOptions:
     one_by_one: bool = False
 
     def make_cache(self, model: Module) -> list[Any]:
-        """Empty caches for one text."""
-        caches: list[Any] = make_prompt_cache(model, max_kv_size=self.max_kv_size)
-        return caches
+        """Empty caches for one text: the model's own, but for sliding windows caches that can always be trimmed."""
+        return [_trimmable(layer) for layer in make_prompt_cache(model, max_kv_size=self.max_kv_size)]
 
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
         """Whether every layer could take `num_tokens` more and then drop its tail; see `can_trim_after`."""
@@ -112,3 +112,16 @@ class CacheOptions:
         before = list(cache)
         maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
         return any(new is not old for new, old in zip(cache, before, strict=True))
+
+
+def _trimmable(layer: Any) -> Any:
+    """A layer's empty cache; in place of a `RotatingKVCache`, one that can be trimmed also when it is full.
+
+    A cache that keeps its first tokens stays. mlx-lm's mask hides those from most tokens of a pass, in prompts too, so
+    what such a cache reads depends on the passes, and rewinding is the smaller part of the matter.
+    """
+    if type(layer) is CacheList:
+        return CacheList(*(_trimmable(inner) for inner in layer.caches))
+    if type(layer) is RotatingKVCache and layer.keep == 0:
+        return SlidingWindowCache(layer.max_size)
+    return layer

@@ -1,11 +1,11 @@
-"""Rewinding of mlx-lm's caches: what the cache of one layer can undo, by class.
+"""Rewinding of caches: what the cache of one layer can undo, by class.
 
 There are two ways to rewind. A *trim* drops the tail, to any length. A *checkpoint* keeps the state from before a feed,
 and restores it.
 
-What a class says of itself is not reliable. `is_trimmable` is about the present moment, so a rotating cache that fills
-in the middle of a round cannot be trimmed back. `ConcatenateKVCache.trim` reduces its count of tokens, and keeps the
-tokens. So both ways are written down here, by class. Only this module and `actors.mlx.cache_state` know cache classes.
+What one of mlx-lm's classes says of itself is not reliable. `is_trimmable` is about the present moment, so a rotating
+cache that fills in the middle of a round cannot be trimmed back. `ConcatenateKVCache.trim` reduces its count of tokens,
+and keeps the tokens. So both ways are written down here, by class.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from actors.mlx.sliding_window import SlidingWindowCache
+
 Restore = Callable[[], None]
 
 
@@ -38,6 +40,8 @@ def can_trim_after(layer: Any, num_tokens: int, back_to: int | None = None) -> b
     match layer:
         case CacheList():
             return all(can_trim_after(inner, num_tokens, back_to) for inner in layer.caches)
+        case SlidingWindowCache() if type(layer) is SlidingWindowCache:
+            return layer.can_trim_after(num_tokens, layer.offset if back_to is None else back_to)
         case RotatingKVCache() if type(layer) is RotatingKVCache:
             return bool(layer.offset + num_tokens < layer.max_size)
         case ChunkedKVCache() if type(layer) is ChunkedKVCache:
@@ -141,7 +145,7 @@ def _by_offset(layer: Any) -> Restore:
 
 
 def _by_reference(*names: str) -> Callable[[Any], Restore]:
-    """For attributes that are replaced when they change, and never written into."""
+    """For attributes that are replaced when they change, or written into only where that is not read again."""
 
     def keep(layer: Any) -> Restore:
         state = {name: getattr(layer, name) for name in names}
@@ -190,6 +194,8 @@ _SNAPSHOTS: dict[type, Callable[[Any], Restore]] = {
     QuantizedKVCache: _by_offset,
     ConcatenateKVCache: _by_reference("keys", "values", "offset"),
     RotatingKVCache: _by_view("keys", "values", "offset", "_idx"),
+    # What it writes is behind the tokens that a reference is kept for, unless a trim has given those up.
+    SlidingWindowCache: _by_reference("keys", "values", "offset", "_idx"),
     ChunkedKVCache: _by_view("keys", "values", "offset", "start_position"),
     ArraysCache: _arrays,
 }
@@ -199,11 +205,11 @@ _SNAPSHOTS: dict[type, Callable[[Any], Restore]] = {
 
 
 def kind(layer: Any) -> str:
-    """The kind of a layer's cache, such as "RotatingKVCache(512)" or "CacheList(KVCache, KVCache)"."""
+    """The kind of a layer's cache, such as "SlidingWindowCache(512)" or "CacheList(KVCache, KVCache)"."""
     if isinstance(layer, CacheList):
         return f"CacheList({', '.join(kind(inner) for inner in layer.caches)})"
     if isinstance(layer, RotatingKVCache):
-        return f"RotatingKVCache({layer.max_size})"
+        return f"{type(layer).__name__}({layer.max_size})"
     return type(layer).__name__
 
 

@@ -2,8 +2,7 @@
 
 Each of mlx-lm's cache classes has `state` and `from_state`, and those are used here. But a file never chooses the
 class: a state goes into a cache of the class that the model makes for itself, and only if it fits. So every number and
-shape in a file is compared with such a cache before a model works on it. Only this module and
-`actors.mlx.cache_rewind` know cache classes.
+shape in a file is compared with such a cache before a model works on it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from actors.mlx.cache_rewind import Restore, lengths
+from actors.mlx.sliding_window import MAX_TRIM, SlidingWindowCache
 
 State = Any
 """The `state` of a cache: arrays, whole numbers and None, in nested tuples."""
@@ -34,7 +34,7 @@ class LayerState:
     """The state of one layer's cache.
 
     Attributes:
-        kind: the name of the cache's class.
+        kind: the name of mlx-lm's class that has such a state.
         state: see `State`; None for a `CacheList`.
         inner: the states of the caches in a `CacheList`; empty for every other class.
     """
@@ -62,7 +62,7 @@ def take_state(layer: Any) -> LayerState:
     """
     if type(layer) is CacheList:
         return LayerState("CacheList", inner=tuple(take_state(inner) for inner in layer.caches))
-    return LayerState(type(layer).__name__, _as_view(_KINDS[type(layer)].take(layer)))
+    return LayerState(_name(type(layer)), _as_view(_KINDS[type(layer)].take(layer)))
 
 
 def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
@@ -81,8 +81,8 @@ def put_state(taken: LayerState, like: Any, longer: Any) -> Any:
         return CacheList(*(put_state(inner, *pair) for inner, pair in zip(taken.inner, pairs, strict=True)))
     if type(like) not in _KINDS:
         raise MisfitError(f"the model has a {type(like).__name__}, a cache class that is not known")
-    if taken.kind != type(like).__name__:
-        raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {type(like).__name__}")
+    if taken.kind != _name(type(like)):
+        raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {_name(type(like))}")
     kind = _KINDS[type(like)]
     _require(isinstance(taken.state, tuple) and len(taken.state) == len(like.state), "a state of another form", like)
     kind.check(taken.state, like, longer)
@@ -98,6 +98,8 @@ def take_prefix_checkpoint(layer: Any) -> LayerState:
         return LayerState("CacheList", inner=tuple(take_prefix_checkpoint(inner) for inner in layer.caches))
     if type(layer) is KVCache:
         return LayerState("KVCache", (None, None, layer.offset))
+    if type(layer) is SlidingWindowCache:
+        return LayerState(_name(type(layer)), _take_window(layer, num_past=0))
     return take_state(layer)
 
 
@@ -151,10 +153,15 @@ def _check_inner(taken: LayerState, like: CacheList) -> None:
     _require(taken.kind == "CacheList" and len(taken.inner) == len(like.caches), "other caches in it", like)
 
 
+def _name(kind: type) -> str:
+    """The name of a cache class in a file. A sliding window has the state, and the name, of a `RotatingKVCache`."""
+    return (RotatingKVCache if kind is SlidingWindowCache else kind).__name__
+
+
 def _require(fits: bool, misfit: str, like: Any) -> None:
     """Raise an error with a description of the misfit, unless the state fits."""
     if not fits:
-        raise MisfitError(f"its {type(like).__name__} has {misfit}")
+        raise MisfitError(f"its {_name(type(like))} has {misfit}")
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:
@@ -207,6 +214,14 @@ def _take_chunk(layer: ChunkedKVCache) -> State:
 def _take_rotating(layer: RotatingKVCache) -> State:
     # Once the cache has wrapped round, every row belongs to the window.
     return _cut(layer.state, layer.offset) if layer._idx == layer.offset else layer.state
+
+
+def _take_window(layer: SlidingWindowCache, num_past: int = MAX_TRIM) -> State:
+    """The state with the tokens of the window and `num_past` before them, by which it can be trimmed."""
+    keys, values, offset, keep, max_size, num_held = layer.state
+    num_taken = min(num_held, max_size + num_past)
+    first = num_held - num_taken
+    return keys[..., first:, :], values[..., first:, :], offset, keep, max_size, num_taken
 
 
 def _take_arrays(layer: ArraysCache) -> State:
@@ -302,6 +317,7 @@ _KINDS: dict[type, _Kind] = {
     QuantizedKVCache: _Kind(_take_up_to_offset, _check_quantized, _make_quantized),
     ConcatenateKVCache: _Kind(_take_up_to_offset, _check_concatenated),
     RotatingKVCache: _Kind(_take_rotating, _check_rotating),
+    SlidingWindowCache: _Kind(_take_window, _check_rotating),
     ChunkedKVCache: _Kind(_take_chunk, _check_chunk),
     ArraysCache: _Kind(_take_arrays, _check_arrays, _make_arrays),
 }

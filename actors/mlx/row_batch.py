@@ -59,7 +59,7 @@ class RowBatch:
         return all(can_rewind_passes(layer) for layer in self._caches)
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
-        """Add a row with the text of one of mlx-lm's caches, at least one token, which they hold no longer."""
+        """Add a row with the text of some caches, at least one token, which they hold no longer."""
         self._settle()
         for rows, single in zip(self._caches, caches, strict=True):
             rows.join(single, length)

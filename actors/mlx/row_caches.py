@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from actors.mlx.sliding_window import SlidingWindowCache
 
 # Slots by which buffers grow.
 STEP = 256
@@ -42,7 +44,7 @@ class RowCache(Protocol):
         ...
 
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of one of mlx-lm's caches, which keeps no reference to it."""
+        """Add a row: the text of a cache that holds one, and which keeps no reference to it."""
         ...
 
     def leave(self, row: int, length: int, single: Any) -> None:
@@ -58,7 +60,7 @@ def can_take_rows(layer: Any) -> bool:
     """Whether there is a row cache for the class of a layer's cache."""
     if type(layer) is CacheList:
         return all(can_take_rows(inner) for inner in layer.caches)
-    return type(layer) in (KVCache, ArraysCache) or (type(layer) is RotatingKVCache and layer.keep == 0)
+    return type(layer) in (KVCache, ArraysCache, SlidingWindowCache)
 
 
 def can_rewind_passes(rows: Any) -> bool:
@@ -75,7 +77,7 @@ def row_cache_for(layer: Any) -> Any:
         return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))  # type: ignore[no-untyped-call]
     if type(layer) is KVCache:
         return RowKVCache()
-    if type(layer) is RotatingKVCache:
+    if type(layer) is SlidingWindowCache:
         return RowRingCache(layer.max_size)
     return RowArraysCache(len(layer.cache))
 
@@ -177,10 +179,16 @@ class RowRingCache(RowKVCache):
         super().__init__()
         self.window = window
         self._num_slots = window + MAX_WIDTH
+        # By row, the first position whose token no pass has overwritten.
+        self._first_held: list[int] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """See `RowCache`."""
         self.offset = mx.array(tuple(lengths), mx.int32)
+        self._first_held = [
+            max(first, length + max(widths) - self._num_slots)
+            for first, length in zip(self._first_held, lengths, strict=True)
+        ]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """See `RowKVCache.make_mask`."""
@@ -195,18 +203,26 @@ class RowRingCache(RowKVCache):
 
     def join(self, single: Any, length: int) -> None:
         """See `RowCache`."""
-        self.keys = self._joined(self.keys, self._ring(single._temporal_order(single.keys), length))
-        self.values = self._joined(self.values, self._ring(single._temporal_order(single.values), length))
+        keys, values, *_ = single.state
+        self.keys = self._joined(self.keys, self._ring(keys, length))
+        self.values = self._joined(self.values, self._ring(values, length))
+        self._first_held.append(length - min(keys.shape[2], self._num_slots))
         single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
         """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
-        num_held = min(length, self.window)
-        slots = mx.arange(length - num_held, length) % self._num_slots
+        # More than the window, so that the text can be trimmed at least to before its last pass.
+        first = self._first_held[row]
+        slots = mx.arange(first, length) % self._num_slots
         single.keys, single.values = self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots]
-        single.offset, single._idx = length, num_held
+        single.offset, single._idx = length, length - first
+
+    def remove(self, row: int) -> None:
+        """See `RowCache`."""
+        super().remove(row)
+        del self._first_held[row]
 
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots

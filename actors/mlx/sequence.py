@@ -34,7 +34,7 @@ class MLXSequence:
     """One text in the caches of an mlx-lm model; see `CachedSequence`.
 
     Attributes:
-        cache: mlx-lm's caches. Most models have one for each layer.
+        cache: the caches that the model works on. Most models have one for each layer.
         layer_evaluation: when the layers of a pass are evaluated.
     """
 

@@ -62,10 +62,6 @@ def lookahead_for(*case: str) -> int:
     return LOOKAHEADS[sum(map(ord, "".join(case))) % len(LOOKAHEADS)]
 
 
-def _always_trims(architecture: Architecture) -> bool:
-    return "trim" in rewind_options(architecture) and "RotatingKVCache" not in architecture.kinds
-
-
 def corrupted(text: Sequence[int], vocab_size: int) -> list[int]:
     """A text with a wrong token at each position where `RIGHT` is false."""
     return [token if right else (token + 1) % vocab_size for token, right in zip(text, RIGHT, strict=True)]
@@ -147,8 +143,8 @@ async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str
                 async with runtime.open((model, None), rewind=rewind):
                     pass
             continue
-        # "auto" trims where that is always possible, and one token at a time is the same code for every cache.
-        if (rewind == "trim" and _always_trims(architecture)) or (rewind == "none" and sum(map(ord, name)) % 3):
+        # "auto" trims where that is possible, and one token at a time is the same code for every cache.
+        if rewind == "trim" or (rewind == "none" and sum(map(ord, name)) % 3):
             continue
         drafts = corrupted(text, VOCAB_SIZE)
         async with with_a_fake(model, drafts, is_target=True, rewind=rewind) as rt:
@@ -162,14 +158,12 @@ def _assert_rewound(architecture: Architecture, rewind: str, statistics: runtime
     """Assert that the expected rewind mode was used, and that there was something to rewind."""
     assert statistics.draft_failures == 0
     assert 0 < statistics.accepted < statistics.proposed
-    can_checkpoint = "checkpoint" in rewind_options(architecture)
-    always_trims = _always_trims(architecture)
-    if rewind == "none" or not can_checkpoint:
+    options = rewind_options(architecture)
+    if rewind == "none" or "checkpoint" not in options:
         assert statistics.n1_rounds >= statistics.rounds - 1
         assert statistics.replayed_tokens == 0
-    elif rewind == "trim" or (rewind == "auto" and always_trims):
-        assert statistics.replayed_tokens == 0
-        assert (statistics.n1_rounds == 0) == always_trims
+    elif rewind == "auto" and "trim" in options:
+        assert statistics.n1_rounds == statistics.replayed_tokens == 0
     else:
         assert statistics.n1_rounds == 0
         assert statistics.replayed_tokens > 0

@@ -41,7 +41,7 @@ from protocol.errors import ModelError, RewindError, SettingsError
 CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
 CACHES_AND_MODES = [
     *[(name, rewind) for name in SUBJECTS for rewind in ("auto", "checkpoint")],
-    *[(name, "trim") for name in ("ConcatenateKVCache", "RotatingKVCache", "ChunkedKVCache")],
+    *[(name, "trim") for name in ("ConcatenateKVCache", "SlidingWindowCache", "ChunkedKVCache")],
     ("ArraysCache, mamba", "none"),
 ]
 
@@ -190,12 +190,12 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
         assert (RewindMode.TRIM in exerciser.modes) == (name in CAN_TRIM)
 
 
-# --- rotating caches ------------------------------------------------------------------------------
+# --- sliding windows and bounded caches -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("rewind", ["auto", "checkpoint"])
 @pytest.mark.parametrize(
-    "name", ["RotatingKVCache", "RotatingKVCache that keeps its first", "ArraysCache and RotatingKVCache"]
+    "name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"]
 )
 @pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
@@ -214,12 +214,23 @@ def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     exerciser.assert_nothing_shows()
 
 
-def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay() -> None:
-    exerciser = Exerciser(subject("RotatingKVCache"), "auto", prompt_length=3 * WINDOW)
+@pytest.mark.parametrize(
+    ("name", "rewind", "rewind_mode"),
+    [
+        ("SlidingWindowCache", "auto", RewindMode.TRIM),
+        ("SlidingWindowCache", "checkpoint", RewindMode.CHECKPOINT),
+        ("RotatingKVCache that keeps its first", "auto", RewindMode.CHECKPOINT),
+        ("ArraysCache and SlidingWindowCache", "auto", RewindMode.CHECKPOINT),
+    ],
+)
+def test_every_step_beyond_a_full_window_can_be_gone_back_to_without_replay(
+    name: str, rewind: str, rewind_mode: RewindMode
+) -> None:
+    exerciser = Exerciser(subject(name), rewind, prompt_length=3 * WINDOW)
     exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
     for num_tokens in range(1, 6):
         exerciser.draft(num_tokens, 5)
-    assert exerciser.modes == {RewindMode.CHECKPOINT}
+    assert exerciser.modes == {rewind_mode}
     for num_tokens in reversed(range(5)):
         assert exerciser.rewind(3 * WINDOW + num_tokens) == 3 * WINDOW + num_tokens
 
@@ -299,7 +310,7 @@ class Rounds:
 
 
 SMALL: dict[str, Callable[[], nn.Module]] = {
-    "RotatingKVCache": lambda: build("gemma3_text", num_hidden_layers=2, sliding_window_pattern=2),
+    "SlidingWindowCache": lambda: build("gemma3_text", num_hidden_layers=2, sliding_window_pattern=2),
     "ArraysCache": lambda: mamba(num_hidden_layers=1),
     "ConcatenateKVCache": lambda: Concatenating(llama(num_hidden_layers=1)),
 }

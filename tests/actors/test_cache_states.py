@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import ARCHITECTURES, build
-from cache_subjects import SUBJECTS, TEXT, WINDOW, Subject, subject
+from cache_subjects import ATOL, SUBJECTS, TEXT, WINDOW, Subject, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
@@ -22,14 +22,23 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    make_prompt_cache,
 )
 from models import gemma3_text, llama, mamba
 
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_state import LayerState, MisfitError, can_take_state, put_state, take_state
+from actors.mlx.cache_state import (
+    LayerState,
+    MisfitError,
+    can_take_state,
+    put_state,
+    take_prefix_checkpoint,
+    take_state,
+)
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import SequenceRecord, SequenceState, recall, record
+from actors.mlx.sequence_state import PrefixCheckpointState, SequenceRecord, SequenceState, recall, record
+from actors.mlx.sliding_window import MAX_TRIM, SlidingWindowCache
 from actors.model import RewindMode
 from protocol.errors import RewindError
 
@@ -40,7 +49,7 @@ CLASS_OF = {
     "KVCache": KVCache,
     "QuantizedKVCache": QuantizedKVCache,
     "ConcatenateKVCache": ConcatenateKVCache,
-    "RotatingKVCache": RotatingKVCache,
+    "SlidingWindowCache": SlidingWindowCache,
     "RotatingKVCache that keeps its first": RotatingKVCache,
     "ChunkedKVCache": ChunkedKVCache,
     "ArraysCache, mamba": ArraysCache,
@@ -172,6 +181,62 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
     assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
 
 
+# --- windows in the caches of mlx-lm, as in files of earlier versions -----------------------------
+
+WINDOWED = ["SlidingWindowCache", "ArraysCache and SlidingWindowCache"]
+
+
+def state_of_mlx_lms_caches(of: Subject, tokens: list[int], *, at_once: bool, checkpoint_at: int) -> SequenceState:
+    cache = make_prompt_cache(of.model)
+    assert any(type(layer) is RotatingKVCache for layer in cache)
+    checkpoints = []
+    for begin, end in ((0, checkpoint_at), (checkpoint_at, len(tokens))):
+        for part in [tokens[begin:end]] if at_once else [[token] for token in tokens[begin:end]]:
+            mx.eval(of.model(mx.array([part]), cache=cache))
+        layers = tuple(take_state(layer) if end == len(tokens) else take_prefix_checkpoint(layer) for layer in cache)
+        checkpoints.append(PrefixCheckpointState(end, layers))
+    return SequenceState(tuple(tokens), checkpoints[1].layers, (checkpoints[0],))
+
+
+@pytest.mark.parametrize("length", [5, WINDOW, WINDOW + 1, 3 * WINDOW + 3])
+@pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_file_of_an_earlier_version_is_read_on(name: str, at_once: bool, length: int) -> None:
+    of, cached_tokens, back_to = subject(name), TEXT[:length], length - 4
+    sequence, other = of.open_sequence("auto"), of.open_sequence("auto")
+    other.put_state(through_a_file(state_of_mlx_lms_caches(of, cached_tokens, at_once=at_once, checkpoint_at=back_to)))
+    sequence.feed(tuple(cached_tokens), 1)
+    assert [type(layer) for layer in other.cache] == [type(layer) for layer in sequence.cache]
+    after = TEXT[length : length + 2 * WINDOW + 1]
+    assert mx.allclose(read_on(sequence, after), read_on(other, after), rtol=0, atol=ATOL)
+    assert other.reusable_length(back_to, length) == back_to
+    other.reuse(back_to)
+    fresh = of.open_sequence("auto")
+    fresh.feed(tuple(cached_tokens[:back_to]), 1)
+    assert mx.allclose(read_on(fresh, after), read_on(other, after), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
+def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, length: int) -> None:
+    of, cached_tokens = subject("SlidingWindowCache"), TEXT[:length]
+    sequence, theirs, grown = of.open_sequence("auto"), make_prompt_cache(of.model), make_prompt_cache(of.model)
+    if at_once:
+        sequence.feed(tuple(cached_tokens), 1)
+    else:
+        read_on(sequence, cached_tokens)
+    state = sequence.take_state(tuple(cached_tokens))
+    assert state is not None
+    assert [layer.kind for layer in state.layers] == [type(layer).__name__ for layer in theirs]
+    mx.eval(of.model(mx.array([[1]]), cache=theirs), of.model(mx.array([TEXT[:8]]), cache=grown))
+    cache = [put_state(*three) for three in zip(state.layers, theirs, grown, strict=True)]
+    assert {type(layer) for layer in cache} == {KVCache, RotatingKVCache}
+    assert all(layer.keys.shape[2] == min(length, WINDOW + MAX_TRIM) for layer in cache)
+    for token in TEXT[60:80]:
+        logits = of.model(mx.array([[token]]), cache=cache)[0, -1]
+        assert mx.allclose(logits, read_on(sequence, [token])[0], rtol=0, atol=ATOL)
+
+
 # --- rewinds after a restore ----------------------------------------------------------------------
 
 CHECKPOINTS = [4, WINDOW + 2, 2 * WINDOW + 1]
@@ -204,7 +269,7 @@ def test_the_ways_back_come_back_too(name: str) -> None:
 
 
 def test_impossible_prefix_checkpoints_are_refused() -> None:
-    of = subject("ArraysCache and RotatingKVCache")
+    of = subject("ArraysCache and SlidingWindowCache")
     sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
     sequence.feed(tuple(cached_tokens[:5]), 1)
     sequence.add_prefix_checkpoint()
@@ -269,7 +334,7 @@ FITS_NOT = {
     "another class": ("KVCache", "mamba"),
     "more layers": ("KVCache", "four layers"),
     "more heads": ("KVCache", "heads"),
-    "another window": ("RotatingKVCache", "window"),
+    "another window": ("SlidingWindowCache", "window"),
     "another chunk": ("ChunkedKVCache", "chunk"),
 }
 

@@ -422,7 +422,7 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
 
 # --- on threads -----------------------------------------------------------------------------------
 
-FAMILIES = {"KVCache": llama, "RotatingKVCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
+FAMILIES = {"KVCache": llama, "SlidingWindowCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
 
 
 @pytest.mark.parametrize("chains", [False, True])

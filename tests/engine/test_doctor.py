@@ -212,22 +212,22 @@ async def test_a_checkpoint_of_a_recurrent_model_keeps_its_state() -> None:
 
 
 @pytest.mark.parametrize("window", [16, 128])
-async def test_a_model_with_a_sliding_window_is_trimmed_until_that_is_full(window: int) -> None:
+async def test_a_model_with_a_sliding_window_is_trimmed_also_when_that_is_full(window: int) -> None:
     diagnosis = await examine((gemma3_text(window=window), None))
     anatomy = diagnosis.target.anatomy
     assert anatomy.family == "gemma3_text"
-    assert anatomy.cache_kinds == {f"RotatingKVCache({window})": 3, "KVCache": 1}
+    assert anatomy.cache_kinds == {f"SlidingWindowCache({window})": 3, "KVCache": 1}
     assert (anatomy.rewind_mode, anatomy.window, anatomy.rewind_mode_beyond_window) == (
         RewindMode.TRIM,
         window,
-        RewindMode.CHECKPOINT,
+        RewindMode.TRIM,
     )
     # The text at which passes are timed may or may not exceed the window.
     assert_measured(diagnosis.target.passes)
     said = rows(diagnosis, "target")
     assert said["rewinds by"].startswith("trim: ")
-    assert said[f"beyond {window} tokens"].startswith("checkpoint: ")
-    assert "a checkpoint keeps" in said
+    assert said[f"beyond {window} tokens"].startswith("trim: ")
+    assert "a checkpoint keeps" not in said
 
 
 async def test_a_model_whose_caches_nothing_is_known_of() -> None:

@@ -322,11 +322,13 @@ def test_only_the_bridge_knows_asyncio():
     }
 
 
-def test_three_modules_talk_to_mlx_lms_caches():
+def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
     assert importers("mlx_lm.models") == {
         "actors/mlx/cache_options.py",
         "actors/mlx/cache_rewind.py",
         "actors/mlx/cache_state.py",
+        "actors/mlx/row_caches.py",
+        "actors/mlx/sliding_window.py",
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }
 

@@ -21,7 +21,7 @@ VOCAB_SIZE = 64
 TEXT = prompt_of(120, vocab_size=VOCAB_SIZE)
 
 
-WINDOW = 8  # of all rotating caches here
+WINDOW = 8  # of all sliding windows and bounded caches here
 
 
 # Rounding in float32 moves the logits (of about 5) by less. A token too many or too few moves them by 0.1.
@@ -79,13 +79,13 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=12)
     ),
     "ConcatenateKVCache": lambda: Subject(Concatenating(llama())),
-    "RotatingKVCache": lambda: Subject(gemma3_text(window=WINDOW)),
+    "SlidingWindowCache": lambda: Subject(gemma3_text(window=WINDOW)),
     "RotatingKVCache that keeps its first": lambda: Subject(build("qwen3"), CacheOptions(max_kv_size=WINDOW)),
     "ChunkedKVCache": lambda: Subject(build("llama4")),
     "ArraysCache, mamba": lambda: Subject(mamba()),
     "ArraysCache, lfm2": lambda: Subject(build("lfm2")),
     "ArraysCache, qwen3_next": lambda: Subject(build("qwen3_next")),
-    "ArraysCache and RotatingKVCache": lambda: Subject(build("recurrent_gemma")),
+    "ArraysCache and SlidingWindowCache": lambda: Subject(build("recurrent_gemma")),
     "CacheList of KVCache": lambda: Subject(build("deepseek_v32")),
     "CacheList of ArraysCache": lambda: Subject(build("falcon_h1")),
 }
