@@ -276,8 +276,10 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _run_in_queue(self, session: TargetSession, job: Job[T], expected_s: float) -> T:
         """Run a job that decodes for one session, in its turn."""
+        ready = self.worker.clock()
         with self._in_queue(session, expected_s):
             result = await self.worker.run(job, meanwhile=partial(self._deliver_nowait, session.shared))
+        session.shared.counts.wait(job.began - ready)
         session.last_pass_s = job.seconds
         return result
 
@@ -294,9 +296,10 @@ class TargetActor(ModelActor[TargetSession]):
         self, session: TargetSession, request: VerifyRequest, share: Share, *, alone: bool = False
     ) -> SharedPass:
         """Run a session's part in the next pass."""
-        deliver = partial(self._deliver_nowait, session.shared)
+        deliver, ready = partial(self._deliver_nowait, session.shared), self.worker.clock()
         with self._in_queue(session, self.prices.verify(share.num_tokens)):
             shared = await self._passes.run(request, share, meanwhile=deliver, alone=alone)
+        session.shared.counts.wait(shared.began - ready)
         session.last_pass_s = shared.seconds / shared.num_rounds
         return shared
 

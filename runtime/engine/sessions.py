@@ -181,9 +181,10 @@ class Sessions:
             return  # and with the event loop everything ended
 
     def attribute(self, event: Event) -> None:
-        """Count a worker's time for the session that it was spent on."""
+        """Count a worker's time for the session that it was spent on, and the target's passes for those in them."""
         if not isinstance(event, Span):
             return
+        self._count_pass(event)
         for share in event.shares:
             if share.session in self.by_id:
                 part = share.num_tokens / event.num_tokens if event.num_tokens else 1.0 / len(event.shares)
@@ -198,6 +199,15 @@ class Sessions:
             if event.kind == "prefill":
                 counts.prefilled_tokens += event.num_tokens
                 counts.prefill_seconds += seconds
+
+    def _count_pass(self, span: Span) -> None:
+        """Count a pass of the target that verifies or decodes, also one whose session has ended meanwhile."""
+        if span.kind not in ("verify", "decode"):
+            return
+        sessions = [share.session for share in span.shares] or ([] if span.session is None else [span.session])
+        for index, id in enumerate(sessions):
+            counts = self.by_id[id].counts if id in self.by_id else self.past
+            counts.take_part(len(sessions), is_first=index == 0)
 
     def fail(self, error: OutriderError) -> None:
         """End every session with the target's error, and take no others."""

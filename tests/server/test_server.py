@@ -750,6 +750,21 @@ def test_figures_add_up() -> None:
     simulated_server(test)
 
 
+def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each() -> None:
+    async def test(server: Served) -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+        found = await figures(server.app)
+        spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
+        assert any(span.shares for span in spans)
+        assert found["outrider_target_passes_total", ""] == len(spans)
+        assert found["outrider_target_pass_rows_total", ""] == sum(len(span.shares) or 1 for span in spans)
+        assert found["outrider_pass_wait_seconds_total", ""] >= found["outrider_longest_pass_wait_seconds", ""] > 0
+
+    simulated_server(test)
+
+
 def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
     async def test(server: Served) -> None:
         await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
