@@ -107,7 +107,7 @@ class MLXModel:
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
-        self._shared_passes = SharedPasses(model, self._options)
+        self._shared_passes = SharedPasses(model, self._options, vocab_size=self._vocab_size)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 

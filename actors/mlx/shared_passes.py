@@ -48,15 +48,17 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 class SharedPasses:
     """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread."""
 
-    def __init__(self, model: Module, options: CacheOptions) -> None:
+    def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
         """Make passes without any row.
 
         Args:
             model: an mlx-lm language model.
             options: of its caches.
+            vocab_size: width of its logits.
         """
         self._model = model
         self._options = options
+        self._vocab_size = vocab_size
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
         self._obstacle: str | None = None
@@ -105,7 +107,8 @@ class SharedPasses:
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
-        return RowBatch(self._model, caches if all(map(can_take_rows, caches)) else (), layer_evaluation)
+        caches = caches if all(map(can_take_rows, caches)) else []
+        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
 

@@ -80,3 +80,22 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
         assert text.generated[:NUM_TOKENS] == list(text.truth[:NUM_TOKENS])
         text.sequence.check(text.sequence.length)
         text.sequence.close()
+
+
+@pytest.mark.parametrize("beyond", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1])
+def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None:
+    model = MLXModel(build("llama"), CacheOptions())
+
+    def logits_after(token: int) -> list[mx.array]:
+        sequences = [model.open_sequence(beside_another=False) for _ in range(2)]
+        for sequence in sequences:
+            sequence.feed((3, 1, 4), 0)
+        logits = model.feed_together([Feed(sequences[0], (token, 5), 2), Feed(sequences[1], (7,), 1)])
+        assert all(sequence.is_row for sequence in sequences)
+        mx.eval(logits)
+        for sequence in sequences:
+            sequence.close()
+        return logits
+
+    for found, expected in zip(logits_after(beyond), logits_after(VOCAB_SIZE - 1), strict=True):
+        assert mx.array_equal(found, expected)
