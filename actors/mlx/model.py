@@ -167,7 +167,7 @@ class MLXModel:
         return sum(weight.nbytes for weight in self._weights())
 
     def anatomy(self) -> Anatomy:
-        """What the model consists of, and how its caches can be rewound. Feeds it eight tokens to find out."""
+        """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
         weights = self._weights()
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
         sequence.feed((0,) * 8, 0)
@@ -185,6 +185,7 @@ class MLXModel:
                 None if shortest_window is None else self._options.rewind_mode(sequence.cache, 8, shortest_window)
             ),
             checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
+            sharing_obstacle=self.sharing_obstacle(),
         )
 
     def _weights(self) -> list[mx.array]:
@@ -227,7 +228,7 @@ class MLXModel:
 
 @attrs.frozen
 class Anatomy:
-    """What a model consists of, and how its caches can be rewound.
+    """What a model consists of, and what its caches can do.
 
     Attributes:
         family: the architecture, as the configuration names it.
@@ -239,6 +240,7 @@ class Anatomy:
         window: tokens after which some cache begins to forget; None if there is no such cache.
         rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
         checkpoint_bytes: memory of one checkpoint, in a short text.
+        sharing_obstacle: why texts cannot share a pass; None if they can.
     """
 
     family: str
@@ -250,6 +252,7 @@ class Anatomy:
     window: int | None
     rewind_mode_beyond_window: RewindMode | None
     checkpoint_bytes: int
+    sharing_obstacle: str | None = None
 
 
 # --- what would crash -----------------------------------------------------------------------------
