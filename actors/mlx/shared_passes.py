@@ -179,6 +179,10 @@ def _is_close(expected: mx.array, found: mx.array) -> bool:
 
 
 def _fed_alone(feed: Feed) -> mx.array:
+    if isinstance(feed.sequence, MLXSequence) and feed.sequence.is_row:
+        # It was prepared as a row, whose batch could have undone the pass.
+        feed.sequence.leave_batch()
+        feed.sequence.prepare(len(feed.tokens), feed.sequence.length)
     logits = feed.sequence.feed(feed.tokens, feed.num_logits)
     assert logits is not None
     return logits
