@@ -185,16 +185,13 @@ class Sessions:
         if not isinstance(event, Span):
             return
         self._count_pass(event)
-        for share in event.shares:
-            if share.session in self.by_id:
-                part = share.num_tokens / event.num_tokens if event.num_tokens else 1.0 / len(event.shares)
-                self.by_id[share.session].counts.target_seconds += part * (event.ended - event.began)
-        if event.session not in self.by_id:
-            return
-        counts, seconds = self.by_id[event.session].counts, event.ended - event.began
-        if event.actor == "draft":
-            counts.draft_seconds += seconds
-        else:
+        for id in event.sessions:
+            if id not in self.by_id:
+                continue
+            counts, seconds = self.by_id[id].counts, event.fraction_of(id) * (event.ended - event.began)
+            if event.actor == "draft":
+                counts.draft_seconds += seconds
+                continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
                 counts.prefilled_tokens += event.num_tokens
@@ -204,10 +201,9 @@ class Sessions:
         """Count a pass of the target that verifies or decodes, also one whose session has ended meanwhile."""
         if span.kind not in ("verify", "decode"):
             return
-        sessions = [share.session for share in span.shares] or ([] if span.session is None else [span.session])
-        for index, id in enumerate(sessions):
+        for index, id in enumerate(span.sessions):
             counts = self.by_id[id].counts if id in self.by_id else self.past
-            counts.take_part(len(sessions), is_first=index == 0)
+            counts.take_part(len(span.sessions), is_first=index == 0)
 
     def fail(self, error: OutriderError) -> None:
         """End every session with the target's error, and take no others."""
