@@ -150,6 +150,13 @@ class MLXModel:
         """See `Model.abandon_shared`."""
         self._shared_passes.abandon()
 
+    def bounded_batch(self, max_batch: int) -> int:
+        """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share. Feeds it nothing.
+
+        In a job of several rounds that cannot share a pass, all would wait for the last one's.
+        """
+        return max_batch if self._shared_passes.known_obstacle is None else 1
+
     def sharing_obstacle(self) -> str | None:
         """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
         return self._shared_passes.obstacle()

@@ -46,7 +46,12 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread."""
+    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread.
+
+    Attributes:
+        known_obstacle: why texts of this model cannot share passes, as far as its kind tells, without feeding it
+            anything; None if that says nothing against it.
+    """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
         """Make passes without any row.
@@ -61,8 +66,9 @@ class SharedPasses:
         self._vocab_size = vocab_size
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
-        self._obstacle: str | None = None
-        self._is_probed = False
+        self.known_obstacle = self._find_known_obstacle()
+        self._obstacle = self.known_obstacle
+        self._is_probed = self.known_obstacle is not None
 
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """See `Model.feed_together`."""
@@ -115,10 +121,12 @@ class SharedPasses:
     def obstacle(self) -> str | None:
         """Why texts of this model cannot share passes; None if they can. Feeds the model some tokens to find out."""
         if not self._is_probed:
-            self._obstacle, self._is_probed = self._find_obstacle(), True
+            self._is_probed = True
+            if not self._agrees():
+                self._obstacle = "it gives other logits for two texts at once than for each alone"
         return self._obstacle
 
-    def _find_obstacle(self) -> str | None:
+    def _find_known_obstacle(self) -> str | None:
         if self._options.rewind != "auto":
             return f'rewind="{self._options.rewind}" is for one text a pass'
         if self._options.kv_bits is not None:
@@ -131,7 +139,7 @@ class SharedPasses:
             return "this family's layers expect one text"
         if self._batch.is_recurrent and not families & _READS_LENGTHS:
             return "this family's recurrent layers do not tell padding from text"
-        return None if self._agrees() else "it gives other logits for two texts at once than for each alone"
+        return None
 
     def _agrees(self) -> bool:
         """Whether two texts at once give the logits that each gives alone."""

@@ -152,7 +152,7 @@ class ContenderRunner:
                             pairs.get("draft", NGRAM),
                             events=events,
                             prices=prices,
-                            max_batch=contender.max_batch,
+                            max_batch=self._models["target"].bounded_batch(contender.max_batch),
                             prefix_cache_bytes=prefix_cache_bytes,
                         )
                     )

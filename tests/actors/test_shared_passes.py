@@ -11,9 +11,11 @@ import pytest
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from models import greedy
 
+import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import Feed, RewindMode
+from protocol.trace import Event, Span
 
 NUM_TOKENS = 40
 PROMPT_LENGTHS = (9, 23, 40)
@@ -106,6 +108,18 @@ def test_the_last_text_of_a_batch_goes_on_alone_and_undoes_what_it_was_prepared_
     assert not texts[0].sequence.is_row
     assert texts[0].generated[:NUM_TOKENS] == list(texts[0].truth[:NUM_TOKENS])
     texts[0].sequence.close()
+
+
+@pytest.mark.parametrize(("name", "shares"), [("llama", True), ("mamba", False)])
+async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called_shared(
+    name: str, shares: bool
+) -> None:
+    events: list[Event] = []
+    async with runtime.open((build(name), None), trace=events.append) as rt:
+        await rt.generate_many([[1, 2, 3], [4, 5, 6, 7], [8, 9]], max_tokens=24, ignore_eos=True)
+        rows_per_pass = rt.statistics().rows_per_pass
+    assert rows_per_pass is not None
+    assert (rows_per_pass > 1) == any(isinstance(event, Span) and event.shares for event in events) == shares
 
 
 @pytest.mark.parametrize("beyond", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1])

@@ -322,11 +322,12 @@ def test_only_the_bridge_knows_asyncio():
     }
 
 
-def test_three_modules_talk_to_mlx_lms_caches():
+def test_four_modules_talk_to_mlx_lms_caches():
     assert importers("mlx_lm.models") == {
         "actors/mlx/cache_options.py",
         "actors/mlx/cache_rewind.py",
         "actors/mlx/cache_state.py",
+        "actors/mlx/row_caches.py",
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }
 
