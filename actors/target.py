@@ -284,13 +284,15 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _run_alone(self, session: TargetSession, job: Job[T]) -> T:
         """Run a job that decodes a token of one session."""
+        ready_s = self.worker.clock()
         self._target_queue.enter(session.id, 1)
-        self._target_queue.begin([session.id], self.worker.clock())
+        self._target_queue.begin([session.id], ready_s)
         try:
             result = await self.worker.run(job, meanwhile=partial(self._deliver_nowait, session.shared))
         finally:
             self._target_queue.leave(session.id, self.worker.clock())
         session.last_pass, session.last_pass_s = None, job.seconds
+        session.shared.counts.wait(job.began - ready_s)
         return result
 
     async def _catch_up(self, session: TargetSession, sequence: CachedSequence) -> None:
@@ -307,8 +309,9 @@ class TargetActor(ModelActor[TargetSession]):
         self, session: TargetSession, request: VerifyRequest, ready: ReadyRound, *, alone: bool = False
     ) -> SharedPass:
         """Run a session's part in the next pass."""
-        deliver = partial(self._deliver_nowait, session.shared)
+        deliver, ready_s = partial(self._deliver_nowait, session.shared), self.worker.clock()
         shared = await self._passes.run(request, ready, meanwhile=deliver, alone=alone)
+        session.shared.counts.wait(shared.began - ready_s)
         session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
         return shared
 

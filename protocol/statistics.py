@@ -6,6 +6,7 @@ cancellation made useless) shows in the busy fractions only.
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
 import attrs
@@ -50,6 +51,14 @@ class Statistics:
             given a token. For a whole runtime: all tokens over its whole life.
         time_to_first_token: seconds from the call to the first token; None before it.
         target_busy, draft_busy: fraction of the elapsed time in which the worker had a job, in [0, 1].
+        passes: the target's passes that verify or decode. One that several streams share is counted for the stream
+            that comes first in it, so that the passes of all streams add up to the runtime's.
+        pass_rows: rounds that had a part in these passes. Those of all streams add up to the runtime's; more than
+            `rounds` where a pass gave the consumer no token.
+        rows_per_pass: mean number of streams in a pass, >= 1: `pass_rows` over the passes they took, where a round in
+            a pass of n streams took 1/n of it. None before the first pass.
+        wait_seconds: seconds from when a round was ready for a pass until its pass began, summed over the rounds.
+        longest_wait_seconds: the longest of these waits. Of a whole runtime: the longest of any stream.
         elapsed: seconds from the call to the last token, or to now while the stream runs.
         peak_memory: the most bytes that MLX has held at once in this process.
         estimates: what the runtime has measured of its models so far.
@@ -75,6 +84,11 @@ class Statistics:
     lookahead_misses: int
     draft_failures: int
     draft_timeouts: int
+    passes: int
+    pass_rows: int
+    rows_per_pass: float | None
+    wait_seconds: float
+    longest_wait_seconds: float
     acceptance_rate: float | None
     tokens_per_round: float
     prompt_tps: float
@@ -95,12 +109,22 @@ class Statistics:
             said.append(f"{self.acceptance_rate:.0%} of {self.proposed} proposed accepted")
         if self.time_to_first_token is not None:
             said.append(f"first token after {self.time_to_first_token:.3g} s")
+        if self.rows_per_pass is not None and self.rows_per_pass > 1:
+            said.append(f"{self.rows_per_pass:.1f} streams a pass")
         return f"<outrider Statistics: {', '.join(said)}>"
+
+
+# How a counter of two streams is made of each one's, in the metadata of its field; their sum, if it is not there.
+_COMBINE = "combine"
 
 
 @attrs.define
 class Counts:
-    """Counters that only grow, and that can be added up over streams; see `Statistics`."""
+    """Counters that only grow, and that can be added up over streams; see `Statistics`.
+
+    Attributes:
+        pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -119,6 +143,11 @@ class Counts:
     lookahead_misses: int = 0
     draft_failures: int = 0
     draft_timeouts: int = 0
+    passes: int = 0
+    pass_rows: int = 0
+    pass_shares: float = 0.0
+    wait_seconds: float = 0.0
+    longest_wait_seconds: float = attrs.field(default=0.0, metadata={_COMBINE: max})
     prefilled_tokens: int = 0
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
@@ -138,10 +167,27 @@ class Counts:
             self.rejected += commit.num_rejected
             self.bonus += commit.bonus
 
+    def take_part(self, num_rows: int, *, is_first: bool) -> None:
+        """Count a round's part in a pass.
+
+        Args:
+            num_rows: rounds that shared the pass, this one included, >= 1.
+            is_first: whether the pass is counted for this round.
+        """
+        self.passes += is_first
+        self.pass_rows += 1
+        self.pass_shares += 1.0 / num_rows
+
+    def wait(self, seconds: float) -> None:
+        """Count the time that a round has waited for its pass, in seconds; a clock's rounding below 0 counts as 0."""
+        self.wait_seconds += max(0.0, seconds)
+        self.longest_wait_seconds = max(self.longest_wait_seconds, seconds)
+
     def add(self, other: Counts) -> None:
-        """Add other counters to these."""
+        """Add other counters to these; of waits, the longest is kept."""
         for field in attrs.fields(Counts):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+            combine = field.metadata.get(_COMBINE, operator.add)
+            setattr(self, field.name, combine(getattr(self, field.name), getattr(other, field.name)))
 
     def snapshot(
         self,
@@ -172,6 +218,7 @@ class Counts:
             **shared,
             proposed=proposed,
             acceptance_rate=self.accepted / proposed if proposed else None,
+            rows_per_pass=self.pass_rows / self.pass_shares if self.pass_shares else None,
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
             prompt_tps=_ratio(self.prefilled_tokens, self.prefill_seconds),
             generation_tps=num_timed / generation_seconds if num_timed > 0 and generation_seconds > 0 else None,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from protocol.session_state import Commit
     from protocol.settings import Settings
     from protocol.statistics import Statistics
-    from protocol.trace import Event, Instant, Span
+    from protocol.trace import Event, Instant, Share, Span
     from runtime import aio, sync
     from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
     from runtime.engine.health import Health
@@ -101,6 +101,7 @@ __all__ = [
     "SessionFileError",
     "Settings",
     "SettingsError",
+    "Share",
     "Span",
     "Stateless",
     "Statistics",
@@ -160,6 +161,7 @@ _LIGHT_HOMES = {
     "Settings": "protocol.settings",
     "Event": "protocol.trace",
     "Instant": "protocol.trace",
+    "Share": "protocol.trace",
     "Span": "protocol.trace",
     "Suggestion": "runtime.doctor.draft_suggestions",
     "suggest_draft": "runtime.doctor.draft_suggestions",

@@ -65,8 +65,14 @@ def recommended_working_set() -> int | None:
 
 
 def peak_memory() -> int:
-    """The most bytes that MLX has used at once in this process."""
+    """The most bytes that MLX has used at once in this process, or since the last `begin_peak`."""
     return mx.get_peak_memory()
+
+
+def begin_peak() -> int:
+    """Measure `peak_memory` anew from now on, for the whole process. Returns: the bytes that MLX uses now."""
+    mx.reset_peak_memory()
+    return mx.get_active_memory()
 
 
 def release_buffers() -> None:

@@ -107,7 +107,7 @@ class MLXModel:
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
-        self._shared_passes = SharedPasses(model, self._options)
+        self._shared_passes = SharedPasses(model, self._options, vocab_size=self._vocab_size)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
@@ -150,6 +150,13 @@ class MLXModel:
         """See `Model.abandon_shared`."""
         self._shared_passes.abandon()
 
+    def bounded_batch(self, max_batch: int) -> int:
+        """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share. Feeds it nothing.
+
+        In a job of several rounds that cannot share a pass, all would wait for the last one's.
+        """
+        return max_batch if self._shared_passes.known_obstacle is None else 1
+
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
         return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
@@ -167,7 +174,7 @@ class MLXModel:
         return sum(weight.nbytes for weight in self._weights())
 
     def anatomy(self) -> Anatomy:
-        """What the model consists of, and how its caches can be rewound. Feeds it eight tokens to find out."""
+        """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
         weights = self._weights()
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
         sequence.feed((0,) * 8, 0)
@@ -185,6 +192,7 @@ class MLXModel:
                 None if shortest_window is None else self._options.rewind_mode(sequence.cache, 8, shortest_window)
             ),
             checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
+            sharing_obstacle=self.sharing_obstacle(),
         )
 
     def _weights(self) -> list[mx.array]:
@@ -227,7 +235,7 @@ class MLXModel:
 
 @attrs.frozen
 class Anatomy:
-    """What a model consists of, and how its caches can be rewound.
+    """What a model consists of, and what its caches can do.
 
     Attributes:
         family: the architecture, as the configuration names it.
@@ -239,6 +247,7 @@ class Anatomy:
         window: tokens after which some cache begins to forget; None if there is no such cache.
         rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
         checkpoint_bytes: memory of one checkpoint, in a short text.
+        sharing_obstacle: why texts cannot share a pass; None if they can.
     """
 
     family: str
@@ -250,6 +259,7 @@ class Anatomy:
     window: int | None
     rewind_mode_beyond_window: RewindMode | None
     checkpoint_bytes: int
+    sharing_obstacle: str | None = None
 
 
 # --- what would crash -----------------------------------------------------------------------------

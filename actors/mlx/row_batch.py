@@ -20,15 +20,19 @@ class RowBatch:
     A row is named by a key that stays the same while other rows come and go.
     """
 
-    def __init__(self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation) -> None:
+    def __init__(
+        self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation, *, vocab_size: int
+    ) -> None:
         """Make an empty batch.
 
         Args:
             model: an mlx-lm language model.
             caches: caches of one text, for each of which `can_take_rows` is true.
             layer_evaluation: when the layers of a pass are evaluated.
+            vocab_size: width of the model's logits. The model has no embedding for ids from there on.
         """
         self._model = model
+        self._vocab_size = vocab_size
         self._caches = [row_cache_for(layer) for layer in caches]
         self._layer_evaluation = layer_evaluation
         self._is_recurrent = any(_has_state(layer) for layer in self._caches)
@@ -92,12 +96,13 @@ class RowBatch:
 
         Args:
             tokens: by key, at least one id for each row that takes part, at most `MAX_WIDTH`. The other rows stay as
-                they are.
+                they are. The model reads an id beyond its vocabulary as its last id, as `MLXSequence` has it.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """
         self._settle()
-        fed = [tokens.get(key, ()) for key in self._keys]
+        last_id = self._vocab_size - 1
+        fed = [tuple(min(token, last_id) for token in tokens.get(key, ())) for key in self._keys]
         widths = [len(row) for row in fed]
         width = max(widths)
         assert 0 < width <= MAX_WIDTH

@@ -46,21 +46,29 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread."""
+    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread.
 
-    def __init__(self, model: Module, options: CacheOptions) -> None:
+    Attributes:
+        known_obstacle: why texts of this model cannot share passes, as far as its kind tells, without feeding it
+            anything; None if that says nothing against it.
+    """
+
+    def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
         """Make passes without any row.
 
         Args:
             model: an mlx-lm language model.
             options: of its caches.
+            vocab_size: width of its logits.
         """
         self._model = model
         self._options = options
+        self._vocab_size = vocab_size
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
-        self._obstacle: str | None = None
-        self._is_probed = False
+        self.known_obstacle = self._find_known_obstacle()
+        self._obstacle = self.known_obstacle
+        self._is_probed = self.known_obstacle is not None
 
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """See `Model.feed_together`."""
@@ -105,7 +113,8 @@ class SharedPasses:
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
-        return RowBatch(self._model, caches if all(map(can_take_rows, caches)) else (), layer_evaluation)
+        caches = caches if all(map(can_take_rows, caches)) else []
+        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
 
@@ -116,10 +125,11 @@ class SharedPasses:
         if not self._is_probed:
             # What stands if the model fails in a way of its own.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
-            self._obstacle = self._find_obstacle()
+            agrees = self._agrees()
+            self._obstacle = None if agrees else "it gives other logits for two texts at once than for each alone"
         return self._obstacle
 
-    def _find_obstacle(self) -> str | None:
+    def _find_known_obstacle(self) -> str | None:
         if self._options.rewind != "auto":
             return f'rewind="{self._options.rewind}" is for one text a pass'
         if self._options.kv_bits is not None:
@@ -132,7 +142,7 @@ class SharedPasses:
             return "this family's layers expect one text"
         if self._batch.is_recurrent and not families & _READS_LENGTHS:
             return "this family's recurrent layers do not tell padding from text"
-        return None if self._agrees() else "it gives other logits for two texts at once than for each alone"
+        return None
 
     def _agrees(self) -> bool:
         """Whether two texts at once give the logits that each gives alone."""
@@ -180,6 +190,10 @@ def _is_close(expected: mx.array, found: mx.array) -> bool:
 
 
 def _fed_alone(feed: Feed) -> mx.array:
+    if isinstance(feed.sequence, MLXSequence) and feed.sequence.is_row:
+        # It was prepared as a row, whose batch could have undone the pass.
+        feed.sequence.leave_batch()
+        feed.sequence.prepare(len(feed.tokens), feed.sequence.length)
     logits = feed.sequence.feed(feed.tokens, feed.num_logits)
     assert logits is not None
     return logits

@@ -16,12 +16,13 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.warm_up import warm_up
 from actors.workers.worker import Job, JobError, Worker
 from protocol.prices import Prices
-from protocol.settings import NGRAM
+from protocol.settings import MAX_BATCH, NGRAM
 from protocol.trace import Event, Span
 from runtime.bench.timing import TimedToken, busy_seconds, count_rounds, take_until_cancelled, timing_window
 from runtime.engine.events import Events
@@ -43,10 +44,12 @@ class Contender:
     Attributes:
         engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
+        max_batch: most streams that share a pass, for this runtime.
     """
 
     engine: Engine
     lookahead: Lookahead
+    max_batch: int = MAX_BATCH
 
     @property
     def name(self) -> str:
@@ -121,12 +124,15 @@ class ContenderRunner:
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
 
-    async def open_runtimes(self, stack: AsyncExitStack, contenders: Iterable[Contender]) -> None:
+    async def open_runtimes(
+        self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
+    ) -> None:
         """Open a runtime for each contender that needs one, so that none learns from another's streams.
 
         Args:
             stack: closes the runtimes on exit.
             contenders: the contenders; those of mlx-lm are skipped.
+            prefix_cache_bytes: see `runtime.open`.
         """
         with self._evaluating_layers():
             for contender in contenders:
@@ -141,7 +147,14 @@ class ContenderRunner:
                         with suppress(JobError):
                             await warm_up(pairs["target"], pairs["draft"], prices)
                     runtime = await stack.enter_async_context(
-                        running(pairs["target"], pairs.get("draft", NGRAM), events=events, prices=prices)
+                        running(
+                            pairs["target"],
+                            pairs.get("draft", NGRAM),
+                            events=events,
+                            prices=prices,
+                            max_batch=self._models["target"].bounded_batch(contender.max_batch),
+                            prefix_cache_bytes=prefix_cache_bytes,
+                        )
                     )
                     self._runtimes[contender] = (runtime, events)
             await self._wait_until_idle()

@@ -20,6 +20,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
+from actors.mlx.memory import begin_peak, peak_memory
+from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
 from runtime.bench.contenders import Contender, ContenderRunner, Lookahead
@@ -27,6 +29,7 @@ from runtime.bench.timing import TimedToken, TimingWindow, busy_seconds, take_un
 from runtime.engine.runtime import Runtime
 
 Prompts = Sequence[tuple[int, ...]]
+StreamsKind = Literal["one after another", "in turns", "at once", "batched"]
 
 
 @attrs.frozen
@@ -34,12 +37,13 @@ class StreamsContender:
     """One contender to decode several prompts.
 
     Attributes:
-        kind: "one after another" or "at once" are streams of this runtime; "batched" is mlx-lm's `BatchGenerator`,
-            which decodes all prompts in one forward pass a token, and cannot speculate.
+        kind: "one after another", "in turns" and "at once" are streams of this runtime; "in turns" are at once too, but
+            each has passes of its own (`max_batch=1`). "batched" is mlx-lm's `BatchGenerator`, which decodes all
+            prompts in one forward pass a token, and cannot speculate.
         lookahead: lookahead of the streams; 0 for mlx-lm.
     """
 
-    kind: Literal["one after another", "at once", "batched"]
+    kind: StreamsKind
     lookahead: Lookahead
 
     @property
@@ -48,6 +52,11 @@ class StreamsContender:
         if self.kind == "batched":
             return "mlx-lm BatchGenerator"
         return f"outrider {self.kind}" + ("" if self.lookahead == "auto" else f", lookahead {self.lookahead}")
+
+    @property
+    def runtime(self) -> Contender:
+        """The contender whose runtime decodes the streams."""
+        return Contender("outrider", self.lookahead, 1 if self.kind == "in turns" else MAX_BATCH)
 
 
 BATCHED = StreamsContender("batched", 0)
@@ -63,8 +72,10 @@ class StreamsRun:
         first_tokens: time from the call to the first token, by prompt, in seconds; with streams one after another it
             includes the earlier streams.
         longest_wait: longest time between two tokens of one text, in seconds.
-        rounds: number of the target's forward passes that committed tokens, each for one stream; None for mlx-lm, as
-            all that follows.
+        peak_bytes: most memory that MLX held at once, beyond what it held before the call; 0 if that was not measured.
+        rounds: number of rounds that committed tokens, each of one stream; None for mlx-lm, as all that follows.
+        passes: number of the target's forward passes that verified or decoded; streams may share one.
+        pass_rows: number of parts that streams had in these passes.
         proposed, accepted: number of drafted tokens that were verified, and that were accepted.
         hits, misses: number of verdicts whose text had been drafted ahead, and of the others.
         drafted: number of draft steps.
@@ -75,7 +86,10 @@ class StreamsRun:
     seconds: float
     first_tokens: tuple[float, ...]
     longest_wait: float
+    peak_bytes: int = 0
     rounds: int | None = None
+    passes: int | None = None
+    pass_rows: int | None = None
     proposed: int | None = None
     accepted: int | None = None
     hits: int | None = None
@@ -115,8 +129,8 @@ class StreamsRunner(ContenderRunner):
         """Decode some prompts.
 
         Args:
-            contender: the runtime for its lookahead is open (`open_runtimes`). Both kinds of a lookahead share it, so
-                that streams at once and one after another have the same prices.
+            contender: its runtime is open (`open_runtimes`). Streams at once and one after another share one, so that
+                they have the same prices.
             prompts: at least one.
             max_tokens, temperature: see `BenchmarkRequest`.
 
@@ -127,33 +141,39 @@ class StreamsRunner(ContenderRunner):
         Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
+        held = begin_peak()
         if contender.kind == "batched":
             await self._set_blas_threads("mlx-lm")
-            return await self._run_batched(prompts, max_tokens, temperature)
-        await self._set_blas_threads("outrider")
-        with self._evaluating_layers():
-            return await self._run_outrider_streams(contender, prompts, max_tokens, temperature)
+            run = await self._run_batched(prompts, max_tokens, temperature)
+        else:
+            await self._set_blas_threads("outrider")
+            with self._evaluating_layers():
+                run = await self._run_outrider_streams(contender, prompts, max_tokens, temperature)
+        return attrs.evolve(run, peak_bytes=max(0, peak_memory() - held))
 
     async def _run_outrider_streams(
         self, contender: StreamsContender, prompts: Prompts, max_tokens: int, temperature: float
     ) -> StreamsRun:
-        runtime, events = self._runtimes[Contender("outrider", contender.lookahead)]
+        runtime, events = self._runtimes[contender.runtime]
         spans: list[Span] = []
         self._events.listener, self._spans = events, spans
         tokens: list[list[TimedToken]] = [[] for _ in prompts]
         read = partial(_read, runtime, max_tokens=max_tokens, temperature=temperature, lookahead=contender.lookahead)
         began = time.perf_counter()
-        if contender.kind == "at once":
-            statistics = await _read_at_once(read, prompts, tokens)
-        else:
+        if contender.kind == "one after another":
             statistics = [await read(*each) for each in zip(prompts, tokens, strict=True)]
+        else:
+            statistics = await _read_at_once(read, prompts, tokens)
         await self._wait_until_idle()
         run = streams_run(tokens, began)
         window = TimingWindow(0, began, began + run.seconds)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
+        passes = [span for span in busy["target"] if span.kind in ("verify", "decode")]
         return attrs.evolve(
             run,
             rounds=sum(each.rounds for each in statistics),
+            passes=sum(bool(span.sessions) for span in passes),
+            pass_rows=sum(len(span.sessions) for span in passes),
             proposed=sum(each.proposed for each in statistics),
             accepted=sum(each.accepted for each in statistics),
             hits=sum(each.lookahead_hits for each in statistics),

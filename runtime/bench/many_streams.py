@@ -1,5 +1,5 @@
-"""The benchmark of many streams: the same prompts at once on one runtime, one after another on it, and in mlx-lm's
-`BatchGenerator`, which decodes several prompts in one forward pass but cannot speculate.
+"""The benchmark of many streams: the same prompts at once on one runtime, one after another on it, at once without
+sharing passes, and in mlx-lm's `BatchGenerator`, which decodes several prompts in one pass but cannot speculate.
 
 Every contender runs every number of streams in every repeat, in an order that changes each time, so that disturbances
 of the machine hit all contenders alike. Compare only ratios within one such benchmark.
@@ -18,8 +18,8 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import PLAIN, Contender, Lookahead
-from runtime.bench.many_stream_contenders import BATCHED, StreamsContender, StreamsRun, StreamsRunner
+from runtime.bench.contenders import PLAIN, Lookahead
+from runtime.bench.many_stream_contenders import BATCHED, StreamsContender, StreamsKind, StreamsRun, StreamsRunner
 from runtime.bench.setup import (
     BenchmarkCircumstances,
     BenchmarkRequest,
@@ -34,6 +34,8 @@ from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 
 MAX_STREAMS = 256
+
+OUR_KINDS: tuple[StreamsKind, ...] = ("one after another", "in turns", "at once")
 
 
 @attrs.frozen(kw_only=True)
@@ -67,9 +69,8 @@ class StreamsPlan(BenchmarkRequest):
 
     @property
     def contenders(self) -> tuple[StreamsContender, ...]:
-        """All contenders. For each lookahead, "one after another" comes first: it is the baseline of "at once"."""
-        ours = [StreamsContender(kind, each) for each in self.lookaheads for kind in ("one after another", "at once")]
-        return (*ours, BATCHED)
+        """All contenders. For each lookahead, the baselines of "at once" come first."""
+        return (*(StreamsContender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -87,10 +88,12 @@ class StreamsRow:
         speeds: one a repeat.
         median, low, high: median, minimum and maximum of `speeds`; None without speeds.
         vs_one_after_another: median over that of the same streams one after another; None for mlx-lm.
+        vs_in_turns: median over that of the same streams at once without sharing passes; None for mlx-lm.
         vs_batched: median over that of mlx-lm's `BatchGenerator`.
         target_busy, draft_busy: fraction of the time in which the model's thread worked. None for mlx-lm, as all that
             follows up to `drafted_per_token`.
-        tokens_per_round: tokens per forward pass of the target.
+        rows_per_pass: mean number of streams in a forward pass of the target that verifies or decodes.
+        tokens_per_round: tokens per round of a stream.
         proposal: mean number of tokens proposed for a round.
         acceptance: accepted / proposed; None if nothing was proposed.
         hit_rate: fraction of verdicts whose text had been drafted ahead.
@@ -98,6 +101,8 @@ class StreamsRow:
         first_token: median time from the call to a stream's first token, in seconds; with streams one after another it
             includes the earlier streams.
         longest_wait: longest time between two tokens of a stream in any repeat, in seconds.
+        peak_bytes: most memory that MLX held at once in any repeat, beyond what it held before: caches and passes, and
+            not the weights.
         same_texts, num_texts: number of texts equal to mlx-lm's plain decoding of the prompt alone, and of all texts.
             In low precision a pass of another width, or over more texts, may decide a near-tie differently. None above
             temperature 0.
@@ -113,9 +118,11 @@ class StreamsRow:
     low: float | None
     high: float | None
     vs_one_after_another: float | None
+    vs_in_turns: float | None
     vs_batched: float | None
     target_busy: float | None
     draft_busy: float | None
+    rows_per_pass: float | None
     tokens_per_round: float | None
     proposal: float | None
     acceptance: float | None
@@ -123,6 +130,7 @@ class StreamsRow:
     drafted_per_token: float | None
     first_token: float | None
     longest_wait: float | None
+    peak_bytes: int | None
     same_texts: int | None
     num_texts: int
     failure: str | None
@@ -201,6 +209,9 @@ class StreamsMeasured(BenchmarkCircumstances):
                 vs_one_after_another=ratio(row.median, medians.get(("one after another", row.lookahead)))
                 if row.kind != BATCHED.kind
                 else None,
+                vs_in_turns=ratio(row.median, medians.get(("in turns", row.lookahead)))
+                if row.kind != BATCHED.kind
+                else None,
                 vs_batched=ratio(row.median, batched),
             )
             for row in rows
@@ -225,9 +236,11 @@ class StreamsMeasured(BenchmarkCircumstances):
             low=min(speeds, default=None),
             high=max(speeds, default=None),
             vs_one_after_another=None,
+            vs_in_turns=None,
             vs_batched=None,
             target_busy=ratio(total(runs, "target_seconds"), seconds),
             draft_busy=ratio(total(runs, "draft_seconds"), seconds),
+            rows_per_pass=ratio(total(runs, "pass_rows"), total(runs, "passes")),
             tokens_per_round=ratio(num_tokens, rounds),
             proposal=ratio(total(runs, "proposed"), rounds),
             acceptance=ratio(total(runs, "accepted"), total(runs, "proposed")),
@@ -235,6 +248,7 @@ class StreamsMeasured(BenchmarkCircumstances):
             drafted_per_token=ratio(total(runs, "drafted"), num_tokens),
             first_token=statistics.median(firsts) if firsts else None,
             longest_wait=max((run.longest_wait for run in runs), default=None),
+            peak_bytes=max((run.peak_bytes for run in runs), default=None),
             same_texts=None if self.plan.temperature > 0 else same,
             num_texts=sum(len(run.texts) for run in runs),
             failure=self.failures.get(contender),
@@ -261,7 +275,9 @@ async def measure_streams(
     async with AsyncExitStack() as stack:
         pair, prompts = await load_models(stack, target, draft, plan, measured, on_progress)
         runner = StreamsRunner(pair)
-        await runner.open_runtimes(stack, [Contender("outrider", lookahead) for lookahead in plan.lookaheads])
+        runtimes = dict.fromkeys(each.runtime for each in plan.contenders if each.kind != "batched")
+        # No prompt is cached from the run before: mlx-lm's batches read all of them, too.
+        await runner.open_runtimes(stack, runtimes, prefix_cache_bytes=0)
         await _run_all(runner, prompts, measured, on_progress)
     return measured.result()
 

@@ -82,7 +82,7 @@ def draw_streams(result: StreamsBenchmark, path: Path) -> None:
             yerr=[below, above],
             label=name,
             color=_COLOURS["mlx-lm" if rows[0].kind == "batched" else "outrider"],
-            linestyle="--" if rows[0].kind == "one after another" else "-",
+            linestyle={"one after another": "--", "in turns": ":"}.get(rows[0].kind, "-"),
             marker="o",
             capsize=3,
         )

@@ -114,16 +114,19 @@ _MANY_STREAMS_HEADINGS = (
     "tokens/s",
     "spread",
     "× one\nby one",
-    "× batched",
+    "× in\nturns",
+    "×\nbatched",
+    "streams\na pass",
+    "first",
+    "longest\nwait",
+    "memory",
+    "same",
     "busy",
     "a round",
     "proposed",
     "accepted",
     "hits",
     "drafted",
-    "first",
-    "longest\nwait",
-    "same",
 )
 
 
@@ -151,14 +154,20 @@ def many_streams_table(result: StreamsBenchmark) -> TextTable:
 
 def _many_streams_cells(row: StreamsRow) -> Iterator[str]:
     yield str(row.streams)
-    yield row.name.removeprefix("outrider ").replace("one after another", "one by one")
+    yield row.name.removeprefix("outrider ").removeprefix("mlx-lm ").replace("one after another", "one by one")
     if row.median is None or row.low is None or row.high is None:
         yield "–" if row.failure is None else "failed"
         return
     yield f"{row.median:.1f}"
     yield f"{row.low:.1f}–{row.high:.1f}"
     yield _or_dash(row.vs_one_after_another, ".2f")
+    yield _or_dash(row.vs_in_turns, ".2f")
     yield _or_dash(row.vs_batched, ".2f")
+    yield _or_dash(row.rows_per_pass, ".2f")
+    yield _seconds(row.first_token)
+    yield _seconds(row.longest_wait)
+    yield _size(row.peak_bytes)
+    yield "–" if row.same_texts is None else f"{row.same_texts}/{row.num_texts}"
     busy = row.target_busy is not None and row.draft_busy is not None
     yield f"{row.target_busy:.0%} {row.draft_busy:.0%}" if busy else "–"
     yield _or_dash(row.tokens_per_round, ".2f")
@@ -166,9 +175,12 @@ def _many_streams_cells(row: StreamsRow) -> Iterator[str]:
     yield _or_dash(row.acceptance, ".0%")
     yield _or_dash(row.hit_rate, ".0%")
     yield _or_dash(row.drafted_per_token, ".2f")
-    yield _seconds(row.first_token)
-    yield _seconds(row.longest_wait)
-    yield "–" if row.same_texts is None else f"{row.same_texts}/{row.num_texts}"
+
+
+def _size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "–"
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _seconds(value: float | None) -> str:
@@ -179,13 +191,19 @@ def _many_streams_notes(result: StreamsBenchmark) -> Iterator[str]:
     yield (
         "Speeds are tokens of all streams per second, from the call to the last token, prompts included: medians over "
         "repeats, with the slowest and the fastest. × one by one: over the same streams one after another on the same "
-        "runtime. × batched: over mlx-lm's BatchGenerator, which cannot speculate."
+        "runtime. × in turns: over the same streams at once with max_batch=1, each in passes of its own. × batched: "
+        "over mlx-lm's BatchGenerator, which cannot speculate."
+    )
+    yield (
+        "streams a pass: mean number of streams that shared a pass of the target. first: median time from the call to "
+        "a stream's first token. longest wait: longest time between two tokens of a stream. memory: most that MLX held "
+        "at once, beyond what it held before, so without the weights. same: texts equal to mlx-lm's plain decoding of "
+        "the prompt alone."
     )
     yield (
         "busy: share of the time in which the target's and the drafter's threads worked. a round: tokens committed by "
-        "a pass. proposed: tokens proposed for it. hits: verdicts whose text had been drafted ahead. drafted: draft "
-        "steps per token. first: median time from the call to a stream's first token. longest wait: longest time "
-        "between two tokens of a stream. same: texts equal to mlx-lm's plain decoding of the prompt alone."
+        "a round of one stream. proposed: tokens proposed for it. hits: verdicts whose text had been drafted ahead. "
+        "drafted: draft steps per token."
     )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"

@@ -141,7 +141,7 @@ def _examine(model: MLXModel) -> ExaminedModel:
 
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
-    sections = [("target", _rows(diagnosis.target, "T_v"))]
+    sections = [("target", [*_rows(diagnosis.target, "T_v"), _sharing(diagnosis.target.anatomy)])]
     if diagnosis.draft is not None:
         sections.append(("draft", _rows(diagnosis.draft, "T_d")))
         match diagnosis.same_vocabulary:
@@ -196,6 +196,14 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
     rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows
+
+
+def _sharing(anatomy: Anatomy) -> tuple[str, str]:
+    """The row that says whether several streams of this target are decoded together."""
+    obstacle = anatomy.sharing_obstacle
+    return "several streams", (
+        "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -170,7 +170,7 @@ async def open(
             events=events,
             prices=prices,
             max_streams=max_streams,
-            max_batch=max_batch,
+            max_batch=target_loaded.model.bounded_batch(max_batch),
             prefix_cache_bytes=prefix_cache_bytes,
             defaults=defaults,
             draft_resources=draft_stack,

@@ -181,23 +181,29 @@ class Sessions:
             return  # and with the event loop everything ended
 
     def attribute(self, event: Event) -> None:
-        """Count a worker's time for the session that it was spent on."""
+        """Count a worker's time for the session that it was spent on, and the target's passes for those in them."""
         if not isinstance(event, Span):
             return
-        for share in event.shares:
-            if share.session in self.by_id:
-                part = share.num_tokens / event.num_tokens if event.num_tokens else 1.0 / len(event.shares)
-                self.by_id[share.session].counts.target_seconds += part * (event.ended - event.began)
-        if event.session not in self.by_id:
-            return
-        counts, seconds = self.by_id[event.session].counts, event.ended - event.began
-        if event.actor == "draft":
-            counts.draft_seconds += seconds
-        else:
+        self._count_pass(event)
+        for id in event.sessions:
+            if id not in self.by_id:
+                continue
+            counts, seconds = self.by_id[id].counts, event.fraction_of(id) * (event.ended - event.began)
+            if event.actor == "draft":
+                counts.draft_seconds += seconds
+                continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
                 counts.prefilled_tokens += event.num_tokens
                 counts.prefill_seconds += seconds
+
+    def _count_pass(self, span: Span) -> None:
+        """Count a pass of the target that verifies or decodes, also one whose session has ended meanwhile."""
+        if span.kind not in ("verify", "decode"):
+            return
+        for index, id in enumerate(span.sessions):
+            counts = self.by_id[id].counts if id in self.by_id else self.past
+            counts.take_part(len(span.sessions), is_first=index == 0)
 
     def fail(self, error: OutriderError) -> None:
         """End every session with the target's error, and take no others."""

@@ -76,6 +76,12 @@ CHECKS = (
         "families that are named give other texts than mlx-lm's, or none, on this device",
         environment=EXACT,
     ),
+    Check(
+        "rows",
+        "runtime.selftest.exactness",
+        "texts that share passes are not what each is alone, or cannot share any: use max_batch=1 on this device",
+        environment=EXACT,
+    ),
     Check("streams", "runtime.selftest.stability", "long-running services lose memory or their drafter on this device"),
     Check("opening", "runtime.selftest.stability", "a runtime cannot be opened again and again in one process"),
     Check("failures", "runtime.selftest.stability", "a failing model may take the process with it, or change texts"),

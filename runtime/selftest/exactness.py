@@ -13,18 +13,25 @@ import trio
 from mlx.nn.layers.base import Module
 
 import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from actors.sampling.logit_check import LogitCheck
 from actors.tensor import Tensor
 from protocol.randomness import Purpose, key_for
 from runtime.generation.token_stream import Completion
 from runtime.selftest.baselines import in_parallel, on_thread, plain_text, prefill_and_step
 from runtime.selftest.findings import Finding, passed_if
-from runtime.selftest.small_models import FAMILIES, small_model
+from runtime.selftest.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model
 from runtime.selftest.subject import Subject, ids, running_pair
 
 LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
 SEED = 20_26
 NUM_CONCURRENT_PASSES = 40
+
+# Families whose texts can share passes: with keys and values, with a sliding window, and with recurrent layers beside.
+ROW_FAMILIES = ("llama", "gemma3_text", "lfm2", "qwen3_next")
+# Prompts of these lengths, of which some are longer than the window, and some grow beyond it.
+ROW_LENGTHS = (5, 12, 21, 40)
 
 TOO_LARGE_IN_FLOAT32 = Finding("skipped", "in float32 the models are larger than this device recommends")
 
@@ -178,6 +185,74 @@ def kernels(subject: Subject) -> Finding:
         different=different,
         failed=failed,
     )
+
+
+def rows(subject: Subject) -> Finding:
+    """Texts that share passes are in float32 what each is alone, greedily and sampled, whatever the kind of cache."""
+    differences: list[dict[str, Any]] = []
+    obstacles: dict[str, str] = {}
+    shared: dict[str, float] = {}
+
+    def compare(named: str, target: Module, draft: Module, prompts: Sequence[Sequence[int]]) -> None:
+        if (obstacle := on_thread(lambda: MLXModel(target, CacheOptions()).sharing_obstacle())) is not None:
+            obstacles[named] = obstacle
+            return
+        found, shared[named] = trio.run(_texts_at_once, target, draft, prompts, subject.max_tokens)
+        differences.extend({"models": named} | difference for difference in found)
+
+    for family in ROW_FAMILIES:
+        prompts = [
+            tuple((7 * index + i) % VOCAB_SIZE for i in range(length)) for index, length in enumerate(ROW_LENGTHS)
+        ]
+        compare(family, small_model(family, 0), nearby_model(family, 0), prompts)
+    shared_families = set(shared)
+    if (pair := subject.load_in_float32()) is not None:
+        (target, tokenizer), (draft, _) = pair
+        long = subject.prompts(tokenizer)[-1]
+        # Families whose texts take turns are no failure of the device.
+        compare("target", target, draft, [long[: max(1, len(long) * part // 4)] for part in (1, 2, 4)])
+    num_texts = 2 * (len(shared_families) * len(ROW_LENGTHS) + 3 * ("target" in shared))
+    took_turns = [family for family in ROW_FAMILIES if family not in shared_families]
+    own = f"; the target's texts take turns: {obstacles['target']}" if "target" in obstacles else ""
+    wrong = f"{len(differences)} of {num_texts} texts that shared passes differ from what each is alone"
+    return passed_if(
+        not differences and not took_turns and all(rows_per_pass > 1 for rows_per_pass in shared.values()),
+        f"{num_texts} texts that shared passes are in float32 what each is alone{own}",
+        f"{wrong}; took turns: {', '.join(took_turns) or 'none'}{own}",
+        differences=differences,
+        obstacles=obstacles,
+        rows_per_pass=shared,
+    )
+
+
+async def _texts_at_once(
+    target: Module, draft: Module, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[list[dict[str, Any]], float]:
+    """Compare texts that share passes with what each is alone.
+
+    Returns: what differs, and the mean number of texts in a pass.
+    """
+    texts: dict[int, dict[float, list[Completion]]] = {}
+    rows_per_pass = 0.0
+    for max_batch in (1, len(prompts)):
+        async with runtime.open((target, None), (draft, None), max_batch=max_batch, prefix_cache_bytes=0) as rt:
+            for temperature in (0.0, 0.8):
+                # Some are undrafted, and go along with the proposals of others.
+                asked: list[Any] = [
+                    (prompt, {"seed": SEED + index, "lookahead": (3, "auto", 0)[index % 3]})
+                    for index, prompt in enumerate(prompts)
+                ]
+                shape: dict[str, Any] = {"temperature": temperature, "acceptance": "match", "max_tokens": max_tokens}
+                done = await rt.generate_many(asked, max_concurrent=max_batch, **shape)
+                texts.setdefault(max_batch, {})[temperature] = done
+            rows_per_pass = rt.statistics().rows_per_pass or 0.0
+    differences = [
+        {"text": index, "temperature": temperature, "position": place}
+        for temperature, alone in texts[1].items()
+        for index, (one, other) in enumerate(zip(alone, texts[len(prompts)][temperature], strict=True))
+        if (place := first_difference(other, ids(one))) is not None
+    ]
+    return differences, rows_per_pass
 
 
 # --- helpers --------------------------------------------------------------------------------------

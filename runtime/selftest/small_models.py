@@ -12,6 +12,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 VOCAB_SIZE = 96
 
+# How far the weights of a nearby model are from a model's own, in parts of the way to another model.
+NEARBY = 0.03
+
 # Heads and states are multiples of 32, for which Metal has kernels. What a family does not know it ignores.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -111,12 +114,26 @@ def small_model(family: str, seed: int) -> Module:
     """
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model: Module = module.Model(module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family]))
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    leaves = _leaves(model)
     keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
     drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())
     return model
+
+
+def nearby_model(family: str, seed: int) -> Module:
+    """A model that mostly agrees with `small_model` of the same family and seed, and so can draft for it."""
+    model, other = small_model(family, seed), small_model(family, seed + 1)
+    pairs = zip(_leaves(model), _leaves(other), strict=True)
+    near = [(name, weight + NEARBY * (further - weight)) for (name, weight), (_, further) in pairs]
+    model.update(tree_unflatten(near))
+    mx.eval(model.parameters())
+    return model
+
+
+def _leaves(model: Module) -> list[tuple[str, mx.array]]:
+    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 
 def _drawn(name: str, weight: mx.array, key: mx.array) -> mx.array:

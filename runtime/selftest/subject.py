@@ -18,6 +18,7 @@ from actors.mlx.model import load
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
 from protocol.prices import Prices
+from protocol.settings import MAX_BATCH
 from protocol.trace import Actor
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
@@ -99,6 +100,7 @@ async def running_pair(
             pairs["draft"],
             tokenizer=loaded["target"].tokenizer,
             prices=prices,
+            max_batch=loaded["target"].model.bounded_batch(MAX_BATCH),
             prefix_cache_bytes=0,
             chains=chains,
         )

@@ -108,6 +108,9 @@ class _RuntimeCollector(Collector):
             ("lookahead_misses", "Verdicts whose text had not", statistics.lookahead_misses),
             ("draft_failures", "Drafters that failed", statistics.draft_failures),
             ("draft_timeouts", "Times that the target stopped waiting for a late drafter", statistics.draft_timeouts),
+            ("target_passes", "The target's passes that verify or decode", statistics.passes),
+            ("target_pass_rows", "Rounds in these passes, of one stream each", statistics.pass_rows),
+            ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", statistics.wait_seconds),
         ):
             yield CounterMetricFamily(f"outrider_{name}", text, value=count)
         busy = CounterMetricFamily("outrider_busy_seconds", "Seconds in which the model had a job", labels=["model"])
@@ -121,6 +124,11 @@ class _RuntimeCollector(Collector):
             ("streams", "Streams that run", runtime.num_streams),
             ("waiting", "Streams that wait for the models", runtime.num_waiting),
             ("acceptance_rate", "Accepted tokens over proposed tokens; NaN if there are none", acceptance_rate),
+            (
+                "longest_pass_wait_seconds",
+                "Maximum of the seconds that a round was ready and waited for a pass",
+                statistics.longest_wait_seconds,
+            ),
             ("peak_memory_bytes", "Maximum of the memory that MLX has held at once", statistics.peak_memory),
             ("healthy", "1 while the target works", float(status != "broken")),
             (

@@ -23,22 +23,24 @@ MAX_EVENTS = 30_000
 
 
 class Timeline:
-    """The events of one stream.
+    """The events of one stream, passes that it shared with others included.
 
     Attributes:
         events: the first `MAX_EVENTS` events.
         num_lost: number of further events, which were not recorded.
     """
 
-    def __init__(self, opened: list[Instant], began: float) -> None:
+    def __init__(self, session: int, opened: list[Instant], began: float) -> None:
         """A timeline of a stream that has just begun.
 
         Args:
+            session: the stream's.
             opened: its events so far.
             began: when the stream began, in seconds on the clock of events.
         """
         self.events: list[Event] = list(opened)
         self.num_lost = 0
+        self._session = session
         self._began = began
         self._num_reported = 0
         self._drafter_state: DrafterState | None = None
@@ -63,7 +65,8 @@ class Timeline:
                         "kind": event.kind,
                         "began": self._seconds(event.began),
                         "ended": self._seconds(event.ended),
-                        "round": event.round,
+                        "round": event.round_of(self._session),
+                        "streams": len(event.sessions),
                     }
                 )
             elif (state := drafter_state(self._drafter_state, event)) is not None and state != self._drafter_state:
@@ -86,12 +89,14 @@ class Timelines:
         self._opened: list[Instant] = []  # events of the session that was opened last
 
     def __call__(self, event: Event) -> None:
-        """Record an event of a session that is watched."""
-        if event.session is None:
-            return
-        if (timeline := self._by_session.get(event.session)) is not None:
-            timeline.add(event)
-        elif isinstance(event, Instant) and event.kind == "open":
+        """Record an event for the sessions that are watched; a pass that several share, for each of them."""
+        if isinstance(event, Span):
+            for session in event.sessions:
+                if session in self._by_session:
+                    self._by_session[session].add(event)
+        elif event.session in self._by_session:
+            self._by_session[event.session].add(event)
+        elif event.kind == "open":
             if self._opened and self._opened[0].session != event.session:
                 self._opened.clear()
             self._opened.append(event)
@@ -105,7 +110,7 @@ class Timelines:
             began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
-        timeline = self._by_session[session] = Timeline(opened, began)
+        timeline = self._by_session[session] = Timeline(session, opened, began)
         self._timelines[id] = session, timeline
         if len(self._timelines) > MAX_TIMELINES:
             _, (oldest_session, _) = self._timelines.popitem(last=False)

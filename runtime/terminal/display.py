@@ -357,6 +357,9 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     else:
         yield "acceptance", "nothing was proposed"
     yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
+    if s.rows_per_pass is not None and s.rows_per_pass > 1:
+        waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
+        yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
     if s.resting_rounds:
         yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
     if s.draft_timeouts:

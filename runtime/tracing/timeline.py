@@ -130,8 +130,9 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     """The page's data, for JSON.
 
     Times are in whole microseconds since the first event. A span is a list of actor (0 target, 1 draft), kind, session
-    or None, begin, end, number of tokens, round or None; a span of the drafter has one more item, the fraction of it in
-    which the target worked. An instant is a list of actor, kind, session, time, round and number of tokens.
+    or None, begin, end, number of tokens, round or None. A span of the drafter has one more item, the fraction of it in
+    which the target worked. A span that several sessions share has one more item, a list of session, round and number
+    of tokens for each. An instant is a list of actor, kind, session, time, round and number of tokens.
 
     Args: as `render`.
     """
@@ -149,11 +150,11 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     spans_of: dict[int, list[Span]] = defaultdict(list)
     instants_of: dict[int, list[Instant]] = defaultdict(list)
     for span in spans:
-        if span.session is not None:
-            spans_of[span.session].append(span)
+        for session in span.sessions:
+            spans_of[session].append(span)
     for instant in instants:
         instants_of[instant.session].append(instant)
-    target_work = _Overlap([span for span in spans if span.actor == "target" and span.session is not None])
+    target_work = _Overlap([span for span in spans if span.actor == "target" and span.sessions])
     ends = [us(span.ended) for span in spans] + [us(instant.at) for instant in instants[-1:]]
     return {
         "ended": max(ends, default=0),
@@ -168,6 +169,7 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
                 span.num_tokens,
                 span.round,
                 *([round(target_work.fraction(span), 3)] if span.actor == "draft" else []),
+                *([[[s.session, s.round, s.num_tokens] for s in span.shares]] if span.shares else []),
             ]
             for span in spans
         ],
@@ -235,7 +237,7 @@ def _session(
         if has_drafter
         else [[us(opened.at), us(last_s), "none"]],
         "rounds": _rounds(session, spans, instants, texts, us),
-        "summary": _summary(opened, spans, instants, commits, target_work),
+        "summary": _summary(session, opened, spans, instants, commits, target_work),
     }
 
 
@@ -266,8 +268,9 @@ def _rounds(
                 settles=commit.settles,
             )
     for span in spans:
-        if span.kind in ("verify", "decode") and span.round is not None:
-            rounds.setdefault(span.round, {}).update(work=[span.kind, us(span.began), us(span.ended)])
+        if span.kind in ("verify", "decode") and (number := span.round_of(session)) is not None:
+            others = [other for other in span.sessions if other != session]
+            rounds.setdefault(number, {}).update(work=[span.kind, us(span.began), us(span.ended), others])
     return [{"round": number, **rounds[number]} for number in sorted(rounds)]
 
 
@@ -277,6 +280,7 @@ def _last_origin(commit: Commit) -> str:
 
 
 def _summary(
+    session: int,
     opened: Instant,
     spans: Sequence[Span],
     instants: Sequence[Instant],
@@ -285,13 +289,14 @@ def _summary(
 ) -> dict[str, Any]:
     """The session's figures. Times end with the last commit: the trace does not say when the consumer took a token."""
     first_s, last_s = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
-    statistics = _statistics(opened, spans, instants, commits, first_s, last_s)
+    statistics = _statistics(session, opened, spans, instants, commits, first_s, last_s)
     drafts = [span for span in spans if span.kind == "draft" and span.began < last_s]
     drafting_s = sum(span.ended - span.began for span in drafts)
     return {
         "promptTokens": statistics.prompt_tokens,
         "tokens": statistics.generated_tokens,
         "rounds": statistics.rounds,
+        "rowsPerPass": statistics.rows_per_pass,
         "alone": sum(span.kind == "decode" for span in spans),
         "proposed": statistics.proposed,
         "accepted": statistics.accepted,
@@ -307,6 +312,7 @@ def _summary(
 
 
 def _statistics(
+    session: int,
     opened: Instant,
     spans: Sequence[Span],
     instants: Sequence[Instant],
@@ -320,7 +326,8 @@ def _statistics(
     from protocol.statistics import Counts
 
     def busy_s(actor: str) -> float:
-        return sum(max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in spans if s.actor == actor)
+        worked = [span for span in spans if span.actor == actor]
+        return sum(s.fraction_of(session) * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
 
     counts = Counts(
         prompt_tokens=len(opened.tokens),
@@ -332,6 +339,9 @@ def _statistics(
     for _, commit in commits:
         for index in range(len(commit.tokens)):
             counts.give(commit, index)
+    for span in spans:
+        if span.kind in ("verify", "decode"):
+            counts.take_part(len(span.sessions), is_first=span.sessions[0] == session)
     return counts.snapshot(
         elapsed=last_s - opened.at,
         generation_seconds=last_s - first_s,

@@ -217,7 +217,8 @@ class ChromeTrace:
     """Events in Chrome's trace event format, as text that grows by each event.
 
     The trace has one process. Each actor is a thread. Each stream that runs at the same time as others has a thread as
-    well, on which its proposals wait for their verify; a flow arrow leads from there to the verify. A counter for each
+    well, on which its proposals wait for their verify; a flow arrow leads from there to the verify. A pass that
+    several streams share is one entry, which has the part of each among its facts. A counter for each
     of these streams shows how many tokens of a round's proposal were accepted and rejected.
 
     Source: "Trace Event Format", the array form, whose end may be missing.
@@ -252,10 +253,11 @@ class ChromeTrace:
     def _entries(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, Span):
             yield self._complete(event)
-            if event.kind == "verify" and event.session is not None:
-                proposal = self._proposals.pop(event.session, None)
-                if proposal is not None and proposal.round == event.round:
-                    yield from self._verified(proposal, event)
+            if event.kind == "verify":
+                for session in event.sessions:
+                    proposal = self._proposals.pop(session, None)
+                    if proposal is not None and proposal.round == event.round_of(session):
+                        yield from self._verified(proposal, event)
             elif event.kind == "close" and event.actor == "target" and event.session is not None:
                 self._lanes.pop(event.session, None)
                 self._proposals.pop(event.session, None)
@@ -267,7 +269,11 @@ class ChromeTrace:
                 yield from self._counted(event)
 
     def _complete(self, span: Span) -> dict[str, Any]:
-        facts = {"session": span.session, "round": span.round, "tokens": span.num_tokens or None}
+        facts: dict[str, Any] = {"session": span.session, "round": span.round, "tokens": span.num_tokens or None}
+        if span.shares:
+            # Keys that name the sessions, so that a viewer's search for one finds the passes that it shared.
+            shares = {f"session {s.session}": {"round": s.round, "tokens": s.num_tokens} for s in span.shares}
+            facts |= {"sessions": len(shares), "shares": shares}
         return {
             "name": span.kind,
             "cat": span.actor,

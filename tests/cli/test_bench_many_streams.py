@@ -22,7 +22,11 @@ from runtime.cli import main as cli
 from runtime.loading.demo import STREAM_PROMPTS
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21], [34, 55])
-ONE_BY_ONE, AT_ONCE = StreamsContender("one after another", "auto"), StreamsContender("at once", "auto")
+ONE_BY_ONE, IN_TURNS, AT_ONCE = (
+    StreamsContender("one after another", "auto"),
+    StreamsContender("in turns", "auto"),
+    StreamsContender("at once", "auto"),
+)
 
 
 def small(**changes: Any) -> StreamsPlan:
@@ -36,17 +40,19 @@ def small(**changes: Any) -> StreamsPlan:
 
 @pytest.mark.slow
 def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last():
-    assert StreamsPlan().contenders == (ONE_BY_ONE, AT_ONCE, BATCHED)
+    assert StreamsPlan().contenders == (ONE_BY_ONE, IN_TURNS, AT_ONCE, BATCHED)
     ways = small(lookaheads=(0, "auto")).contenders
     assert ways == (
         StreamsContender("one after another", 0),
+        StreamsContender("in turns", 0),
         StreamsContender("at once", 0),
         ONE_BY_ONE,
+        IN_TURNS,
         AT_ONCE,
         BATCHED,
     )
-    assert [way.name for way in ways[1:4]] == [
-        "outrider at once, lookahead 0", "outrider one after another", "outrider at once"
+    assert [way.name for way in ways[2:5]] == [
+        "outrider at once, lookahead 0", "outrider one after another", "outrider in turns"
     ]  # fmt: skip
 
 
@@ -95,7 +101,7 @@ def a_group(seconds: float, texts: tuple[tuple[int, ...], ...] = ((7, 8), (9, 9)
 
 
 OF_OURS = {
-    "rounds": 2, "proposed": 6, "accepted": 3, "hits": 1, "misses": 3, "drafted": 8,
+    "rounds": 2, "proposed": 6, "accepted": 3, "hits": 1, "misses": 3, "drafted": 8, "passes": 2, "pass_rows": 2,
     "target_seconds": 0.5, "draft_seconds": 0.25,
 }  # fmt: skip
 
@@ -106,7 +112,8 @@ def scripted(**changes: Any) -> StreamsMeasured:
     for repeat in range(2):
         measured.turns[repeat, 2] = {
             ONE_BY_ONE: a_group(1.0 + repeat, **OF_OURS),
-            AT_ONCE: a_group(0.5, longest_wait=0.5 + repeat, **OF_OURS),
+            IN_TURNS: a_group(0.75, **OF_OURS),
+            AT_ONCE: a_group(0.5, longest_wait=0.5 + repeat, peak_bytes=100 - repeat, **OF_OURS | {"passes": 1}),
             BATCHED: a_group(0.25, ((7, 8), (9, repeat))),
         }
     return measured
@@ -114,15 +121,19 @@ def scripted(**changes: Any) -> StreamsMeasured:
 
 @pytest.mark.slow
 def test_streams_are_held_to_the_same_ones_one_after_another_and_to_batches():
-    one_by_one, at_once, batched = scripted().result().rows
+    one_by_one, in_turns, at_once, batched = scripted().result().rows
     assert (one_by_one.speeds, one_by_one.median, one_by_one.low, one_by_one.high) == ((4.0, 2.0), 3.0, 2.0, 4.0)
     assert (one_by_one.vs_one_after_another, at_once.vs_one_after_another) == (1.0, 8 / 3)
+    assert (in_turns.vs_in_turns, at_once.vs_in_turns, one_by_one.vs_in_turns) == (1.0, 1.5, 3 / (16 / 3))
     assert (batched.vs_one_after_another, batched.vs_batched, at_once.vs_batched) == (None, 1.0, 0.5)
+    assert batched.vs_in_turns is None
 
 
 @pytest.mark.slow
 def test_the_rest_is_counted_over_all_groups():
-    one_by_one, at_once, batched = scripted().result().rows
+    one_by_one, _, at_once, batched = scripted().result().rows
+    assert (one_by_one.rows_per_pass, at_once.rows_per_pass, batched.rows_per_pass) == (1.0, 2.0, None)
+    assert (at_once.peak_bytes, batched.peak_bytes) == (100, 0)
     assert (at_once.target_busy, at_once.draft_busy) == (1.0, 0.5)
     assert (at_once.tokens_per_round, at_once.proposal, at_once.acceptance) == (2.0, 3.0, 0.5)
     assert (at_once.hit_rate, at_once.drafted_per_token) == (0.25, 2.0)
@@ -132,7 +143,7 @@ def test_the_rest_is_counted_over_all_groups():
 
 @pytest.mark.slow
 def test_texts_that_differ_from_what_a_prompt_gives_alone_are_counted_and_not_above_temperature_0():
-    assert [(row.same_texts, row.num_texts) for row in scripted().result().rows] == [(4, 4), (4, 4), (2, 4)]
+    assert [(row.same_texts, row.num_texts) for row in scripted().result().rows] == [(4, 4)] * 3 + [(2, 4)]
     assert {row.same_texts for row in scripted(temperature=0.5).result().rows} == {None}
 
 
@@ -149,14 +160,14 @@ def test_a_turn_that_was_cut_short_counts_for_nobody_and_who_cannot_run_holds_up
     del measured.turns[1, 2][AT_ONCE]
     result = measured.result()
     assert (result.repeats_done, result.is_complete) == (1, False)
-    assert [row.speeds for row in result.rows] == [(4.0,), (8.0,), (16.0,)]
+    assert [row.speeds for row in result.rows] == [(4.0,), (4 / 0.75,), (8.0,), (16.0,)]
     measured = scripted()
     measured.failures[BATCHED] = "no cache to merge"
     for turn in measured.turns.values():
         del turn[BATCHED]
     result = measured.result()
     assert result.is_complete
-    assert (result.rows[2].failure, result.rows[2].median, result.rows[1].vs_batched) == (
+    assert (result.rows[3].failure, result.rows[3].median, result.rows[2].vs_batched) == (
         "no cache to merge",
         None,
         None,
@@ -191,6 +202,10 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
             assert 0 < row.target_busy <= 1
             assert row.tokens_per_round is not None
             assert row.tokens_per_round >= 1
+            assert row.peak_bytes is not None
+            assert row.peak_bytes > 0
+            assert row.rows_per_pass is not None
+            assert row.rows_per_pass == 1 or (row.kind == "at once" and row.streams > 1)
     assert not outrider_threads()
 
 
@@ -202,14 +217,14 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     real: Callable[..., Any] = StreamsRunner._run_outrider_streams
 
     async def watched(self: StreamsRunner, way: StreamsContender, *arguments: Any) -> StreamsRun:
-        (rt, events) = next(iter(self._runtimes.values()))
+        rt, events = self._runtimes[way.runtime]
         events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
         return await real(self, way, *arguments)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StreamsRunner, "_run_outrider_streams", watched)
         await measure_streams((target, None), (draft, None), measured=measured)
-    assert most["at once"] == 3
+    assert most["at once"] == most["in turns"] == 3
 
 
 @pytest.mark.slow
@@ -247,7 +262,7 @@ async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair)
     assert scope.cancelled_caught
     result = measured.result()
     assert (result.repeats_done, result.is_complete) == (2, False)
-    assert [len(row.speeds) for row in result.rows] == [2, 2, 2, 1, 1, 1]
+    assert [len(row.speeds) for row in result.rows] == [2, 2, 2, 2, 1, 1, 1, 1]
     assert not outrider_threads()
 
 
@@ -265,7 +280,7 @@ def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, ca
     assert cli.main(arguments(saved, "--plot", str(tmp_path / "streams.svg"))) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for way in ("one by one", "at once", "mlx-lm BatchGenerator"):
+    for way in ("one by one", "in turns", "at once", "BatchGenerator"):
         assert sum(way in line and " ms" in line for line in out.splitlines()) == 2
     assert "each of 16 tokens, temperature 0" in out
     assert "2 of 2" in out
@@ -279,7 +294,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (out.count("\n"), err) == (1, "")
     said = json.loads(out)
     assert said.keys() == attrs.fields_dict(StreamsBenchmark).keys()
-    assert (said["is_complete"], said["streams"], len(said["rows"])) == (True, [1, 2], 2 * 5)
+    assert (said["is_complete"], said["streams"], len(said["rows"])) == (True, [1, 2], 2 * 7)
     for row in said["rows"]:
         assert row.keys() == attrs.fields_dict(StreamsRow).keys()
         assert row["same_texts"] == row["num_texts"] == 2 * row["streams"]
@@ -312,5 +327,5 @@ def test_a_signal_ends_it_and_what_was_measured_is_shown(saved, monkeypatch, cap
     out, err = capsys.readouterr()
     assert err == ""
     assert "2 of 9, the last perhaps in part: it was interrupted" in out
-    assert "mlx-lm BatchGenerator" in out
+    assert "BatchGenerator" in out
     assert not outrider_threads()

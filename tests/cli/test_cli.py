@@ -330,6 +330,11 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
         ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
         ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
+        (
+            {"rows_per_pass": 2.5, "pass_rows": 40, "wait_seconds": 0.4, "longest_wait_seconds": 1.2},
+            "shared passes",
+            "2.50 streams a pass; a round waited 10 ms, at most 1.20 s",
+        ),
         ({"resting_rounds": 1234}, "undrafted", "1,234 rounds, in which speculating did not pay"),
         ({"draft_timeouts": 3}, "late drafter", "3 times, and the target went on without it"),
         ({"draft_failures": 2}, "failed drafter", "2 times, and the target went on without it"),
@@ -344,8 +349,8 @@ def test_each_figure_has_its_unit(numbers, name, value):
 
 
 def test_what_never_happened_has_no_row():
-    rows = dict(runtime.terminal.display._rows(statistics()))
-    assert not {"undrafted", "late drafter", "failed drafter"} & set(rows)
+    rows = dict(runtime.terminal.display._rows(statistics(rows_per_pass=1.0)))
+    assert not {"shared passes", "undrafted", "late drafter", "failed drafter"} & set(rows)
 
 
 def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):

@@ -95,7 +95,7 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     num_streams: int, agreement: float, schedule: int, autojump_clock: Any
 ) -> None:
     price = priced(prefill=16.0, draft=1.0)
-    async with simulated(*pair(agreement), price=price, schedule=schedule) as simulation:
+    async with simulated(*pair(agreement), price=price, schedule=schedule, max_batch=1) as simulation:
         async with trio.open_nursery() as nursery:
             for n in range(num_streams):
                 # Some decode from the start. Others come later, with long prompts to prefill meanwhile.

@@ -137,14 +137,16 @@ def test_every_count_is_added():
     fields = [field.name for field in attrs.fields(Counts)]
     counts = Counts(**{name: i + 1 for i, name in enumerate(fields)})
     counts.add(Counts(**{name: 100 * (i + 1) for i, name in enumerate(fields)}))
-    assert attrs.asdict(counts) == {name: 101 * (i + 1) for i, name in enumerate(fields)}
+    # Of two longest waits the longer one is the longest of both.
+    times = {name: 100 if name == "longest_wait_seconds" else 101 for name in fields}
+    assert attrs.asdict(counts) == {name: times[name] * (i + 1) for i, name in enumerate(fields)}
 
 
 # --- snapshots ------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_carries_every_count_and_its_times():
-    for_rates = {"prefilled_tokens", "prefill_seconds", "target_seconds", "draft_seconds"}
+    for_rates = {"pass_shares", "prefilled_tokens", "prefill_seconds", "target_seconds", "draft_seconds"}
     numbers = {field.name: i + 1 for i, field in enumerate(attrs.fields(Counts)) if field.name not in for_rates}
     taken = snapshot(Counts(**numbers))
     assert {name: getattr(taken, name) for name in numbers} == numbers
@@ -188,6 +190,44 @@ def test_a_worker_is_never_busier_than_the_clock():
     # A job that spans the moment of the snapshot is counted whole.
     taken = snapshot(Counts(target_seconds=4.001, draft_seconds=9.0), elapsed=4.0)
     assert (taken.target_busy, taken.draft_busy) == (1.0, 1.0)
+
+
+@given(passes=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=8))
+@settings(deadline=None, derandomize=True)
+def test_passes_of_all_streams_are_counted_once_and_their_rows_for_each(passes):
+    streams = [Counts() for _ in range(4)]
+    for members in passes:
+        for index, stream in enumerate(sorted(members)):
+            streams[stream].take_part(len(members), is_first=index == 0)
+    whole = Counts()
+    for counts in streams:
+        whole.add(counts)
+    taken = snapshot(whole)
+    assert (taken.passes, taken.pass_rows) == (len(passes), sum(map(len, passes)))
+    assert taken.rows_per_pass == pytest.approx(taken.pass_rows / taken.passes)
+    for index, counts in enumerate(streams):
+        sizes = [len(members) for members in passes if index in members]
+        if sizes:
+            assert min(sizes) - 1e-9 <= snapshot(counts).rows_per_pass <= max(sizes) + 1e-9
+        else:
+            assert snapshot(counts).rows_per_pass is None
+
+
+def test_waits_are_added_and_the_longest_is_kept():
+    counts, other = Counts(), Counts()
+    for seconds in (0.25, 0.5, -1e-9):
+        counts.wait(seconds)
+    other.wait(0.75)
+    assert (counts.wait_seconds, counts.longest_wait_seconds) == (0.75, 0.5)
+    counts.add(other)
+    assert (counts.wait_seconds, counts.longest_wait_seconds) == (1.5, 0.75)
+
+
+@pytest.mark.parametrize(("num_rows", "is_said"), [(1, False), (3, True)])
+def test_passes_are_named_where_streams_shared_them(num_rows, is_said):
+    counts = Counts()
+    counts.take_part(num_rows, is_first=True)
+    assert (f"{num_rows}.0 streams a pass" in repr(snapshot(counts))) is is_said
 
 
 @pytest.mark.parametrize("elapsed", [0.0, 4.0])
@@ -242,6 +282,41 @@ async def test_what_was_never_proposed_is_told_from_what_never_stood(
     async with simulated(ScriptedModel(truthful), None if draft is None else ScriptedModel(draft)) as simulation:
         completion = await simulation.runtime.generate([1, 2], max_tokens=20, lookahead=2)
         assert completion.statistics.acceptance_rate == simulation.runtime.statistics().acceptance_rate == rate
+
+
+async def test_a_stream_alone_has_each_pass_for_itself(autojump_clock: Any) -> None:
+    async with simulated_pair() as simulation:
+        taken = (await simulation.runtime.generate([1, 2], max_tokens=20, lookahead=2)).statistics
+        assert (taken.rows_per_pass, taken.passes, taken.pass_rows) == (1.0, taken.rounds, taken.rounds)
+        # No job of the target's comes between.
+        assert taken.wait_seconds == taken.longest_wait_seconds == 0
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 8])
+@pytest.mark.parametrize("lookahead", [0, 2])
+async def test_the_passes_of_streams_add_up_to_those_that_the_target_has_run(
+    max_batch: int, lookahead: int, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.5)), max_batch=max_batch) as simulation:
+        completions = await simulation.runtime.generate_many([[1], [2], [3], [4]], max_tokens=20, lookahead=lookahead)
+        spans = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
+        whole, streams = simulation.runtime.statistics(), [completion.statistics for completion in completions]
+    assert whole.passes == sum(stream.passes for stream in streams) == len(spans)
+    assert whole.pass_rows == sum(stream.pass_rows for stream in streams) == sum(len(s.shares) or 1 for s in spans)
+    assert whole.rows_per_pass == pytest.approx(whole.pass_rows / whole.passes)
+    assert (whole.rows_per_pass > 1) == (max_batch > 1)
+    assert whole.wait_seconds == pytest.approx(sum(stream.wait_seconds for stream in streams))
+    assert whole.longest_wait_seconds == max(stream.longest_wait_seconds for stream in streams) > 0
+
+
+async def test_a_pass_whose_stream_was_closed_meanwhile_is_counted_for_the_runtime(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        stream = simulation.runtime.stream([1], max_tokens=50)
+        await anext(stream)
+        await stream.aclose()
+        await trio.sleep(100)
+        num_passes = sum(span.kind in ("verify", "decode") for span in simulation.spans("target"))
+        assert simulation.runtime.statistics().passes == num_passes > stream.statistics().rounds
 
 
 async def test_a_stream_that_is_over_is_not_counted_any_more_from_that_moment_on(autojump_clock: Any) -> None:

@@ -16,6 +16,8 @@ import actors.mlx.memory
 import actors.target
 import protocol.acceptance
 import runtime
+from actors.mlx.row_batch import RowBatch
+from actors.mlx.row_caches import RowKVCache
 from actors.mlx.sequence import MLXSequence
 from actors.workers import thread_pool
 from runtime.selftest import exactness, speed, stability
@@ -46,6 +48,7 @@ CHECKS = [
     exactness.noise,
     exactness.not_a_number,
     exactness.kernels,
+    exactness.rows,
     stability.streams,
     stability.opening,
     stability.failures,
@@ -118,6 +121,32 @@ def overlook_nan(patch: Patch) -> None:
         return largest(mx.where(mx.isnan(array), mx.array(0, array.dtype), array), **named)
 
     patch.setattr(mx, "max", largest_number)
+
+
+def mix_up_rows(patch: Patch) -> None:
+    """Of three rows or more, each gets another one's logits. The probe, which has two, sees nothing of it."""
+    feed = RowBatch.feed
+
+    def feed_and_mix_up(self: RowBatch, tokens: Any) -> dict[object, mx.array]:
+        logits = feed(self, tokens)
+        if len(logits) < 3:
+            return logits
+        lengths = {key: len(rows) for key, rows in logits.items()}
+        keys = [*list(logits)[1:], next(iter(logits))]
+        return {
+            key: mx.repeat(logits[other][:1], lengths[key], axis=0) for key, other in zip(logits, keys, strict=True)
+        }
+
+    patch.setattr(RowBatch, "feed", feed_and_mix_up)
+
+
+def see_other_rows_padding(patch: Patch) -> None:
+    """A row sees what lies behind its text. The probe notices, so that texts take turns."""
+
+    def everything(self: RowKVCache, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return mx.ones((self.offset.shape[0], 1, N, self._end), mx.bool_)
+
+    patch.setattr(RowKVCache, "make_mask", everything)
 
 
 class Disturbed(Wrapped):
@@ -203,6 +232,8 @@ def as_before() -> Iterator[None]:
         (exactness.noise, noise_of_the_thread),
         (exactness.not_a_number, overlook_nan),
         (exactness.kernels, accept_everything),
+        (exactness.rows, mix_up_rows),
+        (exactness.rows, see_other_rows_padding),
         (stability.streams, keep_an_array_of_each_pass),
         (stability.opening, leave_threads_at_work),
         (stability.failures, overlook_failures),

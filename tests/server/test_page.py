@@ -293,6 +293,10 @@ def test_the_figures(tab: Tab, server: ScriptedServer) -> None:
     expect(tab["acceptance"]).to_have_text("–")
     expect(tab["first"]).to_have_text("2.50 s")
     expect(tab["speed"]).to_have_text("4.3")
+    exchange.write(generation_tps=4.25, rows_per_pass=1.0)
+    expect(tab["speed"]).to_have_text("4.3")
+    exchange.write(generation_tps=4.25, rows_per_pass=2.46)
+    expect(tab["speed"]).to_have_text("4.32.5 streams a pass")
 
 
 @pytest.mark.slow

@@ -653,6 +653,32 @@ def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
     simulated_server(test)
 
 
+def test_who_watches_hears_of_passes_that_the_stream_shared() -> None:
+    async def test(server: Served) -> None:
+        answers: list[Any] = []
+
+        async def watch(prompt: str) -> None:
+            answers.append(await server.ask(COMPLETIONS, {**WATCHED, "prompt": prompt, "max_tokens": 20}))
+
+        async with trio.open_nursery() as nursery:
+            for prompt in ("def a", "def b", "def c"):
+                nursery.start_soon(watch, prompt)
+        assert len(answers) == 3
+        for answer in answers:
+            told = [event["speculation"] for event in answer.events]
+            passes = [s for part in told for s in part["spans"] if s["kind"] in ("verify", "decode")]
+            assert [span["round"] for span in passes] == list(range(len(passes)))
+            assert {span["streams"] for span in passes} & {2, 3}
+            assert told[-1]["statistics"]["rows_per_pass"] > 1
+            page = (await server.ask(f"/timelines/{answer.events[0]['id']}")).body.decode()
+            data = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+            shared = [span for span in data["spans"] if span[0] == 0 and len(span) == 8]
+            assert len(shared) == sum(span["streams"] > 1 for span in passes)
+            assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
+
+    simulated_server(test, ScriptedModel(looping))
+
+
 def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
     prompt = "a long prompt " * 150
 
@@ -691,7 +717,7 @@ def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
-    record = timelines.Timeline([], began=10.0)
+    record = timelines.Timeline(0, [], began=10.0)
     for at, kind in enumerate(kinds.split(), start=10):
         record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
     assert [(change["at"], change["state"]) for change in record.new_activity()["drafter"]] == [
@@ -746,6 +772,21 @@ def test_figures_add_up() -> None:
         assert found["outrider_healthy", ""] == 1
         assert found["outrider_busy_seconds_total", "target"] > 0
         assert set(before) <= set(found)
+
+    simulated_server(test)
+
+
+def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each() -> None:
+    async def test(server: Served) -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+        found = await figures(server.app)
+        spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
+        assert any(span.shares for span in spans)
+        assert found["outrider_target_passes_total", ""] == len(spans)
+        assert found["outrider_target_pass_rows_total", ""] == sum(len(span.shares) or 1 for span in spans)
+        assert found["outrider_pass_wait_seconds_total", ""] >= found["outrider_longest_pass_wait_seconds", ""] > 0
 
     simulated_server(test)
 

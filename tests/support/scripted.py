@@ -32,6 +32,7 @@ from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
+from protocol.settings import MAX_BATCH
 from protocol.trace import Event, Instant, Span
 from runtime import Token
 from runtime.engine.events import Events
@@ -630,6 +631,7 @@ async def simulated(
     schedule: int = 0,
     make_policy: MakePolicy = policy_by_settings,
     max_streams: int | None = None,
+    max_batch: int = MAX_BATCH,
     tokenizer: Any = None,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     chains: bool | None = None,
@@ -647,6 +649,7 @@ async def simulated(
         schedule: seed of trio's random choice between tasks that are ready at the same time.
         make_policy: creates the lookahead policy of a session.
         max_streams: maximum number of streams that run at the same time.
+        max_batch: most streams that share a pass of the target.
         tokenizer: the target's tokenizer.
         prefix_cache_bytes: size limit of either model's prefix cache.
         chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
@@ -671,6 +674,7 @@ async def simulated(
             events=events,
             make_policy=make_policy,
             max_streams=max_streams,
+            max_batch=max_batch,
             prefix_cache_bytes=prefix_cache_bytes,
             chains=chains,
         ) as runtime:

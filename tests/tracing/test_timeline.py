@@ -13,7 +13,7 @@ import pytest
 import trio
 from browser import visit
 from sample_tokenizers import demo
-from scripted import ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
+from scripted import Price, ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
 
 import runtime
 from protocol.session_state import Commit
@@ -50,7 +50,7 @@ Use = Callable[[Simulation], Awaitable[Any]]
 
 
 def simulate(
-    *uses: Use, target: ScriptedModel | None = None, draft: ScriptedModel | None = None
+    *uses: Use, target: ScriptedModel | None = None, draft: ScriptedModel | None = None, price: Price = PRICE
 ) -> tuple[list[Event], list[Any]]:
     """The events and outcomes of streams that run at once and begin in this order."""
 
@@ -61,7 +61,7 @@ def simulate(
             came[i] = await outcome
 
         models = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.75))
-        async with simulated(*models, price=PRICE) as simulation, trio.open_nursery() as nursery:
+        async with simulated(*models, price=price) as simulation, trio.open_nursery() as nursery:
             for i, use in enumerate(uses):
                 nursery.start_soon(wait_for, i, use(simulation))
         return simulation.events, came
@@ -173,8 +173,8 @@ def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time
     (session,) = data_for(events)["sessions"]
     assert [round["round"] for round in session["rounds"]] == list(range(len(session["rounds"])))
     for round in session["rounds"][:-1]:
-        kind, began, ended = round["work"]
-        assert kind == "verify"
+        kind, began, ended, others = round["work"]
+        assert (kind, others) == ("verify", [])
         assert round["proposedAt"] <= began < ended <= round["committedAt"] <= round["answeredAt"]
         assert isinstance(round["hit"], bool)
     assert "hit" not in session["rounds"][-1]
@@ -212,6 +212,37 @@ def test_busy_is_what_was_worked_until_the_text_was_there():
     (session,) = data_for(events)["sessions"]
     assert session["summary"]["targetBusy"] == pytest.approx(2 / 3)
     assert session["summary"]["draftBusy"] == pytest.approx(1 / 3)
+
+
+@pytest.fixture(scope="module")
+def shared() -> tuple[list[Event], list[runtime.Completion]]:
+    """Three streams that share passes."""
+    uses = [generated(prompt, max_tokens=30, lookahead=3) for prompt in ([5, 6, 7], [9, 8], [1, 2, 3, 4])]
+    return simulate(*uses, price=priced(prefill=0.25, draft=0.03125, verify=0.5, decode=0.5))
+
+
+def test_a_pass_that_streams_share_is_one_span_with_the_part_of_each(shared):
+    events, _ = shared
+    passes = [event for event in events if isinstance(event, Span) and event.shares]
+    found = [span for span in data_for(events)["spans"] if span[0] == 0 and len(span) > 7]
+    assert len(found) == len(passes) > 3
+    for (_, kind, session, _, _, num_tokens, round, parts), span in zip(found, passes, strict=True):
+        assert (kind, session, round, num_tokens) == ("verify", None, None, span.num_tokens)
+        assert parts == [[share.session, share.round, share.num_tokens] for share in span.shares]
+
+
+def test_each_stream_has_the_passes_that_it_shared_among_its_own(shared):
+    events, completions = shared
+    for session, completion in zip(data_for(events)["sessions"], completions, strict=True):
+        statistics, summary = completion.statistics, session["summary"]
+        assert all("work" in round for round in session["rounds"])
+        assert len(session["rounds"]) == statistics.rounds == statistics.pass_rows
+        assert summary["rowsPerPass"] == pytest.approx(statistics.rows_per_pass)
+        assert summary["rowsPerPass"] > 1
+        assert summary["targetBusy"] == pytest.approx(statistics.target_busy)
+        beside = {other for round in session["rounds"] for other in round["work"][3]}
+        assert beside
+        assert beside <= {0, 1, 2} - {session["id"]}
 
 
 def test_a_draft_says_how_much_of_it_cost_nothing():
@@ -665,6 +696,42 @@ def test_a_browser_tells_verify_and_decode_apart_by_more_than_their_colour(tmp_p
     assert said["verify"][0] == 1
     assert said["decode"][0] > 1
     assert said["verify"][1] != said["decode"][1]
+
+
+@in_a_browser
+def test_a_browser_shows_the_rows_of_a_shared_pass_and_lets_each_of_them_be_chosen(shared, tmp_path):
+    script = """
+      const pass = data.spans.find((s) => s[0] === 0 && s[7]?.length > 1 && s[7].every(([id, round]) => round > 0));
+      const [own, other] = pass[7], middle = (pass[3] + pass[4]) / 2, told = [];
+      const choose = (id) => { $("session").value = id; $("session").dispatchEvent(new Event("change")); frame(); };
+      const look = () => { pointer("pointermove", place(middle), 70); return $("tip").innerText; };
+      choose(own[0]);
+      told.push(look());
+      pointer("pointerdown", place(middle), 70);
+      pointer("pointerup", place(middle), 70);
+      const details = $("details").innerText;
+      choose(other[0]);
+      told.push(look());
+      $("table").open = true; $("table").dispatchEvent(new Event("toggle"));
+      return { parts: pass[7], told, details, legend: $("legend").innerText, summary: $("summary").innerText,
+        columns: [...$("table").querySelectorAll("th")].map((th) => th.textContent),
+        rows: [...$("table").querySelectorAll("tbody tr")].map((tr) => tr.children[5].textContent) };
+    """
+    found = visit(page_for(shared[0]), script, tmp_path)
+    for shown, told in zip(found["parts"], found["told"], strict=False):
+        title, *lines = [line for line in told.splitlines() if line.strip()]
+        assert title.startswith(f"Target: verify of {len(found['parts'])} streams")
+        rows = [line for line in lines if line.startswith("stream ")]
+        # The stream shown comes first.
+        assert rows[0].startswith(f"stream {shown[0]}: round {shown[1]}, {shown[2]} token")
+        assert len(rows) == len(found["parts"])
+    assert re.search(r"in a pass with streams? \d", found["details"])
+    assert all(f"stream {id}" in found["legend"] for id in range(3))
+    assert "a pass of several streams" in found["legend"]
+    assert "Streams a pass" in found["summary"]
+    assert found["columns"][5] == "Streams in it"
+    assert set(found["rows"]) <= {"1", "2", "3"}
+    assert {"2", "3"} & set(found["rows"])
 
 
 @in_a_browser

@@ -89,9 +89,10 @@ def assert_flows_pair_up(entries: Sequence[Entry]) -> None:
         (proposal,) = [p for p in proposals if (p["tid"], p["ts"]) == (begin["tid"], begin["ts"])]
         (verify,) = [v for v in verifies if (v["tid"], v["ts"]) == (end["tid"], end["ts"])]
         assert end["bp"] == "e"
-        assert [proposal["args"][fact] for fact in ("session", "round")] == [
-            verify["args"][fact] for fact in ("session", "round")
-        ]
+        facts, session = verify["args"], proposal["args"]["session"]
+        rounds = {facts["session"]: facts["round"]} if "session" in facts else {}
+        rounds |= {int(name.split()[1]): share["round"] for name, share in facts.get("shares", {}).items()}
+        assert rounds[session] == proposal["args"]["round"]
 
 
 async def a_bit_of_everything(simulation: Simulation) -> None:
@@ -166,7 +167,34 @@ async def test_a_verdict_says_what_was_committed_and_how_much_of_it_was_drafted(
 async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(events):
     entries = json.loads(written(events))
     assert_flows_pair_up(entries)
-    assert len(of(entries, "s")) == len(of(entries, "X", "verify")) > 10
+    rows = [row for event in events if isinstance(event, Span) and event.kind == "verify" for row in event.sessions]
+    # A round without a proposal goes along in a pass of others, and has none.
+    proposals = of(entries, "i", "proposal")
+    assert 10 < len(of(entries, "s")) <= min(len(rows), len(proposals))
+
+
+async def test_a_pass_that_streams_share_is_one_entry_with_the_part_of_each(events):
+    entries = json.loads(written(events))
+    shared = [event for event in events if isinstance(event, Span) and event.shares]
+    shown = [e for e in of(entries, "X", "verify") if "shares" in e["args"]]
+    assert len(shown) == len(shared) > 3
+    for entry, span in zip(shown, shared, strict=True):
+        assert "session" not in entry["args"]
+        assert entry["args"]["sessions"] == len(span.shares)
+        assert entry["args"]["shares"] == {
+            f"session {share.session}": {"round": share.round, "tokens": share.num_tokens} for share in span.shares
+        }
+
+
+async def test_an_arrow_leads_to_a_shared_pass_from_each_proposal_in_it(autojump_clock):
+    price = priced(prefill=0.25, draft=0.03125, verify=0.5, decode=0.5)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75)), price=price) as simulation:
+        await simulation.runtime.generate_many([[5, 6, 7], [9, 8], [1, 2]], max_tokens=30, lookahead=3)
+    entries = json.loads(written(simulation.events))
+    assert_flows_pair_up(entries)
+    begins = [nanoseconds(flow["ts"]) for flow in of(entries, "f")]
+    shared = [span for span in simulation.spans("target") if span.shares]
+    assert max(begins.count(round(span.began * 1e9)) for span in shared) > 1
 
 
 async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojump_clock):

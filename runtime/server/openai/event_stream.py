@@ -131,6 +131,7 @@ def _speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Time
         "proposed": statistics.proposed,
         "accepted": statistics.accepted,
         "acceptance_rate": statistics.acceptance_rate,
+        "rows_per_pass": statistics.rows_per_pass,
         "generation_tps": statistics.generation_tps,
         "time_to_first_token": statistics.time_to_first_token,
         "elapsed": statistics.elapsed,

@@ -115,19 +115,21 @@ class SpeculationStatistics(TypedDict):
     proposed: int
     accepted: int
     acceptance_rate: float | None
+    rows_per_pass: float | None
     generation_tps: float | None
     time_to_first_token: float | None
     elapsed: float
 
 
 class WorkSpan(TypedDict):
-    """A job of a model; its begin and end in seconds since the stream began."""
+    """A job of a model: its begin and end in seconds since the stream began, and how many streams shared it."""
 
     actor: Literal["target", "draft"]
     kind: str
     began: float
     ended: float
     round: int | None
+    streams: int
 
 
 class DrafterChange(TypedDict):

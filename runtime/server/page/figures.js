@@ -13,7 +13,8 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const TOLD = {
   acceptance: ({ proposed, accepted, drafter }) =>
     proposed > 0 ? [percent(accepted / proposed), `${count(accepted)} of ${count(proposed)}`] : drafter === "resting" ? ["resting"] : null,
-  speed: ({ generation_tps }) => (generation_tps > 0 ? [rate(generation_tps)] : null),
+  speed: ({ generation_tps, rows_per_pass }) =>
+    generation_tps > 0 ? [rate(generation_tps), rows_per_pass > 1 ? `${rows_per_pass.toFixed(1)} streams a pass` : undefined] : null,
   tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),
   first: ({ time_to_first_token }) => (isNumber(time_to_first_token) ? [duration(time_to_first_token)] : null),
   read: ({ prompt_tokens }) => (isNumber(prompt_tokens) ? [count(prompt_tokens)] : null),
