@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import attrs
@@ -29,6 +29,11 @@ Outcomes = list[outcome.Outcome[Verified]]
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
 # a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
+# Checkpoints within which the task of a round that was in a pass has told the drafter of its verdict.
+CHECKPOINTS_TO_END_ROUND = 3
+# Checkpoints for each session that is asked to hurry, until all have their rounds: mailboxes are emptied one message at
+# a time.
+CHECKPOINTS_TO_HURRY = 10
 
 
 class SharedPassError(JobError):
@@ -133,7 +138,17 @@ class PassQueue:
     over, the task of a round that still waits leads the next one.
     """
 
-    def __init__(self, model: Model, worker: Worker, prices: Prices, target_queue: TargetQueue, max_batch: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        worker: Worker,
+        prices: Prices,
+        target_queue: TargetQueue,
+        max_batch: int,
+        *,
+        can_hurry: Callable[[int], bool],
+        hurry: Callable[[int], None],
+    ) -> None:
         """Make an empty queue.
 
         Args:
@@ -142,11 +157,15 @@ class PassQueue:
             prices: of the target.
             target_queue: is told which rounds wait and run.
             max_batch: most rounds in one pass, >= 1.
+            can_hurry: whether a session that is drafted for could have its next round at once.
+            hurry: asks a session to do so.
         """
         self._model = model
         self._worker = worker
         self._prices = prices
         self._target_queue = target_queue
+        self._can_hurry = can_hurry
+        self._ask_to_hurry = hurry
         self.num_shared = max_batch
         self._waiting: list[_WaitingRound] = []
         self._members: dict[int, _Member] = {}  # by session
@@ -257,37 +276,60 @@ class PassQueue:
     async def _wait_for_more(self) -> None:
         """Wait for rounds that are about to be ready, as long as the pass gains by it."""
         until_s = self._worker.clock() + MAX_WAIT * self._prices.verify(1)
+        # The tasks of the last pass's other rounds, which have been woken at the same time, get as far as this one.
+        for _ in range(CHECKPOINTS_TO_END_ROUND if len(self._members) > 1 else 0):
+            await trio.lowlevel.checkpoint()
         while True:
             now_s = self._worker.clock()
             with self._lock:
-                plan = self._plan(now_s, max_wait_s=until_s - now_s)
-            if plan is None or plan.wait_s <= 0.0:
+                coming = self._coming(now_s)
+                plan = self._plan(list(coming.values()), max_wait_s=until_s - now_s)
+                first_coming = sum(not round.alone for round in self._waiting)
+            if plan is None:
+                return
+            if plan.wait_s <= 0.0:
+                sessions = list(coming)
+                await self._hurry(
+                    {sessions[index - first_coming] for index in plan.num_drafted if index >= first_coming}
+                )
                 return
             self._arrival = trio.Event()
-            with trio.move_on_after(plan.wait_s) as scope:
+            with trio.move_on_after(plan.wait_s):
                 await self._arrival.wait()
-            if scope.cancelled_caught:
+
+    async def _hurry(self, sessions: Set[int]) -> None:
+        """Have sessions bring their rounds as they are, and wait until they have."""
+        for session in sessions:
+            self._ask_to_hurry(session)
+        for _ in range(CHECKPOINTS_TO_HURRY * len(sessions)):
+            if sessions <= {round.session for round in self._waiting}:
                 return
+            await trio.lowlevel.checkpoint()
 
     # --- under the lock, on either thread ---------------------------------------------------------
 
-    def _plan(self, now_s: float = 0.0, max_wait_s: float = 0.0) -> PassPlan | None:
+    def _coming(self, now_s: float) -> dict[int, ReadyRound]:
+        """The rounds that do not wait yet, by session."""
+        waiting, coming = {round.session for round in self._waiting}, {}
+        # One that should be there already is waited for a little longer, since its moment is only a mean.
+        patience_s = PATIENCE * self._prices.verify(1)
+        for session, member in self._members.items():
+            can_hurry = member.ended_s is not None and self._can_hurry(session)
+            is_due = member.due_s + patience_s > now_s
+            if session not in waiting and (is_due or can_hurry):
+                due_s = max(0.0, member.due_s - now_s) + patience_s if is_due else math.inf
+                num_needed = member.ready.num_needed if member.ready.reach else 1
+                coming[session] = ReadyRound(num_needed, member.ready.reach, due_s=due_s, can_hurry=can_hurry)
+        return coming
+
+    def _plan(self, coming: Sequence[ReadyRound] = (), max_wait_s: float = 0.0) -> PassPlan | None:
         """The next pass, of the rounds that wait and then of those that come; None if none waits."""
         if not self._waiting:
             return None
         if self._waiting[0].alone:
             return plan_pass([self._waiting[0].ready], self._prices.verify, 1)
         rounds = [round.ready for round in self._waiting if not round.alone]
-        if max_wait_s > 0.0:
-            # One that should be there already is waited for a little longer, since its moment is only a mean.
-            patience_s = PATIENCE * self._prices.verify(1)
-            waiting = {round.session for round in self._waiting}
-            rounds += [
-                attrs.evolve(member.ready, due_s=max(0.0, member.due_s - now_s) + patience_s)
-                for session, member in self._members.items()
-                if session not in waiting and member.due_s + patience_s > now_s
-            ]
-        return plan_pass(rounds, self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
+        return plan_pass([*rounds, *coming], self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
 
     def _chosen(self) -> dict[_WaitingRound, int]:
         """The rounds of the pass that could begin now, with how many of their drafted tokens each feeds."""

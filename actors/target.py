@@ -123,7 +123,9 @@ class TargetActor(ModelActor[TargetSession]):
         self.beside_another = beside_another
         self._target_queue = target_queue or TargetQueue(prices.verify, max_batch)
         self._num_in_rounds = 0
-        self._passes = PassQueue(model, worker, prices, self._target_queue, max_batch)
+        self._passes = PassQueue(
+            model, worker, prices, self._target_queue, max_batch, can_hurry=self._can_hurry, hurry=self._hurry
+        )
 
     def _new_session(self, shared: Session) -> TargetSession:
         return TargetSession(shared)
@@ -234,7 +236,7 @@ class TargetActor(ModelActor[TargetSession]):
         num_texts = 1 if session.last_pass is None else session.last_pass.num_rounds
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
         if session.last_pass is None or session.last_pass.num_rows == num_texts:
-            self.prices.observe_plain_round(round_s, num_texts=num_texts)
+            self.prices.observe_plain_round(round_s, session.last_pass_s, num_texts=num_texts)
 
     async def _wait_for_proposal(self, session: TargetSession) -> None:
         """Wait until the drafter has proposed or left the round to the target, or the time is up."""
@@ -265,6 +267,22 @@ class TargetActor(ModelActor[TargetSession]):
             self.drafter.send_nowait(Due(session.id, session.state.round))
             while session.state.phase is SessionPhase.PROPOSING:  # for a few turns of the event loop
                 await session.change()
+
+    def _can_hurry(self, session_id: int) -> bool:
+        """Whether a session's drafter can be asked for what it has drafted by now."""
+        session = self._sessions.get(session_id)
+        return (
+            session is not None
+            and session.state.phase is SessionPhase.PROPOSING
+            and session.is_drafter_ready
+            # A fixed lookahead is what the user wants, however long it takes.
+            and session.shared.opened.settings.lookahead == "auto"
+        )
+
+    def _hurry(self, session_id: int) -> None:
+        session = self._sessions[session_id]
+        if self.drafter is not None:
+            self.drafter.send_nowait(Due(session_id, session.state.round, is_late=False))
 
     def _proposal_timeout_s(self, session: TargetSession) -> float:
         """Seconds to wait for the drafter."""

@@ -193,7 +193,7 @@ class Ready:
 
 @attrs.frozen
 class Due:
-    """The target waits no longer for the proposal of a round.
+    """The target waits no longer for the proposal of a round: it was too long, or a pass begins that others share.
 
     The drafter answers at once, in the event loop and not on its thread, with the tokens that it has drawn so far. So
     whether a token is proposed depends on when it was drawn, not on which token it is; otherwise the rejection rule
@@ -201,10 +201,12 @@ class Due:
 
     Attributes:
         session, round: what it belongs to.
+        is_late: whether the drafter has taken too long. The target goes on alone then until it hears `Ready` again.
     """
 
     session: int = attrs.field(validator=ge(0))
     round: int = attrs.field(validator=ge(0))
+    is_late: bool = True
 
 
 @attrs.frozen

@@ -34,12 +34,20 @@ class ReadyRound:
         reach: for each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
         was_passed_over: whether the last pass left it out, so that this one must not.
         due_s: seconds from now until it should be ready, >= 0; 0 if it is.
+        can_hurry: whether it could also take part before, with the tokens that it must feed alone.
     """
 
     num_needed: int
     reach: tuple[float, ...] = ()
     was_passed_over: bool = False
     due_s: float = 0.0
+    can_hurry: bool = False
+
+    def after(self, wait_s: float) -> ReadyRound | None:
+        """The round as it could take part in a pass that begins after a wait; None if it could not."""
+        if self.due_s <= wait_s:
+            return self
+        return attrs.evolve(self, reach=(), due_s=0.0) if self.can_hurry else None
 
     def num_drafted(self, width: int) -> int:
         """How many drafted tokens it feeds in a pass of a width."""
@@ -99,18 +107,18 @@ def _plan_at(
     wait_s: float, rounds: Sequence[ReadyRound], seconds: PassSeconds, max_batch: int
 ) -> tuple[PassPlan, float]:
     """The best pass that begins after a wait, and its tokens a second."""
-    ready = [i for i, each in enumerate(rounds) if each.due_s <= wait_s]
-    first = next(i for i in ready if rounds[i].due_s <= 0.0)
+    ready = {i: round for i, each in enumerate(rounds) if (round := each.after(wait_s)) is not None}
+    first = next(i for i, each in enumerate(rounds) if each.due_s <= 0.0)
     required = [first, *(i for i in ready if rounds[i].was_passed_over and i != first)][:max_batch]
     optional = [i for i in ready if i not in required]
     # The expected tokens of each round, by the number of drafted ones that it feeds.
-    expected = {i: list(accumulate(rounds[i].reach, initial=1.0)) for i in ready}
-    least_width = max(rounds[i].num_needed for i in required)
-    widths = {width for i in ready for width in range(rounds[i].num_needed, rounds[i].max_width + 1)}
+    expected = {i: list(accumulate(each.reach, initial=1.0)) for i, each in ready.items()}
+    least_width = max(ready[i].num_needed for i in required)
+    widths = {width for each in ready.values() for width in range(each.num_needed, each.max_width + 1)}
     best_rate, best_members, best_width = -1.0, required, least_width
     for width in sorted(width for width in widths if width >= least_width):
-        total = sum(expected[i][rounds[i].num_drafted(width)] for i in required)
-        others = [(expected[i][rounds[i].num_drafted(width)], -i) for i in optional if rounds[i].num_needed <= width]
+        total = sum(expected[i][ready[i].num_drafted(width)] for i in required)
+        others = [(expected[i][ready[i].num_drafted(width)], -i) for i in optional if ready[i].num_needed <= width]
         # Each costs the same, so that those with most to gain come first.
         others.sort(reverse=True)
         for num_others in range(min(len(others), max_batch - len(required)) + 1):
@@ -122,6 +130,6 @@ def _plan_at(
             if rate > best_rate or (rate == best_rate and num_members > len(best_members)):
                 members = [*required, *(-index for _, index in others[:num_others])]
                 best_rate, best_members, best_width = rate, members, width
-    num_drafted = {i: rounds[i].num_drafted(best_width) for i in sorted(best_members)}
-    wait_s = max(rounds[i].due_s for i in best_members)
+    num_drafted = {i: ready[i].num_drafted(best_width) for i in sorted(best_members)}
+    wait_s = max(ready[i].due_s for i in best_members)
     return PassPlan(num_drafted, best_width, wait_s), best_rate

@@ -87,8 +87,8 @@ class Prices:
             included.
         num_texts: how many texts could share a target's pass now, >= 1.
         drafts_together: whether texts share the drafter's passes, too.
-        plain_overhead: by what factor passes of several texts without drafts took longer than T_v, because of the trip
-            through the event loop.
+        plain_overhead: by what factor rounds of several texts without drafts take longer than their passes, because of
+            the trip through the event loop.
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
     """
 
@@ -126,12 +126,19 @@ class Prices:
         # A draft step that ran beside the end of this pass is heard of only when that step has ended.
         self._unpriced_passes.append((rows, began_s, ended_s))
 
-    def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
-        """Add a round without a drafter: the time from the last verdict to its own, over the texts of its pass."""
+    def observe_plain_round(self, seconds: float, pass_s: float, *, num_texts: int = 1) -> None:
+        """Add a round without a drafter.
+
+        Args:
+            seconds: from the last verdict to its own, over the texts of its pass.
+            pass_s: the part of it that the pass took.
+            num_texts: that shared the pass, none of which had drafted tokens.
+        """
         if num_texts == 1:
             self.plain_decode_s.observe(seconds)
-        elif (expected_s := self.verify(num_texts) / num_texts) > 0:
-            self.plain_overhead.observe(min(seconds / expected_s, MAX_SURPRISE))
+        elif pass_s > 0:
+            # A drafter beside the pass makes both longer.
+            self.plain_overhead.observe(min(seconds / pass_s, MAX_SURPRISE))
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""

@@ -353,10 +353,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._reconsider(session)
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
-        """Answer a target whose wait is over: propose what is drafted, and catch up after the running step."""
-        # Also if this message has crossed a proposal: the target goes on alone until it hears `Ready` again.
-        session.is_late = session.is_late or session.is_ready
-        session.is_ready = False
+        """Answer a target whose wait is over: propose what is drafted, and if late, catch up after the running step."""
+        if due.is_late:
+            # Also if this message has crossed a proposal.
+            session.is_late = session.is_late or session.is_ready
+            session.is_ready = False
         if session.state.phase is SessionPhase.PROPOSING and session.state.round == due.round:
             self._send(session, session.proposal_by_now())
         self._reconsider(session)

@@ -151,7 +151,8 @@ class LookupActor(Drafter[LookupSession]):
             case Verdict():
                 self._receive_verdict(session, message)
             case Due():  # lookup answers at once, so this message and the answer have crossed
-                self._target.send_nowait(Ready(session.id))
+                if message.is_late:
+                    self._target.send_nowait(Ready(session.id))
             case Overdue():
                 session.state.rest(message)
 
