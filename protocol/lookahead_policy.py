@@ -355,13 +355,24 @@ class AutoPolicy:
             return True
         modelled_rate = prices.modelled_rate(calibration.mean_acceptance)
         measured_share = min(1.0, prices.speculative_rate / modelled_rate)
-        calibration.trust += (measured_share - calibration.trust) / TRUST_MEMORY_ROUNDS
+        calibration.trust += (measured_share - calibration.trust) / self._trust_memory
         # A few dozen rounds say little where the two rates are close, and the model says more.
         rate = (prices.speculative_rate + 2 * calibration.trust * modelled_rate) / 3
         if rate >= REST_BELOW * prices.plain_rate:
             return False
         calibration.trust = measured_share
         return True
+
+    @property
+    def _plain_token_s(self) -> float:
+        """Seconds of a plainly decoded token; 0 before anything was measured."""
+        rate = self.prices.plain_rate
+        return 1.0 / rate if rate > 0.0 else 0.0
+
+    @property
+    def _trust_memory(self) -> float:
+        """Rounds of all texts; they share the calibration."""
+        return TRUST_MEMORY_ROUNDS * self.prices.num_texts
 
     def should_rest_on(self, num_behind: int) -> bool:
         """See `Policy.should_rest_on`."""
@@ -377,20 +388,20 @@ class AutoPolicy:
 
     def should_catch_up(self, num_tokens: int) -> bool:
         """See `Policy.should_catch_up`."""
-        self.calibration.trust += (1.0 - self.calibration.trust) / TRUST_MEMORY_ROUNDS
+        self.calibration.trust += (1.0 - self.calibration.trust) / self._trust_memory
         self._grow_probe_budget()
         cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
         if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
             return False
         self._probe_budget_s -= cost_s
-        if cost_s > PROBE_SHARE * num_tokens * self.prices.plain_decode_s.value:
+        if cost_s > PROBE_SHARE * num_tokens * self._plain_token_s:
             # The budget does not last for probes as frequent as this one.
             self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
         return True
 
     def _grow_probe_budget(self) -> None:
         """Add a round's share of the time to what may go into finding out whether a rest should end."""
-        token_s = self.prices.plain_decode_s.value
+        token_s = self._plain_token_s
         self._probe_budget_s = min(self._probe_budget_s + PROBE_SHARE * token_s, MAX_PROBE_TOKENS * token_s)
 
 
