@@ -247,7 +247,7 @@ class DraftQueue:
             return Step(results)
         shares = tuple(request.share for request in going_on)
         num_tokens = sum(share.num_tokens for share in shares)
-        return Step(results, partial(self._step, going_on), num_tokens, shares if len(shares) > 1 else ())
+        return Step(results, partial(self._step, going_on), num_tokens, shares)
 
     def _guesses(self, requests: Sequence[DraftRequest]) -> dict[DraftRequest, outcome.Outcome[LazyGuesses]]:
         """Feed the sessions in one pass, and evaluate their guesses."""

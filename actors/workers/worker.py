@@ -74,7 +74,7 @@ class Step(Generic[T]):
         result: crosses threads, as a job's result does.
         next_call: does the next step; None if this was the last one.
         num_tokens: tokens that go through the model in the next step.
-        shares: the sessions that share the next step; see `Span.shares`.
+        shares: the sessions that take part in the next step, if there were several in the first one.
     """
 
     result: T
@@ -123,6 +123,9 @@ class Steps(Generic[T]):
         """The step after one that was done, as a job; None if there is none or the steps are interrupted."""
         if step.next_call is None or self.is_interrupted:
             return None
+        if len(step.shares) == 1:
+            (share,) = step.shares
+            return Job(self.kind, step.next_call, share.session, step.num_tokens, share.round)
         return Job(self.kind, step.next_call, self.session, step.num_tokens, self.round, shares=step.shares)
 
     def hand_over(self, job: Job[Step[T]], result: T, goes_on: bool) -> outcome.Outcome[None]:

@@ -25,7 +25,7 @@ def prices_of(step: float = STEP, *, contention: float = 0.0, slope: float = 0.0
     """Prices of a drafter's step and a target's pass, from many measurements."""
     prices = Prices()
     for width in (1, 2, 3, 1, 4) * 10:
-        prices.draft_alone.observe(width, step)
+        prices.draft_alone.observe(width, 0.0, step)
         for overlap in (0.0, step, 3 * step):
             prices.verify.observe(width, overlap, VERIFY * (1 + slope * (width - 1)) + contention * overlap)
         prices.observe_round(round(rate * 100), 100.0)
@@ -78,13 +78,22 @@ def after(draft_budget: DraftBudget, *raws: float, now: float = 0.0) -> DraftBud
 
 
 def test_reach_falls_along_it_until_it_is_too_little():
-    draft_budget = believed(min_reach=0.4)
+    draft_budget = believed(min_reaches=(0.4,))
     draft_budget = after(draft_budget, 0.9)
     assert draft_budget.reach == pytest.approx(0.9)
     draft_budget = after(draft_budget, 0.6)
     assert draft_budget.reach == pytest.approx(0.54)
     assert after(draft_budget, 0.7) is None
     assert after(draft_budget, 0.8) is not None
+
+
+def test_each_step_has_the_least_reach_of_its_own_and_the_last_one_holds_on():
+    draft_budget = believed(min_reaches=(0.1, 0.5, 0.2))
+    draft_budget = after(after(draft_budget, 0.9), 0.9)
+    assert after(draft_budget, 0.2) is None
+    draft_budget = after(draft_budget, 0.3)
+    assert after(draft_budget, 0.8) is None
+    assert after(draft_budget, 0.9) is not None
 
 
 def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
@@ -108,8 +117,8 @@ def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
 
 
 def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
-    assert believed(min_reach=0.4).foresees_another(0.0)
-    assert not believed(min_reach=0.5).foresees_another(0.0)
+    assert believed(min_reaches=(0.4,)).foresees_another(0.0)
+    assert not believed(min_reaches=(0.5,)).foresees_another(0.0)
 
 
 # --- budgets of policies --------------------------------------------------------------------------

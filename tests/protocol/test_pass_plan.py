@@ -85,3 +85,53 @@ def test_a_text_that_has_much_to_read_again_does_not_make_all_others_wide() -> N
     plan = plan_pass([ReadyRound(1), ReadyRound(1), much, ReadyRound(1)], line(0.2), 8)
     assert plan.num_drafted == {0: 0, 1: 0, 3: 0}
     assert 0 in plan_pass([much, ReadyRound(1)], line(0.2), 8).num_drafted
+
+
+# --- waiting for rounds that come -----------------------------------------------------------------
+
+
+def test_a_pass_waits_for_what_would_otherwise_be_a_pass_of_its_own_if_that_is_not_long() -> None:
+    soon, late = ReadyRound(1, due_s=0.2), ReadyRound(1, due_s=0.9)
+    # Where width is free, two texts in 1.2 s are better than one in 1 s.
+    assert plan_pass([ReadyRound(1), soon], line(0.0), 8, max_wait_s=1.0) == PassPlan({0: 0, 1: 0}, 1, 0.2)
+    assert plan_pass([ReadyRound(1), soon], line(0.0), 8, max_wait_s=0.1).num_drafted == {0: 0}
+    # Where two rows take twice as long, a wait is lost.
+    assert plan_pass([ReadyRound(1), soon], line(1.0), 8, max_wait_s=1.0).num_drafted == {0: 0}
+    assert plan_pass([ReadyRound(1)] * 3 + [late], line(0.0), 8, max_wait_s=1.0).wait_s == 0.0
+    assert plan_pass([ReadyRound(1)] * 3 + [late] * 5, line(0.0), 8, max_wait_s=1.0).wait_s == 0.9
+
+
+def test_a_round_that_can_hurry_comes_without_its_drafts_where_they_are_not_worth_the_wait() -> None:
+    unsure = ReadyRound(1, (0.1,), due_s=0.5, can_hurry=True)
+    assert plan_pass([ReadyRound(1), unsure], line(0.0), 8, max_wait_s=1.0) == PassPlan({0: 0, 1: 0}, 1)
+    sure = ReadyRound(1, (1.0, 1.0, 1.0), due_s=0.5, can_hurry=True)
+    assert plan_pass([ReadyRound(1), sure], line(0.0), 8, max_wait_s=1.0) == PassPlan({0: 0, 1: 3}, 4, 0.5)
+    assert plan_pass([ReadyRound(1), sure], line(0.0), 8, max_wait_s=0.1) == PassPlan({0: 0, 1: 0}, 1)
+
+
+@deterministic
+@given(
+    rounds_of,
+    st.lists(st.tuples(st.floats(0.01, 3.0), st.booleans(), st.lists(st.floats(0, 1), max_size=3)), max_size=3),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.floats(0, 2),
+)
+def test_no_plan_waits_longer_than_it_may_or_promises_less_than_to_begin_at_once(
+    rounds: list[ReadyRound], coming: list[tuple[float, bool, list[float]]], slope: float, max_wait_s: float
+) -> None:
+    all_rounds = rounds + [
+        ReadyRound(1, tuple(sorted(reach, reverse=True)), due_s=due_s, can_hurry=can_hurry)
+        for due_s, can_hurry, reach in coming
+    ]
+    at_once = plan_pass(rounds, line(slope), 8)
+    plan = plan_pass(all_rounds, line(slope), 8, max_wait_s=max_wait_s)
+    assert 0.0 <= plan.wait_s <= max_wait_s
+    assert 0 in plan.num_drafted
+    expected = 0.0
+    for index, num_drafted in plan.num_drafted.items():
+        each = all_rounds[index].after(plan.wait_s)
+        assert each is not None
+        assert num_drafted <= len(each.reach)
+        expected += 1.0 + sum(each.reach[:num_drafted])
+    rate_with_wait = expected / (plan.wait_s + line(slope)(len(plan.num_drafted) * plan.width))
+    assert rate_with_wait >= rate(rounds, at_once, line(slope)) * (1 - 1e-9)

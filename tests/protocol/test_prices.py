@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.prices import MAX_RULES, ContendedPrice, Mean, Prices
+from protocol.pass_price import PassPrice
+from protocol.prices import MAX_RULES, Mean, Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -26,7 +27,7 @@ deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 )
 @deterministic
 def test_an_affine_price_is_found(base, slope, delay, seed):
-    price, dice = ContendedPrice(), random.Random(seed)
+    price, dice = PassPrice(), random.Random(seed)
     # The first measurement is the unit of the prior.
     price.observe(1, 0.0, base)
     for _ in range(500):
@@ -34,7 +35,7 @@ def test_an_affine_price_is_found(base, slope, delay, seed):
         price.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
     # The prior keeps a little weight.
     assert price(1) == pytest.approx(base, rel=0.05)
-    assert price.per_token == pytest.approx(base * slope, abs=0.02 * base)
+    assert price.per_row(9) == pytest.approx(base * slope, abs=0.02 * base)
     assert price.target_slowdown == pytest.approx(delay, abs=0.06)
     assert price(6, base) == pytest.approx(base * (1 + 5 * slope) + delay * base, rel=0.05)
 
@@ -42,12 +43,12 @@ def test_an_affine_price_is_found(base, slope, delay, seed):
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_believed(width, overlap):
-    first, price = ContendedPrice(), ContendedPrice()
+    first, price = PassPrice(), PassPrice()
     first.observe(width, overlap, 2.0)
     for _ in range(500):
         price.observe(width, overlap, 2.0)
     assert price(width, overlap) == pytest.approx(2.0, rel=1e-6)
-    assert price.per_token == pytest.approx(first.per_token, rel=0.2)
+    assert price.per_row(width + 8) == pytest.approx(first.per_row(width + 8), rel=0.2)
     assert 0 <= price.target_slowdown <= 0.9
 
 
@@ -59,16 +60,16 @@ passes = st.lists(st.tuples(st.integers(1, 65), seconds, seconds), max_size=30)
 @given(seen=passes, width=st.integers(1, 65), overlap=st.floats(0, 100))
 @deterministic
 def test_whatever_was_seen_no_price_is_negative_or_infinite(seen, width, overlap):
-    price = ContendedPrice()
+    price = PassPrice()
     for each in seen:
         price.observe(*each)
         assert 0 <= price(width, overlap) < math.inf
-        assert 0 <= price.per_token < math.inf
+        assert 0 <= price.per_row(width) < math.inf
         assert 0 <= price.target_slowdown <= 0.9
 
 
 def test_before_the_first_pass_nothing_is_known():
-    price = ContendedPrice()
+    price = PassPrice()
     assert not price.is_known
     price.observe(3, 0.0, 0.5)
     assert price.is_known
@@ -77,24 +78,24 @@ def test_before_the_first_pass_nothing_is_known():
 
 def test_one_pass_in_which_the_machine_did_something_else_bends_nothing():
     dice = random.Random(0)
-    price, undisturbed = ContendedPrice(), ContendedPrice()
+    price, undisturbed = PassPrice(), PassPrice()
     for i in range(200):
         width, overlap = dice.randint(1, 6), dice.random()
         seconds = 1.0 + 0.1 * (width - 1) + 0.3 * overlap
         price.observe(width, overlap, 1000.0 if i == 150 else seconds)
         undisturbed.observe(width, overlap, seconds)
     assert price(1) == pytest.approx(undisturbed(1), rel=0.1)
-    assert price.per_token == pytest.approx(undisturbed.per_token, abs=0.03)
+    assert price.per_row(6) == pytest.approx(undisturbed.per_row(6), abs=0.03)
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
 def test_a_machine_that_changes_its_pace_is_followed(factor):
-    price = ContendedPrice()
+    price = PassPrice()
     for i in range(600):
         width = 1 + i % 4
         price.observe(width, 0.0, (1.0 if i < 200 else factor) * (1.0 + 0.25 * (width - 1)))
     assert price(1) == pytest.approx(factor, rel=0.05)
-    assert price.per_token == pytest.approx(0.25 * factor, rel=0.2)
+    assert price.per_row(4) == pytest.approx(0.25 * factor, rel=0.2)
 
 
 # --- passes, and drafts beside them ---------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
         prices.observe_verify_pass(width, at, at + seconds)
         at += seconds + 1.0
     assert prices.verify(1) == pytest.approx(2.0, rel=0.05)
-    assert prices.verify.per_token == pytest.approx(0.25, rel=0.1)
+    assert prices.verify.per_row(4) == pytest.approx(0.25, rel=0.1)
     assert prices.verify.target_slowdown == pytest.approx(0.4, abs=0.05)
 
 
@@ -222,7 +223,8 @@ def test_the_estimates_are_what_was_measured():
     prices.observe_round(3, 2.0)
     estimates = prices.estimates()
     assert estimates.verify_seconds == prices.verify(1) == pytest.approx(2.0, rel=0.05)
-    assert estimates.verify_seconds_per_token == prices.verify.per_token == pytest.approx(0.5, rel=0.05)
+    assert estimates.verify_seconds_per_token == prices.verify.per_row(5) == pytest.approx(0.5, rel=0.05)
+    assert estimates.verify_table == prices.verify.table()
     assert estimates.draft_seconds == pytest.approx(0.125)
     assert estimates.plain_seconds == pytest.approx(2.0)
     assert estimates.tokens_per_second == pytest.approx(1.5)

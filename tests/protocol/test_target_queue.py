@@ -16,33 +16,58 @@ from runtime.simulation.streams import SimulatedStreams, simulate_streams
 # --- estimated times ------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_the_rest_of_the_first_and_all_of_those_behind_it():
-    target_queue = TargetQueue()
+def passes(max_batch: int = 1) -> TargetQueue:
+    """A queue of passes that take as many seconds as they have rows."""
+    return TargetQueue(float, max_batch)
+
+
+def test_what_is_left_is_the_rest_of_the_pass_that_runs_and_all_of_those_behind_it():
+    target_queue = passes()
     assert (target_queue.is_busy, target_queue.remaining_s(5.0)) == (False, 0.0)
-    target_queue.enter(1, 4.0, now_s=10.0)
-    target_queue.enter(2, 2.0, now_s=11.0)
-    target_queue.enter(3, 1.0, now_s=12.0)
+    for session, num_tokens in ((1, 4), (2, 2), (3, 1)):
+        target_queue.enter(session, num_tokens)
+    target_queue.begin([1], now_s=10.0)
     assert target_queue.is_busy
     assert target_queue.remaining_s(12.0) == 2.0 + 2.0 + 1.0
+    assert target_queue.remaining_s(12.0, 7) == 2.0 + 2.0 + 1.0 + 7.0
     assert target_queue.remaining_s(20.0) == 2.0 + 1.0  # it takes longer than expected
     target_queue.leave(1, now_s=15.0)
+    target_queue.begin([2], now_s=15.0)
     assert target_queue.remaining_s(16.0) == 1.0 + 1.0
     target_queue.leave(3, now_s=16.0)  # taken back
     target_queue.leave(2, now_s=17.0)
     assert (target_queue.is_busy, target_queue.remaining_s(17.0)) == (False, 0.0)
 
 
-def test_others_are_those_that_are_not_oneself():
-    target_queue = TargetQueue()
-    for session, seconds in ((1, 4.0), (2, 2.0), (3, 1.0)):
-        target_queue.enter(session, seconds, now_s=0.0)
+def test_rounds_that_share_a_pass_are_as_wide_as_the_widest_of_them():
+    target_queue = passes(max_batch=3)
+    for session, num_tokens in ((1, 4), (2, 2), (3, 1), (4, 5), (5, 1)):
+        target_queue.enter(session, num_tokens)
+    assert target_queue.remaining_s(0.0) == 3 * 4 + 2 * 5
+    assert target_queue.remaining_s(0.0, 6) == 3 * 4 + 3 * 6
+    target_queue.begin([2, 3, 5], now_s=1.0)
+    assert target_queue.remaining_s(2.0) == 3 * 2 - 1 + 2 * 5
+
+
+def test_the_passes_of_others_are_those_behind_and_the_one_that_runs_before():
+    target_queue = passes()
+    for session, num_tokens in ((1, 4), (2, 2), (3, 1)):
+        target_queue.enter(session, num_tokens)
+    target_queue.begin([1], now_s=0.0)
     assert [target_queue.others_s(session) for session in (1, 2, 3, 4)] == [3.0, 5.0, 6.0, 7.0]
+    shared = passes(max_batch=2)
+    for session, num_tokens in ((1, 4), (2, 2), (3, 1), (4, 3)):
+        shared.enter(session, num_tokens)
+    shared.begin([1, 2], now_s=0.0)
+    # Behind its own pass, 1 has that of 3 and 4; 3 goes with 4, and 1 and 2 come back.
+    assert [shared.others_s(session) for session in (1, 3)] == [2 * 3, 2 * 4]
 
 
-def test_the_target_was_busy_since_a_moment_if_it_is_or_something_ended_after_it():
-    target_queue = TargetQueue()
+def test_the_target_was_busy_since_a_moment_if_it_is_or_a_pass_ended_after_it():
+    target_queue = passes()
     assert not target_queue.was_busy_since(0.0)
-    target_queue.enter(1, 4.0, now_s=10.0)
+    target_queue.enter(1, 4)
+    target_queue.begin([1], now_s=10.0)
     assert target_queue.was_busy_since(12.0)
     target_queue.leave(1, now_s=14.0)
     target_queue.leave(1, now_s=20.0)  # it is no longer in the queue
@@ -58,7 +83,7 @@ def priced() -> Prices:
     for width in (1, 4, 1, 4) * 10:
         prices.verify.observe(width, 0.0, 1.0 + 0.05 * (width - 1))
         prices.verify.observe(width, 0.4, 1.0 + 0.05 * (width - 1))
-        prices.draft_alone.observe(1, 0.4)
+        prices.draft_alone.observe(1, 0.0, 0.4)
     prices.plain_decode_s.observe(1.0)
     return prices
 
@@ -163,7 +188,6 @@ def test_two_streams_guess_less_ahead_than_one():
         return played.draft_busy * played.seconds / 0.1 / 300
 
     assert steps_per_token(at_once) < 0.7 * steps_per_token(alone)
-    assert at_once.proposal >= alone.proposal
     assert at_once.speed > alone.speed
 
 

@@ -421,8 +421,8 @@ class WatchedSessions(dict[int, ActorSession]):
         super().__setitem__(session, session_state)
 
 
-def sessions_of(job: Job[Any]) -> list[int | None]:
-    """The sessions that a job is for."""
+def sessions_of(job: Job[Any] | Steps[Any]) -> list[int | None]:
+    """The sessions that a job or some steps are for."""
     return [share.session for share in job.shares] or [job.session]
 
 
@@ -480,18 +480,20 @@ class ComparingWorker(SimulatedWorker):
                 self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        sequence, num_committed = self._check_session(steps.session)
-        assert sequence is not None
+        checked = {session: self._check_session(session) for session in sessions_of(steps)}
         at, on_step = self.clock(), steps.on_step
         done: list[Job[Any]] = []
 
         def watched(job: Job[Any], result: Any, goes_on: bool) -> None:
-            nonlocal at, num_committed
+            nonlocal at
             done.append(job)
             self.handed.append(HandedJob(job, at, self.clock()))
             on_step(job, result, goes_on)
-            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
-            _, num_committed = self._check_session(steps.session)
+            for session in sessions_of(job):
+                sequence, num_committed = checked[session]
+                if sequence is not None:
+                    self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
+                checked[session] = self._check_session(session)
             at = self.clock()
 
         steps.on_step = watched
@@ -499,8 +501,13 @@ class ComparingWorker(SimulatedWorker):
         try:
             await super().run_steps(steps)
         except JobError:
-            self._sequences.pop(steps.session, None)
+            self._forget(steps)
             raise
+
+    def _forget(self, steps: Steps[Any]) -> None:
+        """After a failure in the middle of a job, the contents of the sequence are undefined."""
+        for session in sessions_of(steps):
+            self._sequences.pop(session, None)
 
     def _check_session(self, session: int | None) -> tuple[ScriptedSequence | None, int]:
         """Compare a session's sequence with its state.
@@ -546,7 +553,8 @@ class LaggingWorker(ComparingWorker):
         self._report_delay = report_delay
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        self._check_session(steps.session)
+        for session in sessions_of(steps):
+            self._check_session(session)
         error: JobError | None = None
         send, receive = trio.open_memory_channel[Any](math.inf)
 
@@ -571,7 +579,7 @@ class LaggingWorker(ComparingWorker):
                             step = as_job_error(job, result).unwrap()
                         except JobError as raised:
                             error = raised
-                            self._sequences.pop(steps.session, None)
+                            self._forget(steps)
                             break
                         following = None if self._is_wanted_elsewhere() else steps.following(step)
                         send.send_nowait((self.clock() + self._report_delay(), job, step.result, following is not None))

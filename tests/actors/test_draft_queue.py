@@ -1,0 +1,102 @@
+"""Several sessions share the drafter's passes: texts stay right, and what one does wrong costs that one its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from scripted import ScriptedModel, Simulation, agreeing, continuation, run, simulated, truthful
+
+from actors.model import Feed, feed_each
+from protocol.trace import Instant, Span
+
+PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
+NUM_TOKENS = 24
+EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def shared_steps(simulation: Simulation) -> list[Span]:
+    return [span for span in simulation.spans("draft") if span.shares]
+
+
+async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
+    completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=NUM_TOKENS, **settings)
+    return [[token.id for token in completion.tokens] for completion in completions]
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
+@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("schedule", range(3))
+def test_sessions_share_draft_steps_and_their_texts_are_right(lookahead: Any, agreement: float, schedule: int) -> None:
+    async def main() -> None:
+        draft = ScriptedModel(agreeing(agreement))
+        async with simulated(ScriptedModel(truthful), draft, schedule=schedule) as simulation:
+            assert await texts(simulation, lookahead=lookahead) == EXPECTED
+            assert max(len(span.shares) for span in shared_steps(simulation)) >= 3
+            # Most tokens are drafted in steps that others share, until the first texts end.
+            drafted = [span for span in simulation.spans("draft") if span.kind == "draft"]
+            assert sum(len(span.shares) for span in shared_steps(simulation)) > len(drafted) / 2
+
+    run(main)
+
+
+class FailingTogether(ScriptedModel):
+    """A draft model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
+
+    def __init__(self, culprit: int, num_tokens: int) -> None:
+        super().__init__(agreeing(0.7))
+        self.culprit, self.num_tokens = culprit, num_tokens
+
+    def fail_for(self, feed: Feed) -> None:
+        tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
+        if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
+            raise MemoryError("no room for this one")
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        for feed in feeds:
+            self.fail_for(feed)
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        """All texts, as the rows of a batch."""
+        for sequence in self.sequences:
+            if not sequence.is_closed:
+                sequence.forget()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 8, 20])
+def test_a_session_that_makes_a_shared_step_fail_loses_its_drafter_and_no_other_does(num_tokens: int) -> None:
+    async def main() -> None:
+        draft = FailingTogether(PROMPTS[0][0], num_tokens)
+        async with simulated(ScriptedModel(truthful), draft) as simulation:
+            assert await texts(simulation, lookahead=3) == EXPECTED
+            left = [e.session for e in simulation.events if isinstance(e, Instant) and e.kind == "withdraw"]
+            assert left == [0]
+            assert simulation.runtime.statistics().draft_failures == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("at", [1.0, 5.0, 9.5, 13.25, 17.0, 33.0])
+def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_drafter(at: float) -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+            rt = simulation.runtime
+            found: dict[int, list[int]] = {}
+
+            async def read(index: int) -> None:
+                completion = await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS, lookahead=3)
+                found[index] = [token.id for token in completion.tokens]
+
+            async with trio.open_nursery() as nursery:
+                for index in range(1, len(PROMPTS)):
+                    nursery.start_soon(read, index)
+                with trio.move_on_after(at):
+                    await read(0)
+            assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))
+            assert rt.statistics().draft_failures == 0
+
+    run(main)
