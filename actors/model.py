@@ -22,6 +22,10 @@ class RewindMode(enum.Enum):
     SINGLE = "none"  # no way: feed only committed tokens, one predicted token a round
 
 
+class CacheLostError(Exception):
+    """A text's cache does not hold what the round was planned with."""
+
+
 class CachedSequence(Protocol):
     """One text in the cache of one model."""
 

@@ -65,3 +65,27 @@ class Session:
         self._num_actors -= 1
         if self._num_actors == 0 and self.on_left is not None:
             self.on_left()
+
+    # --- to the consumer --------------------------------------------------------------------------
+
+    async def wait_for_consumer(self) -> None:
+        """Wait for a slow consumer, if the last commit does not fit into the channel."""
+        statistics = self.commits.statistics()
+        if statistics.current_buffer_used >= statistics.max_buffer_size:
+            await self.deliver()
+
+    async def deliver(self) -> None:
+        """Send the unsent commit, if any, to the consumer; waits for space in the channel."""
+        if self.unsent is not None:
+            await self.commits.send(self.unsent)
+            self.unsent = None
+
+    def deliver_nowait(self) -> None:
+        """The same if there is space; never waits."""
+        if self.unsent is None:
+            return
+        try:
+            self.commits.send_nowait(self.unsent)
+        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # the next `deliver` will meet it
+        self.unsent = None

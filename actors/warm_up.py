@@ -15,7 +15,7 @@ import trio
 
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
-from actors.target_jobs import PlainDecoder
+from actors.target.plain_decoder import PlainDecoder
 from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan

@@ -30,7 +30,7 @@ import trio
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import lfm2
 
-import actors.target
+import actors.target.target_session
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import RewindMode, feed_each
@@ -170,7 +170,7 @@ async def main() -> None:
     async with ThreadWorker("target") as worker, ThreadWorker("draft") as draft_worker:
         for repeat in range(args.repeats + 1):
             for way, (rewind, replay, lookahead) in ways.items():
-                actors.target.ReplayDebt = replay  # type: ignore[misc]
+                actors.target.target_session.ReplayDebt = replay  # type: ignore[misc]
                 target = await worker.run(Job("load", lambda r=rewind: MLXModel(model, CacheOptions(rewind=r))))  # type: ignore[misc]
                 with target.evaluating_layers():
                     async with running((target, worker), (oracle, draft_worker)) as rt:
@@ -199,7 +199,7 @@ async def watch_memory(
     model: lfm2.Model, worker: ThreadWorker, draft_worker: ThreadWorker, args: argparse.Namespace
 ) -> None:
     """Print the memory that checkpoints add to that of plain decoding at the same length."""
-    actors.target.ReplayDebt = ReplayDebt  # type: ignore[misc]
+    actors.target.target_session.ReplayDebt = ReplayDebt  # type: ignore[misc]
     oracle = Oracle(args.acceptance)
     held: dict[str, list[int]] = {}
     for way, lookahead in (("plain", 0), ("checkpoint", args.lookahead)):

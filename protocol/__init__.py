@@ -20,7 +20,8 @@ Acceptance of drafted tokens:
 Drafting:
 
 * `lookahead_tree`: the drafted tokens beyond the committed text.
-* `lookahead_policy`: how far to draft ahead, when to send a proposal, when not to speculate.
+* `lookahead_policy`: how far to draft ahead, when to send a proposal, when not to speculate; and the fixed lookahead.
+* `auto_policy`: the same by measured prices.
 * `draft_budget`: the policy's decisions for the next draft steps, made in advance.
 * `prompt_lookup`: drafting without a model, from earlier in the text.
 * `calibration`: from the drafter's confidence to how often it is right.
@@ -28,7 +29,9 @@ Drafting:
 Prices and time:
 
 * `prices`: what forward passes cost and what speculating gains, as measured.
-* `target_queue`: the passes that the target has been handed.
+* `pass_price`: what a forward pass costs, by its rows.
+* `pass_plan`: which rounds share the target's next pass, and how many tokens of each it reads.
+* `target_queue`: the passes that run and wait at the target.
 * `deadlines`: how long the target waits for its drafter.
 * `prefill_chunks`: how many prompt tokens to read in one pass.
 

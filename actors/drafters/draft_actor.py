@@ -23,12 +23,11 @@ from actors.drafters.draft_steps import (
     catch_up,
 )
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
-from actors.model import CachedSequence, Model
+from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
-from actors.target_jobs import CacheLostError
 from actors.workers.worker import Job, Steps, Worker
-from protocol.lookahead_policy import AutoPolicy
+from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
 from protocol.prices import Prices

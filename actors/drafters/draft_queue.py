@@ -25,8 +25,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     StepOutcome,
 )
-from actors.model import Feed, Model, feed_each
-from actors.target_jobs import CacheLostError
+from actors.model import CacheLostError, Feed, Model, feed_each
 from actors.workers.worker import Job, JobError, Step, Steps, Worker
 from protocol.trace import Share
 

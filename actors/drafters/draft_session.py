@@ -11,7 +11,8 @@ from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
 from actors.workers.worker import Steps
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, PolicyView
+from protocol.auto_policy import AutoPolicy
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Overdue, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup

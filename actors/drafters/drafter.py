@@ -10,8 +10,9 @@ import trio
 
 from actors.actor import Actor, ActorSession
 from actors.session import Session
+from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import AutoPolicy, Policy, policy_for
+from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
 from protocol.prices import Prices

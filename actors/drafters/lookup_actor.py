@@ -8,7 +8,8 @@ import trio
 
 from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
-from protocol.lookahead_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy, ChainPolicy, Policy, PolicyView
+from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Ready, Verdict
 from protocol.prices import Prices

@@ -13,7 +13,7 @@ import trio
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
 from runtime.loading.model_sources import Source

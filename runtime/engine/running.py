@@ -16,7 +16,7 @@ from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
 from protocol.prices import Prices

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.mlx.memory import peak_memory
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from protocol.errors import RuntimeClosedError
 from protocol.messages import Open
 from protocol.prices import Prices

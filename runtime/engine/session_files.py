@@ -9,7 +9,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from protocol.messages import Open
 from protocol.settings import check_vocabulary_size, settings_from
 from runtime.engine.drafter_slot import DrafterSlot

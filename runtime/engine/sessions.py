@@ -12,7 +12,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.session import Session
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from protocol.errors import OutriderError, RuntimeBrokenError
 from protocol.messages import Close, Open
 from protocol.prices import Prices

@@ -15,7 +15,7 @@ from actors.mlx.model import MLXModel
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import vocabulary_digest
 from actors.persistence.saved_sequence import FilledSequence, SavedModelState
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from actors.workers.thread_worker import HangError
 from actors.workers.worker import JobError
 from protocol.errors import SessionFileError

@@ -133,7 +133,8 @@ def compare(
 def _plans(lookaheads: Sequence[int]) -> Iterator[tuple[Decoding, int | Literal["auto"], MakePolicy]]:
     """The way of decoding, the lookahead and the policy of each contender."""
     from actors.drafters.drafter import policy_by_settings
-    from protocol.lookahead_policy import AutoPolicy, ChainPolicy
+    from protocol.auto_policy import AutoPolicy
+    from protocol.lookahead_policy import ChainPolicy
 
     def sequential(lookahead: int) -> MakePolicy:
         return lambda settings, prices: ChainPolicy(lookahead, overlaps=False)

@@ -36,7 +36,7 @@ from scripted import (
 
 from actors.drafters.drafter import TOKENS_PER_INDEXING
 from actors.drafters.lookup_actor import MAX_IDLE_ROUNDS, LookupActor
-from protocol.lookahead_policy import UNPRICED_LOOKAHEAD
+from protocol.auto_policy import UNPRICED_LOOKAHEAD
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
 

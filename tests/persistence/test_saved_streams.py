@@ -29,7 +29,7 @@ from save_interrupts import cancel_at
 import runtime
 from actors.drafters.draft_actor import DraftActor
 from actors.persistence import saved_sequence
-from actors.target import TargetActor
+from actors.target.target_actor import TargetActor
 from actors.tensor import Tensor
 from actors.workers.worker import Job
 from protocol.replay import ReplayDebt

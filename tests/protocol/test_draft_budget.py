@@ -10,9 +10,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
+from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 

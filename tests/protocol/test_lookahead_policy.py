@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
-from protocol.lookahead_policy import AutoPolicy, ChainPolicy, policy_for
+from protocol.auto_policy import AutoPolicy, policy_for
+from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET
-from protocol.lookahead_policy import AutoPolicy, PolicyView
+from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue

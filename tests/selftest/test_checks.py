@@ -13,7 +13,7 @@ import pytest
 from models import Wrapped, llama, save
 
 import actors.mlx.memory
-import actors.target
+import actors.target.target_actor
 import protocol.acceptance
 import runtime
 from actors.mlx.row_batch import RowBatch
@@ -186,7 +186,7 @@ def take_every_failure_for_the_models(patch: Patch) -> None:
     def probe(model: Any) -> None:
         raise RuntimeError("as a model that has failed")
 
-    patch.setattr(actors.target, "probe", probe)
+    patch.setattr(actors.target.target_actor, "probe", probe)
 
 
 def overlook_failures(patch: Patch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from protocol.lookahead_policy import AutoPolicy
+from protocol.auto_policy import AutoPolicy
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 

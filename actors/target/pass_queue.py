@@ -17,7 +17,7 @@ import outcome
 import trio
 
 from actors.model import Model
-from actors.target_jobs import Verified, VerifyRequest, verify
+from actors.target.verify import Verified, VerifyRequest, verify
 from actors.workers.worker import Job, JobError, Worker
 from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
 from protocol.prices import Mean, Prices

@@ -9,22 +9,23 @@ from typing import TypeVar
 import attrs
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ActorSession, ModelActor
-from actors.model import CachedSequence, Model
-from actors.pass_queue import PassQueue, SharedPass, SharedPassError
+from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
-from actors.target_jobs import CacheLostError, PlainDecoder, VerifyRequest
+from actors.target.pass_queue import PassQueue, SharedPass, SharedPassError
+from actors.target.plain_decoder import PlainDecoder
+from actors.target.target_session import TargetSession
+from actors.target.verify import VerifyRequest
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Close, Due, Message, Overdue, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Prices
-from protocol.replay import ReplayDebt
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH, MAX_LOOKAHEAD
 from protocol.target_queue import TargetQueue
@@ -34,55 +35,6 @@ T = TypeVar("T")
 
 # Checkpoints within which a proposal that exists already arrives: into the drafter's mailbox, and back.
 CHECKPOINTS_PER_ANSWER = 4
-
-
-class TargetSession(ActorSession):
-    """The state of one session at the target.
-
-    Attributes:
-        decoder: of rounds without a proposal; made for the first of them.
-        replay: tracks when replayed tokens are fed for good.
-        verify_seconds: spent on verify passes so far.
-        last_pass: the last pass, if others could share it.
-        last_pass_s: seconds of the last pass, over the sessions that shared it.
-        was_plain: whether the round before had no proposal.
-        was_single_step: whether the last verify pass could not have been undone.
-        is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
-        decodes_alone: whether the target goes on without the drafter until the drafter is ready.
-    """
-
-    def __init__(self, shared: Session) -> None:
-        super().__init__(shared)
-        self.decoder: PlainDecoder | None = None
-        self.replay = ReplayDebt()
-        self.verify_seconds = 0.0
-        self.last_pass: SharedPass | None = None
-        self.last_pass_s = 0.0
-        self.was_plain = False
-        self.was_single_step = False
-        self.is_drafter_ready = False
-        self.decodes_alone = False
-
-    @property
-    def seconds_per_token(self) -> float:
-        """The target's verify time for each generated token so far; 0 before the first token."""
-        return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
-
-    def receive(self, message: Message) -> None:
-        """Take a proposal, or another message of the drafter's."""
-        match message:
-            case Proposal():
-                if not self.state.propose(message):
-                    self.shared.counts.stale_proposals += 1
-            case Ready():
-                self.is_drafter_ready, self.decodes_alone = True, False
-            case Rest():
-                self.state.rest(message)
-            case Withdraw():
-                self.state.withdraw(message)
-            case _:
-                raise ProtocolError(f"the target cannot handle {message!r}")
-        self.wake()
 
 
 class TargetActor(ModelActor[TargetSession]):
@@ -140,7 +92,7 @@ class TargetActor(ModelActor[TargetSession]):
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
-                self._deliver_nowait(shared)
+                shared.deliver_nowait()
                 if session.state.finish_reason is not None:
                     self._note(session, "finish")
         except JobError as error:
@@ -191,7 +143,7 @@ class TargetActor(ModelActor[TargetSession]):
         The commit of the round before is delivered while the models work or are waited for: what a consumer does with
         a token takes time in the same thread.
         """
-        await self._wait_for_consumer(session.shared)
+        await session.shared.wait_for_consumer()
         began, busy_before = self.worker.clock(), self.worker.busy_seconds
         self._num_in_rounds += 1
         try:
@@ -249,7 +201,7 @@ class TargetActor(ModelActor[TargetSession]):
             # Computed anew each time, since the drafter may have become ready meanwhile.
             deadline = began + self._proposal_timeout_s(session)
             with trio.move_on_at(deadline):
-                await self._deliver(session.shared)
+                await session.shared.deliver()
                 await session.change()
             is_late = trio.current_time() >= began + self._proposal_timeout_s(session)
             if session.state.phase is SessionPhase.PROPOSING and is_late:
@@ -306,7 +258,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._target_queue.enter(session.id, 1)
         self._target_queue.begin([session.id], ready_s)
         try:
-            result = await self.worker.run(job, meanwhile=partial(self._deliver_nowait, session.shared))
+            result = await self.worker.run(job, meanwhile=session.shared.deliver_nowait)
         finally:
             self._target_queue.leave(session.id, self.worker.clock())
         session.last_pass, session.last_pass_s = None, job.seconds
@@ -327,7 +279,7 @@ class TargetActor(ModelActor[TargetSession]):
         self, session: TargetSession, request: VerifyRequest, ready: ReadyRound, *, alone: bool = False
     ) -> SharedPass:
         """Run a session's part in the next pass."""
-        deliver, ready_s = partial(self._deliver_nowait, session.shared), self.worker.clock()
+        deliver, ready_s = session.shared.deliver_nowait, self.worker.clock()
         shared = await self._passes.run(request, ready, meanwhile=deliver, alone=alone)
         session.shared.counts.wait(shared.began - ready_s)
         session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
@@ -341,28 +293,6 @@ class TargetActor(ModelActor[TargetSession]):
         if session.shared.find_stop is None:
             return verdict
         return attrs.evolve(verdict, stop=session.shared.find_stop(session.state.preview(verdict)))
-
-    async def _wait_for_consumer(self, shared: Session) -> None:
-        """Wait for a slow consumer, if the last commit does not fit into the channel."""
-        statistics = shared.commits.statistics()
-        if statistics.current_buffer_used >= statistics.max_buffer_size:
-            await self._deliver(shared)
-
-    async def _deliver(self, shared: Session) -> None:
-        """Send the unsent commit, if any, to the consumer; waits for space in the channel."""
-        if shared.unsent is not None:
-            await shared.commits.send(shared.unsent)
-            shared.unsent = None
-
-    def _deliver_nowait(self, shared: Session) -> None:
-        """The same if there is space; never waits."""
-        if shared.unsent is None:
-            return
-        try:
-            shared.commits.send_nowait(shared.unsent)
-        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
-            return  # the next `_deliver` will meet it
-        shared.unsent = None
 
     async def _verify(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
         plan = session.cached_tokens.plan(session.state.committed)

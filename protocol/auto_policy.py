@@ -1,0 +1,286 @@
+"""`lookahead="auto"`: the policy that decides by measured prices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Literal
+
+import attrs
+
+from protocol.calibration import Calibration
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_tree import Node
+from protocol.prices import Prices
+from protocol.settings import MAX_LOOKAHEAD
+
+# Tokens to propose before anything was measured.
+UNPRICED_LOOKAHEAD = 2
+# Nodes that are less likely than this to be asked for are not worth their electricity.
+MIN_REACH = 0.02
+# Draft steps after which the drafter asks in any case.
+MAX_BUDGET_STEPS = 16
+# A rest begins when speculating was worse than plain decoding by this factor, and ends when it promises to be better by
+# this one.
+REST_BELOW, RESUME_ABOVE = 0.99, 1.02
+# Tokens over which catching up with the text must pay for itself.
+CATCH_UP_HORIZON = 100.0
+# A rest begins after this many proposals in a row with nothing in them.
+MAX_EMPTY_PROPOSALS = 8
+# The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
+# later, in plainly decoded tokens.
+PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
+# Rounds of a rest after which a distrust of the price model has faded to 1/e.
+TRUST_MEMORY_ROUNDS = 100.0
+# Committed tokens to catch up with at once: at first, and at most.
+MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
+
+
+@attrs.define
+class AutoPolicy:
+    """Three rules over measured prices.
+
+    *Send or wait*: a proposal is as long as `Σ reach - R (ΔT_v + wait)` is greatest. The left side is what its tokens
+    may bring, the right side is what else the time that they cost would bring.
+    *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
+    time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
+    step would run past the verdict, which then waits for a step that was of no use.
+    *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
+
+    Attributes:
+        prices: of the runtime.
+        calibration: of the drafter, under the session's rule.
+        num_guesses: see `Policy`; with 1 the tree is a single chain.
+    """
+
+    prices: Prices
+    calibration: Calibration
+    num_guesses: int = 3
+    _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
+    _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
+    _num_empty_proposals: int = 0  # in a row
+
+    def proposal(self, view: PolicyView) -> list[Node] | None:
+        """See `Policy.proposal`."""
+        nodes = self._proposal(view)
+        if nodes is not None:
+            self._num_empty_proposals = 0 if nodes else self._num_empty_proposals + 1
+        return nodes
+
+    def _proposal(self, view: PolicyView) -> list[Node] | None:
+        chain = view.tree.chain()[: view.max_proposal]
+        if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
+            return chain
+        # If the chain was looked up, the drafter may still begin at the root.
+        is_looked_up = chain and not view.tree.root.is_expanded
+        end = view.tree.root if is_looked_up else view.growable()
+        num_ready, gain = self._best_length([node.reach for node in chain])
+        return None if end is not None and self._gain_by_drafting(view, end) > gain else chain[:num_ready]
+
+    def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
+        """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
+
+        Args:
+            reaches: of the drafted tokens.
+        """
+        best_length, best_gain, expected = 0, 0.0, 0.0
+        for length, reach in enumerate(reaches, 1):
+            expected += reach
+            gain = expected - self.prices.rate * self.prices.verify_extra_s(length)
+            if gain > best_gain:
+                best_length, best_gain = length, gain
+        return best_length, best_gain
+
+    def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
+        """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""
+        rate, depth, reach = self.prices.rate, view.tree.depth(end), end.reach
+        expected = sum(node.reach for node in view.tree.chain()[:depth])
+        drafted_s, best_gain = self._next_token_s(view, end), 0.0
+        for length in range(depth + 1, view.max_proposal + 1):
+            reach *= self.calibration.mean_acceptance
+            if reach < MIN_REACH:
+                break
+            expected += reach
+            cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
+            best_gain = max(best_gain, expected - rate * cost_s)
+            drafted_s += self.prices.draft_share_s(1, beside_target=drafted_s < view.queue_slack_s)
+        return best_gain
+
+    def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
+        """Seconds by which drafting for some seconds, from now on, delays the target.
+
+        While the target has passes of other sessions, it is only slowed down.
+        """
+        hidden_s = min(drafting_s, view.queue_slack_s)
+        return drafting_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
+
+    def _next_token_s(self, view: PolicyView, end: Node) -> float:
+        """Seconds from now until there is one more token after the end of the chain."""
+        remaining_s = max(0.0, view.drafting_until_s - view.now_s) if view.drafting_node is not None else 0.0
+        if view.drafting_node is end:
+            return remaining_s
+        # A drafter that has fallen behind catches up once; that is not the price of this token.
+        return remaining_s + self.prices.draft_share_s(1, beside_target=remaining_s < view.queue_slack_s)
+
+    def expansion(self, view: PolicyView) -> Node | None:
+        """See `Policy.expansion`."""
+        if view.verdict_due_s is None:
+            root = view.tree.root
+            return root if view.is_open(root) else view.growable()
+        best, best_reach_per_s = None, 0.0
+        for node in view.tree.frontier():
+            if node.reach < MIN_REACH:
+                break
+            if view.is_open(node):
+                step_s = self.prices.draft_share_s(view.num_to_feed(node), beside_target=True)
+                reach_per_s = node.reach / max(step_s, 1e-9)
+                if reach_per_s > best_reach_per_s:
+                    best, best_reach_per_s = node, reach_per_s
+        if best is None:
+            return None
+        step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s)
+        return best if step_worth(best.reach, view.now_s) else None
+
+    def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
+        step_s = self.prices.draft_share_s(1, beside_target=False)
+        # A step saves the target no time if it can be done after the verdict, while the target has others' passes.
+        is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s
+        return StepWorth(
+            step_s=self.prices.draft_share_s(width, beside_target=True),
+            saved_step_s=0.0 if is_hidden else step_s,
+            target_slowdown=self.prices.verify.target_slowdown,
+            verdict_due_s=verdict_due_s,
+        )
+
+    @property
+    def _expected_proposal(self) -> int:
+        """How many tokens would be proposed if waiting for them cost nothing, as far as can be said in advance."""
+        acceptance = self.calibration.mean_acceptance
+        reaches = (acceptance**depth for depth in range(1, MAX_LOOKAHEAD + 1))
+        return self._best_length(itertools.takewhile(lambda reach: reach >= MIN_REACH, reaches))[0]
+
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
+        """See `Policy.draft_budget`."""
+        if not self.prices.is_known or node.children:
+            # Where tokens were looked up, the best token after the node may be one of those, not the drafter's choice.
+            return EMPTY_BUDGET
+        calibration = self.calibration.snapshot()
+        num_drafted = view.tree.depth(node) + 1
+        if view.verdict_due_s is None:
+            # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
+            step_s = self.prices.draft_share_s(1, beside_target=view.queue_slack_s > 0.0)
+            delay_s = self._target_delay_s(view, step_s)
+            max_steps = min(view.max_proposal, view.max_depth, num_drafted + MAX_BUDGET_STEPS) - num_drafted
+            if view.queue_slack_s > 0.0:
+                # The price of a step changes where the others' passes end.
+                max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))
+            costs_s = [
+                self.prices.verify_extra_s(num_drafted + step + 1, than=num_drafted + step) + delay_s
+                for step in range(max(1, max_steps))
+            ]
+            worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
+            return DraftBudget(
+                max_steps,
+                node.reach,
+                min_reaches=tuple(worth * cost_s for cost_s in costs_s),
+                calibrate=calibration,
+                mean_acceptance=calibration.mean_acceptance,
+            )
+        return DraftBudget(
+            view.max_depth - num_drafted,
+            node.reach,
+            (MIN_REACH,),
+            self._best_other_reach(view, node),
+            self._step_worth(view, 1, view.verdict_due_s),
+            calibration,
+            calibration.mean_acceptance,
+        )
+
+    def _best_other_reach(self, view: PolicyView, node: Node) -> float:
+        """The greatest reach of every other node that could be drafted after, per step of width 1."""
+        step_s, best = max(self.prices.draft_share_s(1, beside_target=True), 1e-9), 0.0
+        for other in view.tree.frontier():
+            if other.reach <= max(best, MIN_REACH):
+                break
+            if other is not node and view.is_open(other):
+                other_step_s = max(self.prices.draft_share_s(view.num_to_feed(other), beside_target=True), step_s)
+                best = max(best, other.reach * step_s / other_step_s)
+        return best
+
+    def should_rest(self) -> bool:
+        """See `Policy.should_rest`."""
+        prices, calibration = self.prices, self.calibration
+        if not prices.is_known:
+            return False
+        self._grow_probe_budget()
+        if not prices.speculative_rate:
+            prices.reset_speculative_rate()
+        if self._num_empty_proposals >= MAX_EMPTY_PROPOSALS:
+            self._num_empty_proposals = 0
+            return True
+        modelled_rate = prices.modelled_rate(calibration.mean_acceptance)
+        measured_share = min(1.0, prices.speculative_rate / modelled_rate)
+        calibration.trust += (measured_share - calibration.trust) / self._trust_memory
+        # A few dozen rounds say little where the two rates are close, and the model says more.
+        rate = (prices.speculative_rate + 2 * calibration.trust * modelled_rate) / 3
+        if rate >= REST_BELOW * prices.plain_rate:
+            return False
+        calibration.trust = measured_share
+        return True
+
+    @property
+    def _plain_token_s(self) -> float:
+        """Seconds of a plainly decoded token; 0 before anything was measured."""
+        rate = self.prices.plain_rate
+        return 1.0 / rate if rate > 0.0 else 0.0
+
+    @property
+    def _trust_memory(self) -> float:
+        """Rounds of all texts; they share the calibration."""
+        return TRUST_MEMORY_ROUNDS * self.prices.num_texts
+
+    def should_rest_on(self, num_behind: int) -> bool:
+        """See `Policy.should_rest_on`."""
+        rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
+        if rate <= 0.0:
+            return True
+        token_s = 1.0 / rate + self.prices.draft_s(num_behind, beside_target=False) / CATCH_UP_HORIZON
+        if token_s * self.prices.plain_rate * RESUME_ABOVE > 1.0:
+            return True
+        self.prices.reset_speculative_rate()
+        self._min_catch_up = MIN_CATCH_UP
+        return False
+
+    def should_catch_up(self, num_tokens: int) -> bool:
+        """See `Policy.should_catch_up`."""
+        self.calibration.trust += (1.0 - self.calibration.trust) / self._trust_memory
+        self._grow_probe_budget()
+        cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
+        if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
+            return False
+        self._probe_budget_s -= cost_s
+        if cost_s > PROBE_SHARE * num_tokens * self._plain_token_s:
+            # The budget does not last for probes as frequent as this one.
+            self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
+        return True
+
+    def _grow_probe_budget(self) -> None:
+        """Add a round's share of the time to what may go into finding out whether a rest should end."""
+        token_s = self._plain_token_s
+        self._probe_budget_s = min(self._probe_budget_s + PROBE_SHARE * token_s, MAX_PROBE_TOKENS * token_s)
+
+
+def policy_for(lookahead: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
+    """The policy that a setting asks for.
+
+    Args:
+        lookahead: the session's setting.
+        prices: of the runtime.
+        rule: tells acceptance rules apart: the drafter's confidence means something else under each.
+    """
+    if lookahead == "auto":
+        calibration = prices.calibration(rule)
+        calibration.begin_text()
+        return AutoPolicy(prices, calibration)
+    return ChainPolicy(lookahead)
