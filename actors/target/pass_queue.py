@@ -285,7 +285,7 @@ class PassQueue:
                 coming = self._coming(now_s)
                 plan = self._plan(list(coming.values()), max_wait_s=until_s - now_s)
                 first_coming = sum(not round.alone for round in self._waiting)
-            if plan is None:
+            if plan is None or self._waiting[0].alone:
                 return
             if plan.wait_s <= 0.0:
                 sessions = list(coming)
