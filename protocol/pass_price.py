@@ -103,13 +103,13 @@ class PassPrice:
             overlap_s: seconds of the pass for which a drafter worked beside it.
             seconds: of the whole pass.
         """
-        if self._num_passes == 0:
-            if seconds <= 0.0:
+        self._num_passes += 1
+        if self._unit == 0.0:
+            if seconds <= 0.0:  # as of a drafter without a model
                 return
             self._unit = seconds
-        elif self._num_passes > 4:
+        elif self._num_passes > 5:
             seconds = min(seconds, MAX_SURPRISE * self(rows, overlap_s))
-        self._num_passes += 1
         self._observe_entry(rows, seconds / self._level, overlap_s / self._level)
         self._curve = self._drawn()
 
@@ -140,7 +140,7 @@ class PassPrice:
     def table(self) -> tuple[tuple[int, float], ...]:
         """(rows, seconds) of each entry, rising; empty before the first pass."""
         curve = self._curve
-        if not self.is_known:
+        if not self._entries:
             return ()
         by_rows = {round(rows): seconds for rows, seconds in zip(curve.rows, curve.seconds, strict=True)}
         return tuple(sorted(by_rows.items()))

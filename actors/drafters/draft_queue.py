@@ -215,10 +215,14 @@ class DraftQueue:
                 result.request.end(result.outcome)
                 continue
             continues = goes_on and result.continues
-            result.request.on_step(job, result.outcome.unwrap(), continues, is_first)
+            heard = outcome.capture(result.request.on_step, job, result.outcome.unwrap(), continues, is_first)
             is_first = False
-            if not continues:
-                result.request.end(outcome.Value(None))
+            if isinstance(heard, outcome.Error):
+                # The session's own decisions have failed, which is no matter of the others.
+                result.request.interrupt()
+                result.request.end(heard)
+            elif not continues:
+                result.request.end(heard)
 
     # --- on the worker's thread -------------------------------------------------------------------
 

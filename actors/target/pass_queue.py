@@ -333,6 +333,9 @@ class PassQueue:
 
     def _chosen(self) -> dict[_WaitingRound, int]:
         """The rounds of the pass that could begin now, with how many of their drafted tokens each feeds."""
+        if len(self._waiting) == 1:
+            # A text's own policy has decided what its pass is worth.
+            return {self._waiting[0]: len(self._waiting[0].ready.reach)}
         plan = self._plan()
         if plan is None:
             return {}

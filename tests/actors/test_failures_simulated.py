@@ -123,6 +123,7 @@ async def test_a_failing_drafter_is_warned_of_once_with_its_error(autojump_clock
 
 
 async def test_a_drafter_that_fails_for_one_session_goes_on_for_the_others(autojump_clock: Any) -> None:
+    num_failures = set()
     for n in range(1, 40, 3):
         async with simulated(ScriptedModel(truthful), drafter(fails={"feed": {n}})) as simulation:
             failures = []
@@ -135,7 +136,10 @@ async def test_a_drafter_that_fails_for_one_session_goes_on_for_the_others(autoj
             async with trio.open_nursery() as nursery:
                 for i in range(3):
                     nursery.start_soon(one, [i, i, i])
-            assert sorted(failures) == [0, 0, 1]
+            # A step that several share is repeated for each of them alone, and succeeds then.
+            assert sorted(failures) in ([0, 0, 0], [0, 0, 1])
+            num_failures.add(sum(failures))
+    assert num_failures == {0, 1}
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])
@@ -220,7 +224,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, "auto"])
-def test_a_feed_that_fails_once_ends_its_stream_with_the_error_and_no_other(lookahead: Any) -> None:
+def test_a_feed_that_fails_once_ends_at_most_its_stream_with_the_error_and_no_other(lookahead: Any) -> None:
     async def fail_at(n: int) -> None:
         target = ScriptedModel(truthful, fails={"feed": {n}})
         async with simulated(target, drafter(), schedule=n) as simulation:
@@ -241,15 +245,21 @@ def test_a_feed_that_fails_once_ends_its_stream_with_the_error_and_no_other(look
                 async with trio.open_nursery() as nursery:
                     for i in range(3):
                         nursery.start_soon(one, [i, i, i])
-            assert lengths == [30, 30]
-            assert [type(failure.__cause__) for failure in failures] == [ScriptedFailure]
-            assert f"feed {n} failed" in str(failures[0])
+            # A pass that several share is repeated for each of them alone, and succeeds then.
+            assert len(failures) <= 1
+            assert lengths == [30] * (3 - len(failures))
+            for failure in failures:
+                assert type(failure.__cause__) is ScriptedFailure
+                assert f"feed {n} failed" in str(failure)
+            num_failures.append(len(failures))
             assert simulation.runtime.health().ok
             # The next generation succeeds as well.
             assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
 
+    num_failures: list[int] = []
     for n in range(1, 30, 2):
         run(fail_at, n)
+    assert set(num_failures) == {0, 1}
 
 
 @pytest.mark.parametrize("call", ["open", "close"])

@@ -102,7 +102,8 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
     target, draft = pair()
     text = greedy(target, PROMPT, 10)
     with trio.fail_after(60):
-        async with runtime.open((target, None), (draft, None) if with_drafter else None) as rt:
+        # In turns: a pass that both share would be repeated for each of them alone.
+        async with runtime.open((target, None), (draft, None) if with_drafter else None, max_batch=1) as rt:
             fail_at(monkeypatch, name, target, at)
             failures: list[runtime.StreamFailedError] = []
             texts: list[list[int]] = []

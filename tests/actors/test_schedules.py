@@ -20,7 +20,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
     VOCAB_SIZE,
-    HandedJob,
     Script,
     ScriptedModel,
     Simulation,
@@ -51,6 +50,7 @@ from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import Settings
 from protocol.statistics import Statistics
+from protocol.trace import Span
 
 
 @attrs.frozen
@@ -361,43 +361,44 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
     assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
 
 
-def verifies_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> dict[int | None, int]:
-    """How many verifies of each other session were done while one was waiting for its own."""
-    assert waiting.done_at is not None
+def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | None, int]:
+    """How many verifies of each other session ended while a proposal was waiting for the end of its own."""
+    (proposal,) = [
+        instant
+        for instant in simulation.instants("proposal")
+        if (instant.session, instant.round) == (waiting.session, waiting.round)
+    ]
     counts: dict[int | None, int] = {}
-    for other in handed:
-        if other.job.kind == "verify" and other.job.session != waiting.job.session and other.done_at is not None:
-            counts[other.job.session] = counts.get(other.job.session, 0) + (
-                waiting.at < other.done_at < waiting.done_at
-            )
+    for other in simulation.spans("target", "verify"):
+        if other.session != waiting.session:
+            counts[other.session] = counts.get(other.session, 0) + (proposal.at < other.ended < waiting.ended)
     return counts
 
 
 @pytest.mark.parametrize("num_sessions", [2, 3, 5])
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
-async def test_no_session_gets_two_verifies_while_another_waits_for_one(
+async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one(
     num_sessions: int, agreement: float, autojump_clock: Any
 ) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement)), max_batch=1) as simulation:
         await gather(
             [partial(text_of, simulation, [n, n + 1], max_tokens=30, lookahead=2) for n in range(num_sessions)]
         )
-        handed = simulation.target_worker.handed
-    verifies = [each for each in handed if each.job.kind == "verify"]
+    verifies = simulation.spans("target", "verify")
     assert len(verifies) >= 10 * num_sessions
-    for waiting in verifies:
-        assert max(verifies_in_between(handed, waiting).values()) <= 1
+    in_between = [verifies_in_between(simulation, waiting) for waiting in verifies]
+    assert max(max(counts.values()) for counts in in_between) <= 1
     # Some did wait for others.
-    assert sum(sum(verifies_in_between(handed, waiting).values()) for waiting in verifies) > 5 * num_sessions
+    assert sum(sum(counts.values()) for counts in in_between) > 5 * num_sessions
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
-async def test_sessions_that_are_alike_share_the_target_evenly_and_leave_it_no_pause(
+async def test_in_turns_sessions_that_are_alike_share_the_target_evenly_and_leave_it_no_pause(
     num_sessions: int, autojump_clock: Any
 ) -> None:
     ended: list[float] = []
     price = priced(prefill=0.0, draft=0.125, verify=8.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, max_batch=1) as simulation:
 
         async def one(n: int) -> None:
             await text_of(simulation, [n], max_tokens=30, lookahead=2)

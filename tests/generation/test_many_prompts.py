@@ -372,7 +372,8 @@ def test_break_ends_what_is_not_finished() -> None:
                 break
             gc.collect()
             await trio.testing.wait_all_tasks_blocked()
-            assert len(begun(simulation)) <= 3
+            # Two at a time, which share passes and so end together.
+            assert len(begun(simulation)) <= 4 < len(PROMPTS)
             await assert_over(simulation)
 
     run(main)

@@ -22,6 +22,7 @@ import attrs
 import mlx.core as mx
 import trio
 import trio.testing
+from outcome import Error, Outcome
 
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
@@ -461,6 +462,8 @@ class ComparingWorker(SimulatedWorker):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
+        if job.kind == "verify" and isinstance(result, list):
+            self._forget_failed(zip(sessions_of(job), result, strict=True))
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
             self._sequences[job.session] = result.sequence
             # The sequence came from the prefix cache; it now belongs to this session only.
@@ -488,6 +491,8 @@ class ComparingWorker(SimulatedWorker):
             nonlocal at
             done.append(job)
             self.handed.append(HandedJob(job, at, self.clock()))
+            if isinstance(result, list):
+                self._forget_failed((each.request.session, each.outcome) for each in result)
             on_step(job, result, goes_on)
             for session in sessions_of(job):
                 sequence, num_committed = checked[session]
@@ -503,6 +508,12 @@ class ComparingWorker(SimulatedWorker):
         except JobError:
             self._forget(steps)
             raise
+
+    def _forget_failed(self, outcomes: Iterable[tuple[int | None, Outcome[Any]]]) -> None:
+        """After a session's part in a shared job failed, the contents of its sequence are undefined."""
+        for session, result in outcomes:
+            if isinstance(result, Error):
+                self._sequences.pop(session, None)
 
     def _forget(self, steps: Steps[Any]) -> None:
         """After a failure in the middle of a job, the contents of the sequence are undefined."""
