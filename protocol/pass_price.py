@@ -166,8 +166,9 @@ class PassPrice:
 
     def _slowdown(self) -> float:
         prior_weight = PRIOR_SLOWDOWN_WEIGHT * self._unit**2
-        slowdown = (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / (self._overlap_squared + prior_weight)
-        return min(0.9, max(0.0, slowdown))
+        if (weight := self._overlap_squared + prior_weight) <= 0.0:  # passes of next to no time
+            return PRIOR_SLOWDOWN
+        return min(0.9, max(0.0, (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / weight))
 
     def _drawn(self) -> _Curve:
         """The table with its entries drawn towards a line, and pooled where they would fall."""

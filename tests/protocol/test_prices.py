@@ -68,6 +68,13 @@ def test_whatever_was_seen_no_price_is_negative_or_infinite(seen, width, overlap
         assert 0 <= price.target_slowdown <= 0.9
 
 
+def test_passes_whose_time_squared_is_nothing_have_a_price():
+    price = PassPrice()
+    for _ in range(3):
+        price.observe(1, 1e-200, 1e-200)
+    assert 0 <= price(4, 1e-200) < 1e-190
+
+
 def test_before_the_first_pass_nothing_is_known():
     price = PassPrice()
     assert not price.is_known
