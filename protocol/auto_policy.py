@@ -84,10 +84,10 @@ class AutoPolicy:
         Args:
             reaches: of the drafted tokens.
         """
-        best_length, best_gain, expected = 0, 0.0, 0.0
+        best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         for length, reach in enumerate(reaches, 1):
             expected += reach
-            gain = expected - self.prices.rate * self.prices.verify_extra_s(length)
+            gain = expected - rate * self.prices.verify_extra_s(length)
             if gain > best_gain:
                 best_length, best_gain = length, gain
         return best_length, best_gain
@@ -95,16 +95,22 @@ class AutoPolicy:
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
         """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""
         rate, depth, reach = self.prices.rate, view.tree.depth(end), end.reach
+        acceptance = self.calibration.mean_acceptance
         expected = sum(node.reach for node in view.tree.chain()[:depth])
         drafted_s, best_gain = self._next_token_s(view, end), 0.0
+        step_s, step_beside_target_s = (
+            self.prices.draft_share_s(1, beside_target=beside_target) for beside_target in (False, True)
+        )
         for length in range(depth + 1, view.max_proposal + 1):
-            reach *= self.calibration.mean_acceptance
-            if reach < MIN_REACH:
-                break
+            reach *= acceptance
             expected += reach
             cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
             best_gain = max(best_gain, expected - rate * cost_s)
-            drafted_s += self.prices.draft_share_s(1, beside_target=drafted_s < view.queue_slack_s)
+            # All that may follow, if it cost nothing.
+            further = reach * acceptance / max(1.0 - acceptance, 1e-9)
+            if reach < MIN_REACH or expected + further - rate * cost_s <= best_gain:
+                break
+            drafted_s += step_beside_target_s if drafted_s < view.queue_slack_s else step_s
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:

@@ -197,9 +197,8 @@ class PassPrice:
             for time, fit, w in zip(times, line, weights, strict=True)
         ]
         pooled = _pooled(drawn, [w + line_weight for w in weights])
-        return _Curve(
-            tuple(entry.rows for entry in entries), tuple(level * time for time in pooled), level * slope, slowdown
-        )
+        rows, seconds = tuple(entry.rows for entry in entries), tuple(level * time for time in pooled)
+        return _Curve(rows, seconds, level * slope, slowdown)
 
 
 def _entry_of(rows: int) -> int:
