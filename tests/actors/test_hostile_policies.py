@@ -12,10 +12,12 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
+import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
     ScriptedModel,
@@ -32,9 +34,12 @@ from scripted import (
     within,
 )
 
+from actors.drafters.drafter import policy_by_settings
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
-from protocol.lookahead_policy import PolicyView
+from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Node
+from protocol.prices import Prices
+from protocol.settings import Settings
 
 # Near the target, so that much of a proposal is accepted and the policy's choices matter.
 NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
@@ -329,3 +334,37 @@ def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> 
     alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings))
     policy = Hostile(*POLICIES[what])
     assert run(lambda: text_under(policy, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings)) == alone
+
+
+# --- neighbours in shared passes ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_neighbours_that_go_by_their_own_draws_leave_the_texts_that_share_their_passes_alone() -> None:
+    """What a neighbour drew decides when passes begin, how wide they are, and what is left out of a proposal."""
+    num_tokens = NUM_TOKENS // 2
+    neighbours = [Hostile(admits=ILLEGAL["the token"], dice=random.Random(n)) for n in range(2)]
+    free = iter(neighbours)
+
+    def make_policy(settings: Settings, prices: Prices) -> Policy:
+        return policy_by_settings(settings, prices) if settings.max_tokens == num_tokens else next(free)
+
+    async def main() -> tuple[list[int], float]:
+        target, draft = (ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, NEAR))
+        settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection"}
+        async with simulated(
+            target, draft, price=random_price(1), draft_price=random_price(2, 0.1), make_policy=make_policy
+        ) as simulation:
+            async with trio.open_nursery() as nursery:
+                for seed in (5, 6):
+                    neighbour = partial(text_of, simulation, PROMPT, max_tokens=10 * num_tokens, seed=seed, **settings)
+                    nursery.start_soon(neighbour)
+                text = await text_of(simulation, PROMPT, max_tokens=num_tokens, seed=1, **settings)
+                nursery.cancel_scope.cancel()
+            passes = [span for span in simulation.spans("target", "verify") if 0 in span.sessions or 2 in span.sessions]
+            return text, sum(len(span.sessions) > 1 for span in passes) / len(passes)
+
+    text, share_of_shared = run(main)
+    assert likelihood(text) > SIGNIFICANCE
+    assert share_of_shared > 0.5
+    assert min(neighbour.num_held_back for neighbour in neighbours) > 50
