@@ -226,6 +226,8 @@ class AutoPolicy:
             self._num_empty_proposals = 0
             return True
         modelled_rate = prices.modelled_rate(calibration.mean_acceptance)
+        if modelled_rate <= 0.0:
+            return False
         measured_share = min(1.0, prices.speculative_rate / modelled_rate)
         calibration.trust += (measured_share - calibration.trust) / self._trust_memory
         # A few dozen rounds say little where the two rates are close, and the model says more.

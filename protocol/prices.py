@@ -232,7 +232,8 @@ class Prices:
         return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability.
+        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability; 0 where
+        passes take no time.
 
         All texts that can share a pass do so.
         """
@@ -251,7 +252,8 @@ class Prices:
             drafting_s = max(
                 num_steps * (hit_rate * hidden_step_s + (1.0 - hit_rate) * step_s), num_steps * step_s - verify_s
             )
-            best = max(best, num_texts * tokens / (verify_s + drafting_s))
+            if (seconds := verify_s + drafting_s) > 0.0:
+                best = max(best, num_texts * tokens / seconds)
         return best
 
     def estimates(self) -> Estimates:
