@@ -1,7 +1,7 @@
 """Warm-up: the first measurement of the prices, before anybody waits for a token.
 
-It takes some twenty passes of the target and up to sixty draft steps. The averages of `protocol.prices` begin with its
-results.
+It takes some two dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices` begin with
+its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from protocol.randomness import Purpose, key_for
 from protocol.settings import Settings
 
 NUM_TEXT_TOKENS = 8  # fed before the first pass
-WIDTHS = (1, 4, 1, 4)  # tokens of each timed pass
+# Tokens of each timed pass: the drafter mostly feeds one, and the target's proposals and the passes that streams share
+# are wider.
+DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
+NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
@@ -56,14 +59,15 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
     async with _open_sequence(*target) as target_sequence, _open_sequence(*draft) as draft_sequence:
         # The first pass of each width is not timed: it compiles kernels and allocates buffers. It compiles those that
         # sampling needs, too, so that the first stream at a temperature does not wait for them.
-        for width in sorted(set(WIDTHS)):
+        for width in TARGET_WIDTHS:
             await target_worker.run(_pass(target_sequence, width, samples=True))
+        for width in DRAFT_WIDTHS:
             await draft_worker.run(_pass(draft_sequence, width, samples=True))
-        for width in WIDTHS:
+        for width in NUM_PASSES_ALONE * DRAFT_WIDTHS:
             job = _pass(draft_sequence, width)
             await draft_worker.run(job)
             prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
-        for width in WIDTHS:
+        for width in NUM_PASSES_ALONE * TARGET_WIDTHS:
             job = _pass(target_sequence, width)
             await target_worker.run(job)
             prices.observe_verify_pass(width, job.began, job.ended)
@@ -97,7 +101,7 @@ async def _time_side_by_side(
         nursery.start_soon(time_draft_steps)
         sequence, worker = target
         try:
-            for width in WIDTHS:
+            for width in TARGET_WIDTHS:
                 job = _pass(sequence, width)
                 await worker.run(job)
                 prices.observe_verify_pass(width, job.began, job.ended)

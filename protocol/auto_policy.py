@@ -19,8 +19,9 @@ from protocol.settings import MAX_LOOKAHEAD
 UNPRICED_LOOKAHEAD = 2
 # Nodes that are less likely than this to be asked for are not worth their electricity.
 MIN_REACH = 0.02
-# Draft steps after which the drafter asks in any case.
-MAX_BUDGET_STEPS = 16
+# Draft steps of a budget that have a price each. Of longer budgets the last one holds: a proposal is judged after each
+# step in any case, and what is drafted beyond it is drafted ahead.
+MAX_PRICED_STEPS = 16
 # A rest begins when speculating was worse than plain decoding by this factor, and ends when it promises to be better by
 # this one.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
@@ -177,13 +178,13 @@ class AutoPolicy:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
             step_s = self.prices.draft_share_s(1, beside_target=view.queue_slack_s > 0.0)
             delay_s = self._target_delay_s(view, step_s)
-            max_steps = min(view.max_proposal, view.max_depth, num_drafted + MAX_BUDGET_STEPS) - num_drafted
+            max_steps = min(view.max_proposal, view.max_depth) - num_drafted
             if view.queue_slack_s > 0.0:
                 # The price of a step changes where the others' passes end.
                 max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))
             costs_s = [
                 self.prices.verify_extra_s(num_drafted + step + 1, than=num_drafted + step) + delay_s
-                for step in range(max(1, max_steps))
+                for step in range(max(1, min(max_steps, MAX_PRICED_STEPS)))
             ]
             worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
             return DraftBudget(

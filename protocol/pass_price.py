@@ -4,8 +4,8 @@ A row is one token of one text; a pass over three tokens of each of four texts c
 entry for each number of rows that was seen, relative to a level that follows the pace of the machine: where it slows
 down, every entry rises at once. Entries are drawn towards a line that is fitted to the same passes, the more so the
 noisier they are beside it (the shrinkage of James and Stein), and neighbours that would fall are pooled (isotonic
-regression by pooling adjacent violators). Between entries the price is interpolated, and beyond them it rises as the
-line does.
+regression by pooling adjacent violators). Passes whose times repeat exactly are noiseless, and are drawn to nothing.
+Between entries the price is interpolated, and beyond them it rises as the line does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from collections.abc import Sequence
 
 import attrs
 
-# What is assumed before anything was measured, and with the weight of how many observations: the cost of one more row
-# as a share of the first pass's time, and the target's slowdown.
-PRIOR_SLOPE, PRIOR_SLOPE_WEIGHT = 0.1, 1.0
+# What is assumed before anything was measured: the cost of one more row as a share of the first pass's time, and how
+# far it may be from that, as a variance.
+PRIOR_SLOPE, PRIOR_SLOPE_VARIANCE = 0.1, 0.1
+# The same of the relative variance of a pass's time, and of the target's slowdown; with the weight of how many
+# observations.
+PRIOR_NOISE, PRIOR_NOISE_WEIGHT = 0.01, 1.0
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
 # A measurement counts for at most this many times what was expected: a pass during which the machine did something else
 # must not bend the prices.
@@ -29,8 +32,10 @@ MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
 ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
 # Passes of other entries after which an entry's weight has fallen to 1/e.
 UNSEEN_MEMORY = 500.0
-# How many observations the line stands for in an entry, at least and at most.
-MIN_LINE_WEIGHT, MAX_LINE_WEIGHT = 0.5, 50.0
+# The first pass sets the unit of the others, so it must have taken a time that a clock can tell.
+MIN_FIRST_S = 1e-9
+# How many observations the line stands for in an entry, at most.
+MAX_LINE_WEIGHT = 50.0
 
 
 @attrs.define
@@ -90,7 +95,8 @@ class PassPrice:
     # Of passes around the means of their entries: sums of overlap² and overlap · time; relative variance of the time.
     _overlap_squared: float = attrs.field(default=0.0, init=False)
     _overlap_time: float = attrs.field(default=0.0, init=False)
-    _noise: float = attrs.field(default=0.0, init=False)
+    _noise: float = attrs.field(default=PRIOR_NOISE, init=False)
+    _noise_weight: float = attrs.field(default=PRIOR_NOISE_WEIGHT, init=False)
     _num_passes: int = attrs.field(default=0, init=False)
     # Computed when a pass is added and assigned as one value, so that other threads can read it.
     _curve: _Curve = attrs.field(factory=_Curve, init=False)
@@ -105,7 +111,7 @@ class PassPrice:
         """
         self._num_passes += 1
         if self._unit == 0.0:
-            if seconds <= 0.0:  # as of a drafter without a model
+            if seconds < MIN_FIRST_S:  # as of a drafter without a model
                 return
             self._unit = seconds
         elif self._num_passes > 5:
@@ -157,29 +163,31 @@ class PassPrice:
         keep, share = 1.0 - 1.0 / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
         self._overlap_squared = keep * self._overlap_squared + share * more_overlap**2
         self._overlap_time = keep * self._overlap_time + share * more_overlap * more_time
-        expected = entry.time + self.target_slowdown * more_overlap
+        # What the overlap explains, by all that is known now, is no surprise.
+        expected = entry.time + self._slowdown() * more_overlap
         entry.observe(rows, time, overlap)
         if expected > 0.0:
             surprise = min(time / expected, MAX_SURPRISE) - 1.0
-            self._noise += (min(1.0, surprise**2) - self._noise) / min(ENTRY_MEMORY, self._num_passes)
+            self._noise_weight = min(ENTRY_MEMORY, self._noise_weight + 1.0)
+            self._noise += (min(1.0, surprise**2) - self._noise) / self._noise_weight
             self._level *= 1.0 + surprise / LEVEL_MEMORY
 
     def _slowdown(self) -> float:
         prior_weight = PRIOR_SLOWDOWN_WEIGHT * self._unit**2
-        if (weight := self._overlap_squared + prior_weight) <= 0.0:  # passes of next to no time
-            return PRIOR_SLOWDOWN
-        return min(0.9, max(0.0, (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / weight))
+        slowdown = (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / (self._overlap_squared + prior_weight)
+        return min(0.9, max(0.0, slowdown))
 
     def _drawn(self) -> _Curve:
         """The table with its entries drawn towards a line, and pooled where they would fall."""
         slowdown, level = self._slowdown(), self._level
         entries = sorted(self._entries.values(), key=lambda entry: entry.rows)
         times = [max(0.0, entry.time - slowdown * entry.overlap) for entry in entries]
-        # The line: a weighted regression on the rows, with a prior for the slope.
+        # The line: a weighted regression on the rows, with a prior for the slope that is as weak as the noise is small.
         weights = [entry.weight for entry in entries]
         mean_rows = sum(w * entry.rows for w, entry in zip(weights, entries, strict=True)) / sum(weights)
         mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / sum(weights)
-        product, square = PRIOR_SLOPE_WEIGHT * PRIOR_SLOPE * self._unit, PRIOR_SLOPE_WEIGHT
+        square = max(self._noise / PRIOR_SLOPE_VARIANCE, 1e-9)
+        product = square * PRIOR_SLOPE * self._unit
         for w, entry, time in zip(weights, entries, times, strict=True):
             product += w * (entry.rows - mean_rows) * (time - mean_time)
             square += w * (entry.rows - mean_rows) ** 2
@@ -191,7 +199,7 @@ class PassPrice:
             for time, fit, w in zip(times, line, weights, strict=True)
             if fit > 0.0
         ) / len(entries)
-        line_weight = min(MAX_LINE_WEIGHT, max(MIN_LINE_WEIGHT, self._noise / max(misfit, 1e-9)))
+        line_weight = min(MAX_LINE_WEIGHT, self._noise / max(misfit, 1e-9))
         drawn = [
             (w * time + line_weight * fit) / (w + line_weight)
             for time, fit, w in zip(times, line, weights, strict=True)

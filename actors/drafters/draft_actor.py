@@ -45,7 +45,7 @@ PROLONG_BEFORE_END = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
-    """Drafts one token a step, for all sessions in turn.
+    """Drafts one token a step, for all sessions that can share it.
 
     Attributes:
         chains: whether a step is launched before the token that it starts from is read back. None if the device
@@ -137,14 +137,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     async def _become_ready(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Read one pass of the committed text; if little of it is unread, tell the target to wait for proposals."""
         if session.num_behind > MAX_BEHIND_WHEN_READY:
-            await prefill_committed(
-                self.worker,
-                sequence,
-                session.cached_tokens,
-                session.shared.opened,
-                session.state.committed,
-                self.chunk_size,
-            )
+            await self._read_committed(session, sequence)
             return
         session.is_ready = True
         if session.is_late:
@@ -157,14 +150,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         """Read what the cache has lost of the text, since a pass that it shared has failed."""
         session.cached_tokens.rewind(sequence.length)
         while session.num_behind > MAX_BEHIND_WHEN_READY:
-            await prefill_committed(
-                self.worker,
-                sequence,
-                session.cached_tokens,
-                session.shared.opened,
-                session.state.committed,
-                self.chunk_size,
-            )
+            await self._read_committed(session, sequence)
+
+    async def _read_committed(self, session: DraftSession, sequence: CachedSequence) -> None:
+        """Read one pass of the committed text. The last token is left to the draft step, which needs the logits."""
+        committed = session.state.committed[:-1]
+        await prefill_committed(
+            self.worker, sequence, session.cached_tokens, session.shared.opened, committed, self.chunk_size
+        )
 
     def _next_expansion(self, session: DraftSession) -> Node | None:
         now_s = self.worker.clock()

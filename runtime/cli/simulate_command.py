@@ -87,8 +87,9 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
   outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13,1.43
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3,32:2.4 --streams 8
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
 
 The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
 the times of a pair of models.""",

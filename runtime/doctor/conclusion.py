@@ -52,11 +52,6 @@ class Findings:
         """Cost of a draft step, as a fraction of the target's pass over one token; 0 without a draft model."""
         return 0.0 if self.draft_seconds is None else self.draft_seconds[1] / self.verify_seconds[1]
 
-    @property
-    def can_predict(self) -> bool:
-        """Whether the fitted price of a pass over one token is above 0. On a busy machine it may not be."""
-        return self._prices().plain_rate > 0
-
     def speedup(self, acceptance: float) -> float:
         """Speed over plain decoding if each drafted token is accepted with this probability."""
         prices = self._prices()
@@ -95,9 +90,6 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
         yield "expect", "plain decoding: there is no draft model"
         yield from _faster_width(found)
         yield from _drafts(found)
-        return
-    if not found.can_predict:
-        yield "expect", "unknown: the times of passes are too uneven; run the doctor again on an idle machine"
         return
     min_acceptance = found.break_even()
     if min_acceptance is None:

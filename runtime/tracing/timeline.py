@@ -184,9 +184,9 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     }
 
 
-def _busy_rounds(spans: Sequence[Span], instants: Sequence[Instant]) -> set[tuple[int | None, int | None]]:
+def _busy_rounds(spans: Sequence[Span], instants: Sequence[Instant]) -> set[tuple[int, int | None]]:
     """(session, round) in which the drafter drafted, or proposed tokens that it had looked up."""
-    drafted = {(span.session, span.round) for span in spans if span.kind == "draft"}
+    drafted = {(session, span.round_of(session)) for span in spans if span.kind == "draft" for session in span.sessions}
     return drafted | {(i.session, i.round) for i in instants if i.kind == "proposal" and i.num_tokens}
 
 

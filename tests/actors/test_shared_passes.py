@@ -59,7 +59,7 @@ class Text:
 
 
 # Seeds of prompts after which the texts of a family do not depend on rounding, where the first does not do.
-PROMPT_SEEDS = {"qwen3_next": 2}
+PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 
 
 def texts_of(name: str, model: nn.Module, wrapped: MLXModel) -> list[Text]:

@@ -10,7 +10,7 @@ import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.warm_up import MIN_CONTEXT_LENGTH, WIDTHS, warm_up
+from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
@@ -64,11 +64,13 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     step = base * cost_ratio
     prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
     assert prices.is_known
+    # How much of a pass beside the drafter the drafter costs is known from few of them.
+    share = 0.01 if kappa == 0 else 0.15
+    for width in (1, 2, 3, 4, 8):
+        assert prices.verify(width) == pytest.approx(base * (1 + slope * (width - 1)), rel=share)
     # The prior still has a small weight.
-    assert prices.verify(1) == pytest.approx(base, rel=0.15)
-    assert prices.verify(4) == pytest.approx(base * (1 + 3 * slope), rel=0.15)
-    assert prices.draft_s(1, beside_target=False) == pytest.approx(step, rel=1e-6)
-    assert prices.draft_s(4, beside_target=False) == pytest.approx(2.5 * step, rel=1e-6)
+    assert prices.draft_s(1, beside_target=False) == pytest.approx(step, rel=0.01)
+    assert prices.draft_s(4, beside_target=False) == pytest.approx(2.5 * step, rel=0.01)
     assert prices.plain_decode_s.value == pytest.approx(base, rel=1e-6)
     # A job that shares the device takes its own time and as much of the other's as they overlap.
     assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
@@ -128,7 +130,7 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
             return trio.current_time() - until
 
         # It waits for the running passes, and for no other.
-        assert run(cancelled) <= 2 * (1.0 + 7 * 0.25)
+        assert run(cancelled) <= 2 * (1.0 + (max(TARGET_WIDTHS) - 1) * 0.25)
         assert nothing_is_open(*pair)
 
 
@@ -153,4 +155,4 @@ def test_the_kernels_of_sampling_are_compiled_too(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(mx.random, "gumbel", count)
     run(lambda: warmed_up(*models()))
-    assert len(drawn) >= 2 * len(set(WIDTHS))  # of both models
+    assert len(drawn) >= len(TARGET_WIDTHS) + len(DRAFT_WIDTHS)

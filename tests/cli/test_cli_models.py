@@ -130,17 +130,23 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
     flags = [*FLAGS, *(["--prefix-cache-bytes", "5"] if more else [])]
     assert cli.main([*command, *flags]) == 1
-    assert GIVEN | more == {name: value for name, value in opened.items() if name not in ("trace", "max_streams")}
+    of_serve = {"trace", "max_streams", "max_batch"}
+    assert GIVEN | more == {name: value for name, value in opened.items() if name not in of_serve}
     opened.clear()
     assert cli.main([*command, "--max-kv-size", "none"]) == 1
     assert opened["max_kv_size"] is None
     assert "kv_bits" not in opened
 
 
+def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
+    assert cli.main(["serve", "--port", "0", "--max-streams", "3", "--max-batch", "2"]) == 1
+    assert (opened["max_streams"], opened["max_batch"]) == (3, 2)
+
+
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
-    # --max-streams belongs to `serve`, --trace to `generate`; defaults of settings are for programs; commands read
-    # OUTRIDER_TUNE_MLX instead of tune_mlx.
-    elsewhere = {"target", "draft", "max_streams", "trace", "defaults", "tune_mlx"}
+    # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
+    # commands read OUTRIDER_TUNE_MLX instead of tune_mlx.
+    elsewhere = {"target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
     assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
 
 

@@ -75,8 +75,10 @@ def assert_measured(passes: Passes) -> None:
     for width, seconds in passes.seconds.items():
         low, high = passes.spread[width]
         assert 0 < low <= seconds <= high
-    assert passes.price.per_token >= 0
-    assert passes.price(max(WIDTHS)) > 0
+    assert passes.price.per_row(max(WIDTHS)) >= 0
+    prices = [passes.price(width) for width in WIDTHS]
+    assert prices[0] > 0
+    assert prices == sorted(prices)
 
 
 # --- the command ----------------------------------------------------------------------------------

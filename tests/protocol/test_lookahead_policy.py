@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
-from protocol.auto_policy import AutoPolicy, policy_for
+from protocol.auto_policy import MIN_REACH, AutoPolicy, policy_for
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
@@ -199,23 +201,29 @@ situations = st.builds(
 
 @given(tree=trees, prices=situations, limit=st.integers(0, 8), mean=st.floats(0, 1))
 @deterministic
-def test_what_is_proposed_is_worth_its_place_and_nothing_is_waited_for_that_is_not(tree, prices, limit, mean):
+def test_no_other_part_of_the_chain_is_worth_more_and_nothing_is_waited_for_that_is_not(tree, prices, limit, mean):
     policy = auto(prices)
     policy.calibration.mean_acceptance = mean
     view = view_of(tree, max_proposal=limit)
-    worth, per_token, step = prices.rate, prices.verify.per_token, prices.draft_s(1, beside_target=False)
     nodes, chain = policy.proposal(view), tree.chain()[:limit]
-    end = view.growable()
-    worthy = [node for node in chain if node.reach > worth * per_token]
-    if nodes is None:
-        # All drafted tokens are worth it, and so is the next one, which still fits into the proposal.
-        assert worthy == chain
-        assert end is not None
-        assert end.reach * mean > worth * (per_token + step)
-    else:
-        assert nodes == worthy
-        if end is not None and worthy == chain:
-            assert end.reach * mean <= worth * (per_token + step)
+    step_s = prices.draft_s(1, beside_target=False)
+
+    def worth(reaches: list[float], num_steps: int = 0) -> float:
+        """Tokens that a proposal may bring, less those that its time would bring otherwise."""
+        cost_s = prices.verify(1 + len(reaches)) - prices.verify(1) + num_steps * step_s
+        return sum(reaches) - prices.rate * cost_s
+
+    drafted = [node.reach for node in chain]
+    at_once = max(worth(drafted[:length]) for length in range(len(chain) + 1))
+    later = -math.inf
+    if (end := view.growable()) is not None:
+        expected = [end.reach * mean**step for step in range(1, limit - len(chain) + 1)]
+        expected = list(itertools.takewhile(lambda reach: reach >= MIN_REACH, expected))
+        later = max((worth(drafted + expected[:n], n) for n in range(1, len(expected) + 1)), default=-math.inf)
+    assert (nodes is None) == (later > at_once + 1e-9) or later == pytest.approx(at_once, abs=1e-9)
+    if nodes is not None:
+        assert nodes == chain[: len(nodes)]
+        assert worth([node.reach for node in nodes]) == pytest.approx(at_once, abs=1e-9)
 
 
 @given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))

@@ -224,11 +224,15 @@ def shared() -> tuple[list[Event], list[runtime.Completion]]:
 def test_a_pass_that_streams_share_is_one_span_with_the_part_of_each(shared):
     events, _ = shared
     passes = [event for event in events if isinstance(event, Span) and event.shares]
-    found = [span for span in data_for(events)["spans"] if span[0] == 0 and len(span) > 7]
-    assert len(found) == len(passes) > 3
-    for (_, kind, session, _, _, num_tokens, round, parts), span in zip(found, passes, strict=True):
-        assert (kind, session, round, num_tokens) == ("verify", None, None, span.num_tokens)
-        assert parts == [[share.session, share.round, share.num_tokens] for share in span.shares]
+    spans = data_for(events)["spans"]
+    # A span of the drafter has one more item before its parts.
+    for actor, name, kind, num_items in ((0, "target", "verify", 7), (1, "draft", "draft", 8)):
+        found = [span for span in spans if span[0] == actor and len(span) > num_items]
+        expected = [span for span in passes if span.actor == name]
+        assert len(found) == len(expected) > 3
+        for [_, *facts, parts], span in zip(found, expected, strict=True):
+            assert (facts[0], facts[1], facts[4], facts[5]) == (kind, None, span.num_tokens, None)
+            assert parts == [[share.session, share.round, share.num_tokens] for share in span.shares]
 
 
 def test_each_stream_has_the_passes_that_it_shared_among_its_own(shared):
@@ -712,8 +716,12 @@ def test_a_browser_shows_the_rows_of_a_shared_pass_and_lets_each_of_them_be_chos
       const details = $("details").innerText;
       choose(other[0]);
       told.push(look());
+      const step = data.spans.find((s) => s[0] === 1 && s[8]?.length > 1 && s[3] > pass[4]);
+      choose(step[8][1][0]);
+      pointer("pointermove", place((step[3] + step[4]) / 2), 180);
+      const drafted = { parts: step[8], told: $("tip").innerText };
       $("table").open = true; $("table").dispatchEvent(new Event("toggle"));
-      return { parts: pass[7], told, details, legend: $("legend").innerText, summary: $("summary").innerText,
+      return { parts: pass[7], told, drafted, details, legend: $("legend").innerText, summary: $("summary").innerText,
         columns: [...$("table").querySelectorAll("th")].map((th) => th.textContent),
         rows: [...$("table").querySelectorAll("tbody tr")].map((tr) => tr.children[5].textContent) };
     """
@@ -725,6 +733,15 @@ def test_a_browser_shows_the_rows_of_a_shared_pass_and_lets_each_of_them_be_chos
         # The stream shown comes first.
         assert rows[0].startswith(f"stream {shown[0]}: round {shown[1]}, {shown[2]} token")
         assert len(rows) == len(found["parts"])
+    # A draft step, too.
+    title, *lines = [line for line in found["drafted"]["told"].splitlines() if line.strip()]
+    parts = found["drafted"]["parts"]
+    assert title.startswith(f"Draft: draft of {len(parts)} streams")
+    rows = [line for line in lines if line.startswith("stream ")]
+    assert sorted(rows) == sorted(
+        f"stream {id}: round {round}, {num_tokens} token{'s' * (num_tokens != 1)}" for id, round, num_tokens in parts
+    )
+    assert rows[0].startswith(f"stream {parts[1][0]}:")
     assert re.search(r"in a pass with streams? \d", found["details"])
     assert all(f"stream {id}" in found["legend"] for id in range(3))
     assert "a pass of several streams" in found["legend"]

@@ -176,9 +176,12 @@ async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(even
 async def test_a_pass_that_streams_share_is_one_entry_with_the_part_of_each(events):
     entries = json.loads(written(events))
     shared = [event for event in events if isinstance(event, Span) and event.shares]
-    shown = [e for e in of(entries, "X", "verify") if "shares" in e["args"]]
-    assert len(shown) == len(shared) > 3
+    shown = [e for e in of(entries, "X") if "shares" in e["args"]]
+    assert len(shown) == len(shared)
+    assert min(Counter(span.actor for span in shared).values()) > 3
+    assert {(entry["cat"], entry["name"]) for entry in shown} == {("target", "verify"), ("draft", "draft")}
     for entry, span in zip(shown, shared, strict=True):
+        assert (entry["cat"], entry["tid"]) == (span.actor, {"target": 1, "draft": 2}[span.actor])
         assert "session" not in entry["args"]
         assert entry["args"]["sessions"] == len(span.shares)
         assert entry["args"]["shares"] == {
