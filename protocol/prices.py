@@ -232,8 +232,9 @@ class Prices:
         return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability; 0 where
-        passes take no time.
+        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability.
+
+        It is 0 where passes take no time.
 
         All texts that can share a pass do so.
         """
