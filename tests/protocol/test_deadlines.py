@@ -32,7 +32,8 @@ from protocol.deadlines import (
     prompt_wait_s,
     proposal_wait_s,
 )
-from protocol.prices import Prices, WidthPrice
+from protocol.pass_price import PassPrice
+from protocol.prices import Prices
 
 PROMPT = [5, 6, 7, 8, 9]
 DECODE_S = 8.0  # see `scripted.PRICES`
@@ -158,9 +159,9 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
         draft_price=lambda job: 0.0 if job.kind != "draft" else 1.0 if job.round == 0 else 0.1,
     ) as simulation:
         for seed in range(num_texts):
-            prices = simulation.runtime.prices.draft_alone = WidthPrice()
+            prices = simulation.runtime.prices.draft_alone = PassPrice()
             for _ in range(200):
-                prices.observe(1, 0.1)
+                prices.observe(1, 0.0, 0.1)
             completion = await simulation.runtime.generate(
                 PROMPT,
                 max_tokens=12,
