@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import attrs
@@ -42,8 +42,8 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 class AutoPolicy:
     """Three rules over measured prices.
 
-    *Send or wait*: a proposal is as long as `Σ reach - R (ΔT_v + wait)` is greatest. The left side is what its tokens
-    may bring, the right side is what else the time that they cost would bring.
+    *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is what
+    they may bring, the right side is what else the time that they cost would bring.
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
@@ -76,8 +76,36 @@ class AutoPolicy:
         # If the chain was looked up, the drafter may still begin at the root.
         is_looked_up = chain and not view.tree.root.is_expanded
         end = view.tree.root if is_looked_up else view.growable()
-        num_ready, gain = self._best_length([node.reach for node in chain])
-        return None if end is not None and self._gain_by_drafting(view, end) > gain else chain[:num_ready]
+        reaches = [node.reach for node in chain]
+        num_ready = self._num_worthwhile(reaches)
+        gain = sum(reaches[:num_ready]) - self.prices.rate * self.prices.verify_extra_s(num_ready)
+        if end is not None and self._gain_by_drafting(view, end) > max(0.0, gain):
+            return None
+        return chain[:num_ready]
+
+    def _num_worthwhile(self, reaches: Sequence[float]) -> int:
+        """How many drafted tokens to propose.
+
+        Whether a token is among them depends on its own reach and on those before it, not on what was drafted after it:
+        that depends on the token, so that the rejection rule would not be exact. What comes after it is taken for as
+        likely as tokens are on average, so that a step of the price is climbed where a plateau may follow.
+        """
+        for length, reach in enumerate(reaches, 1):
+            if not self._is_worthwhile(length, reach):
+                return length - 1
+        return len(reaches)
+
+    def _is_worthwhile(self, length: int, reach: float) -> bool:
+        rate, without_s = self.prices.rate, self.prices.verify_extra_s(length - 1)
+        expected = 0.0
+        for longer in range(length, MAX_LOOKAHEAD + 1):
+            expected += reach
+            if expected > rate * (self.prices.verify_extra_s(longer) - without_s):
+                return True
+            reach *= self.calibration.mean_acceptance
+            if reach < MIN_REACH:
+                break
+        return False
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
         """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.

@@ -44,12 +44,14 @@ class TargetQueue:
             sessions: those of the waiting rounds that share it.
             now_s: seconds on the actors' clock.
         """
-        self._running = {session: self._waiting.pop(session) for session in sessions if session in self._waiting}
+        rounds = self._waiting | self._running
+        self._running = {session: rounds.pop(session) for session in sessions if session in rounds}
+        self._waiting = rounds
         self._began_s = now_s
 
     def leave(self, session: int, now_s: float) -> None:
         """Remove a session's round, which is done or was taken back; does nothing where there is none."""
-        if self._waiting.pop(session, None) is None and self._running.pop(session, None) is not None:
+        if (self._running if session in self._running else self._waiting).pop(session, None) is not None:
             self._began_s = now_s
 
     @property

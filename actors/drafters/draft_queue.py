@@ -137,6 +137,7 @@ class DraftQueue:
         self.num_shared = max_batch
         self._waiting: list[DraftRequest] = []
         self._running: Steps[StepResults] | None = None
+        self._leader: DraftRequest | None = None
         self._is_led = False
 
     async def run(self, request: DraftRequest) -> None:
@@ -155,7 +156,7 @@ class DraftQueue:
             self._running.interrupt()
         try:
             while not request.is_over:
-                await (self._wait(request) if self._is_led else self._lead())
+                await (self._wait(request) if self._is_led else self._lead(request))
         finally:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -175,9 +176,9 @@ class DraftQueue:
                 while not request.is_over:
                     await request.change()
 
-    async def _lead(self) -> None:
+    async def _lead(self, leader: DraftRequest) -> None:
         """Run the steps of those that wait."""
-        self._is_led = True
+        self._is_led, self._leader = True, leader
         taken: list[DraftRequest] = []
         try:
             for _ in range(ROUNDS_TO_GATHER):
@@ -197,7 +198,7 @@ class DraftQueue:
             for request in taken:
                 request.end(outcome.Error(_failed(error, len(taken))))
         finally:
-            self._is_led, self._running = False, None
+            self._is_led, self._running, self._leader = False, None, None
             for request in taken:
                 request.end(outcome.Value(None))
 
@@ -223,6 +224,9 @@ class DraftQueue:
                 result.request.end(heard)
             elif not continues:
                 result.request.end(heard)
+        # The leader's task may have something else to do now, such as to draft after another node.
+        if goes_on and self._leader is not None and self._leader.is_over and self._running is not None:
+            self._running.interrupt()
 
     # --- on the worker's thread -------------------------------------------------------------------
 
@@ -259,6 +263,9 @@ class DraftQueue:
         try:
             feeds = [Feed(request.draft_steps.sequence, request.step.plan.feed, 1) for request in requests]
             logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
+            if any(request.draft_steps.shared.logits_pipeline.runs_user_code for request in requests):
+                # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
+                mx.eval(logits)
             lazies: dict[DraftRequest, outcome.Outcome[LazyGuesses]] = {
                 request: outcome.capture(_guess, request, rows) for request, rows in zip(requests, logits, strict=True)
             }

@@ -92,8 +92,10 @@ class DrafterSession(ActorSession):
         state = self.state
         guesses = [node.guess for node in nodes if node.guess is not None]
         probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
-        # A fixed lookahead is what the user wants verified, whatever it costs.
-        reach = tuple(node.reach for node in nodes) if isinstance(self.policy, AutoPolicy) else ()
+        # A fixed lookahead is what the user wants verified, whatever it costs. Under the rejection rule, whether a
+        # token is judged must not depend on the tokens after it, which were drafted because of it.
+        may_cut = isinstance(self.policy, AutoPolicy) and state.opened.settings.rule == "match"
+        reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
         return Proposal(self.id, state.round, state.next_position, tokens, probs, reach)
 

@@ -97,6 +97,8 @@ class MLXSequence:
         if self._batch is not None:
             self._length = self._batch.leave(self, self.cache)
             self._batch = None
+            # Until they are computed, its slices keep the buffers of the whole batch.
+            mx.eval([layer.state for layer in self.cache])
             self.check(self._length)
 
     def forget(self) -> None:

@@ -66,6 +66,7 @@ class SharedPasses:
         self._vocab_size = vocab_size
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
+        self._has_fed_rows = False
         self.known_obstacle = self._find_known_obstacle()
         self._obstacle = self.known_obstacle
         self._is_probed = self.known_obstacle is not None
@@ -76,13 +77,17 @@ class SharedPasses:
         if len(rows) < 2:
             # It stays a row while there are others, which may be fed again in the next pass.
             rows = {text: feed for text, feed in rows.items() if text in self._rows and len(self._rows) > 1}
+        self._has_fed_rows = bool(rows)
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
     def abandon(self) -> None:
-        """Empty the caches of all rows: what a failed pass has left in them is not known."""
+        """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
+        if not self._has_fed_rows:
+            return
         for text in self._rows:
-            text.forget()
+            if text.is_row:
+                text.forget()
         self._rows = {}
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 

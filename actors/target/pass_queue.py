@@ -16,9 +16,9 @@ import attrs
 import outcome
 import trio
 
-from actors.model import Model
+from actors.model import CacheLostError, Model
 from actors.target.verify import Verified, VerifyRequest, verify
-from actors.workers.worker import Job, JobError, Worker
+from actors.workers.worker import Job, JobError, Worker, as_job_error
 from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
 from protocol.prices import Mean, Prices
 from protocol.target_queue import TargetQueue
@@ -267,6 +267,8 @@ class PassQueue:
                 num_rows=num_rows,
                 is_first=index == 0,
             )
+            if isinstance(result, outcome.Error) and not isinstance(result.error, JobError | CacheLostError):
+                result = as_job_error(job, result)
             round.result = outcome.capture(_shared, shared, result)
             round.wake()
             # At once, for the task that leads the next pass may be the first to run.
@@ -347,7 +349,7 @@ class PassQueue:
     def _take(self, taken: list[_WaitingRound], job: Job[Outcomes]) -> None:
         """Take rounds into a pass that begins."""
         if len(self._waiting) > 1 and self.num_shared > 1 and self._model.sharing_obstacle() is not None:
-            self.num_shared = 1
+            self.num_shared = self._target_queue.max_batch = 1
         with self._lock:
             for round, num_drafted in self._chosen().items():
                 round.has_begun = True

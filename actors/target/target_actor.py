@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # Checkpoints within which a proposal that exists already arrives: into the drafter's mailbox, and back.
 CHECKPOINTS_PER_ANSWER = 4
+# Rounds for which sessions share no pass after one that failed.
+ROUNDS_APART = 16
 
 
 class TargetActor(ModelActor[TargetSession]):
@@ -91,6 +93,7 @@ class TargetActor(ModelActor[TargetSession]):
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
+                self._passes.forget(session.id)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
                 shared.deliver_nowait()
                 if session.state.finish_reason is not None:
@@ -148,6 +151,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._num_in_rounds += 1
         try:
             await self._wait_for_proposal(session)
+            self.prices.num_texts = max(1, min(self._num_in_rounds, self._passes.num_shared))
             if sequence.length < len(session.cached_tokens):
                 await self._catch_up(session, sequence)
             proposal, is_drafted = (
@@ -196,7 +200,7 @@ class TargetActor(ModelActor[TargetSession]):
             if session.state.phase is not SessionPhase.PROPOSING:
                 return
             await trio.lowlevel.checkpoint()
-        began = trio.current_time()
+        began, session.awaits_proposal = trio.current_time(), True
         while session.state.phase is SessionPhase.PROPOSING:
             # Computed anew each time, since the drafter may have become ready meanwhile.
             deadline = began + self._proposal_timeout_s(session)
@@ -206,6 +210,7 @@ class TargetActor(ModelActor[TargetSession]):
             is_late = trio.current_time() >= began + self._proposal_timeout_s(session)
             if session.state.phase is SessionPhase.PROPOSING and is_late:
                 await self._time_out_proposal(session)
+        session.awaits_proposal = False
 
     async def _time_out_proposal(self, session: TargetSession) -> None:
         """Ask the drafter for what it has by now, if it has read the prompt; decode alone afterwards."""
@@ -226,6 +231,7 @@ class TargetActor(ModelActor[TargetSession]):
         return (
             session is not None
             and session.state.phase is SessionPhase.PROPOSING
+            and session.awaits_proposal
             and session.is_drafter_ready
             # A fixed lookahead is what the user wants, however long it takes.
             and session.shared.opened.settings.lookahead == "auto"
@@ -256,7 +262,6 @@ class TargetActor(ModelActor[TargetSession]):
         """Run a job that decodes a token of one session."""
         ready_s = self.worker.clock()
         self._target_queue.enter(session.id, 1)
-        self._target_queue.begin([session.id], ready_s)
         try:
             result = await self.worker.run(job, meanwhile=session.shared.deliver_nowait)
         finally:
@@ -303,20 +308,21 @@ class TargetActor(ModelActor[TargetSession]):
         feeds_draft = not settle and not session.was_single_step
         num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_draft and not proposal.reach else 0)
         ready = ReadyRound(num_needed, proposal.reach if feeds_draft else ())
-        shared, alone = None, False
+        shared = None
+        session.num_alone = max(0, session.num_alone - 1)
         while shared is None:
             try:
-                shared = await self._share_pass(session, request, ready, alone=alone)
+                shared = await self._share_pass(session, request, ready, alone=session.num_alone > 0)
             except (SharedPassError, CacheLostError) as error:
-                # A part that makes a shared pass fail makes it fail alone, too, and ends its session then.
-                alone = alone or isinstance(error, SharedPassError)
+                # A part that makes a shared pass fail makes it fail alone, too, and ends its session then. If none
+                # does, all of them together are too much, and would be again.
+                session.num_alone = ROUNDS_APART if isinstance(error, SharedPassError) else session.num_alone
                 await self._catch_up(session, sequence)
                 request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
         verified, plan = shared.verified, request.plan
         session.was_single_step = verified.single_step and not settle
         if shared.is_first:
             self.prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended)
-            self.prices.num_texts = max(1, min(self._num_in_rounds, self._passes.num_shared))
         session.verify_seconds += session.last_pass_s
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)

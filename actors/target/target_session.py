@@ -22,6 +22,8 @@ class TargetSession(ActorSession):
         last_pass_s: seconds of the last pass, over the sessions that shared it.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
+        num_alone: rounds for which it shares no pass, because one that it shared has failed.
+        awaits_proposal: whether its task waits for a proposal now.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
     """
@@ -35,6 +37,8 @@ class TargetSession(ActorSession):
         self.last_pass_s = 0.0
         self.was_plain = False
         self.was_single_step = False
+        self.num_alone = 0
+        self.awaits_proposal = False
         self.is_drafter_ready = False
         self.decodes_alone = False
 

@@ -102,7 +102,11 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
     prepared = [outcome.capture(request.prepare) for request in requests]
     fed = [each.value for each in prepared if isinstance(each, outcome.Value)]
     try:
-        rows = iter(model.feed_together([each.feed for each in fed])) if fed else iter(())
+        logits = model.feed_together([each.feed for each in fed]) if fed else []
+        if any(each.request.shared.logits_pipeline.runs_user_code for each in fed):
+            # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
+            mx.eval(logits)
+        rows = iter(logits)
         judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
         mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
     except BaseException:

@@ -234,7 +234,7 @@ class Straying(Hostile):
         def calibrate(rank: int, raw: float) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
-        return DraftBudget(self._dice.randrange(5), 1.0, self.min_confidence, calibrate=calibrate)
+        return DraftBudget(self._dice.randrange(5), 1.0, (self.min_confidence,), calibrate=calibrate)
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         # Where it continued by itself, it allows what comes.

@@ -226,6 +226,43 @@ def test_no_other_part_of_the_chain_is_worth_more_and_nothing_is_waited_for_that
         assert worth([node.reach for node in nodes]) == pytest.approx(at_once, abs=1e-9)
 
 
+def stepped(rows_of_step: int, height: float) -> Prices:
+    """A pass costs 1 s, and from some number of rows on as much more as the height of the step; 1 token/s."""
+    prices = Prices()
+    for _ in range(20):
+        for rows in range(1, 20):
+            prices.verify.observe(rows, 0.0, 1.0 + height * (rows >= rows_of_step))
+        prices.observe_draft_step(1, 0.0, 100.0, beside_target=False)  # nobody waits for another token
+        prices.plain_decode_s.observe(1.0)
+    return prices
+
+
+confidences = st.lists(st.floats(0.05, 0.99), max_size=5)
+
+
+@given(
+    one=confidences,
+    other=confidences,
+    common=st.lists(st.floats(0.3, 0.99), min_size=1, max_size=5),
+    rows_of_step=st.integers(2, 8),
+    height=st.floats(0.1, 3.0),
+    mean=st.floats(0.2, 0.95),
+)
+@deterministic
+def test_whether_a_token_is_proposed_does_not_depend_on_what_was_drafted_after_it(
+    one, other, common, rows_of_step, height, mean
+):
+    """What is drafted after a token depends on which token it is: the rejection rule would not be exact."""
+    policy = auto(stepped(rows_of_step, height))
+    policy.calibration.mean_acceptance = mean
+
+    def num_proposed(confidences: list[float]) -> int:
+        tree = tree_of(tuple(enumerate(confidences)))
+        return min(len(common), len(policy.proposal(view_of(tree, max_proposal=20))))
+
+    assert num_proposed([*common, *one]) == num_proposed([*common, *other])
+
+
 @given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))
 @deterministic
 def test_what_is_drafted_ahead_is_worth_its_time_and_where_it_is_the_likeliest_is(tree, prices, left):
