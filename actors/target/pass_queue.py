@@ -50,6 +50,8 @@ class SharedPass:
         num_rounds: how many rounds shared it.
         num_rows: rows of the pass: of each round as many as of the widest, because the others are padded.
         is_first: whether this round is the first of those that shared it, so that each pass can be counted once.
+        is_typical: whether it shows what such a pass costs: not if a text shared a pass for the first time, since its
+            cache is copied then.
     """
 
     verified: Verified
@@ -58,6 +60,7 @@ class SharedPass:
     num_rounds: int
     num_rows: int
     is_first: bool
+    is_typical: bool
 
     @property
     def seconds(self) -> float:
@@ -116,11 +119,13 @@ class _Member:
         ready: its last round.
         ended_s: when its last pass ended, in seconds on the worker's clock; None while it waits or has a pass.
         turnaround_s: from the end of a pass until its next round is ready.
+        has_shared: whether it has shared a pass.
     """
 
     ready: ReadyRound
     ended_s: float | None = None
     turnaround_s: Mean = attrs.field(factory=lambda: Mean(memory=8.0))
+    has_shared: bool = False
 
     @property
     def due_s(self) -> float:
@@ -258,6 +263,8 @@ class PassQueue:
         finally:
             self._is_led = False
         num_rows = len(taken) * max(_widths(taken, outcomes), default=0)
+        members = [self._members[round.session] for round in taken if round.session in self._members]
+        is_typical = len(taken) == 1 or all(member.has_shared for member in members)
         for index, (round, result) in enumerate(zip(taken, outcomes, strict=True)):
             shared = partial(
                 SharedPass,
@@ -266,6 +273,7 @@ class PassQueue:
                 num_rounds=len(taken),
                 num_rows=num_rows,
                 is_first=index == 0,
+                is_typical=is_typical,
             )
             if isinstance(result, outcome.Error) and not isinstance(result.error, JobError | CacheLostError):
                 result = as_job_error(job, result)
@@ -274,6 +282,7 @@ class PassQueue:
             # At once, for the task that leads the next pass may be the first to run.
             if (member := self._members.get(round.session)) is not None:
                 member.ended_s = job.ended
+                member.has_shared = member.has_shared or len(taken) > 1
 
     async def _wait_for_more(self) -> None:
         """Wait for rounds that are about to be ready, as long as the pass gains by it."""

@@ -321,7 +321,7 @@ class TargetActor(ModelActor[TargetSession]):
                 request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
         verified, plan = shared.verified, request.plan
         session.was_single_step = verified.single_step and not settle
-        if shared.is_first:
+        if shared.is_first and shared.is_typical:
             self.prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended)
         session.verify_seconds += session.last_pass_s
         judgement = verified.judgement

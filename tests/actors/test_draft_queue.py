@@ -36,9 +36,10 @@ def test_sessions_share_draft_steps_and_their_texts_are_right(lookahead: Any, ag
         async with simulated(ScriptedModel(truthful), draft, schedule=schedule) as simulation:
             assert await texts(simulation, lookahead=lookahead) == EXPECTED
             assert max(len(span.shares) for span in shared_steps(simulation)) >= 3
-            # Most tokens are drafted in steps that others share, until the first texts end.
-            drafted = [span for span in simulation.spans("draft") if span.kind == "draft"]
-            assert sum(len(span.shares) for span in shared_steps(simulation)) > len(drafted) / 2
+            if lookahead != "auto":  # where some rest, the others draft alone
+                # Most tokens are drafted in steps that others share, until the first texts end.
+                drafted = [span for span in simulation.spans("draft") if span.kind == "draft"]
+                assert sum(len(span.shares) for span in shared_steps(simulation)) > len(drafted) / 2
 
     run(main)
 
