@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import attrs
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
-from actors.drafters.draft_queue import DraftQueue, DraftRequest, SharedStepError
+from actors.drafters.draft_queue import DraftQueue, DraftRequest, SharedStepError, num_rows
 from actors.drafters.draft_session import DraftSession, RunningSteps
 from actors.drafters.draft_steps import (
     CannotLookAhead,
@@ -26,7 +27,7 @@ from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
-from actors.workers.worker import Job, Steps, Worker
+from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
@@ -40,6 +41,8 @@ from protocol.trace import Event
 MAX_ROWS = 32
 # A drafter is ready with at most this many unread committed tokens. It reads them with its next draft step.
 MAX_BEHIND_WHEN_READY = 8
+# Times that a session drafts without sharing steps after one that failed.
+STEPS_APART = 16
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 
@@ -126,7 +129,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 await self._read_again(session, sequence)
                 continue
             if session.state.phase is SessionPhase.RESTING and session.policy.should_catch_up(session.num_behind):
-                await self._catch_up(session, sequence)
+                with _lost_cache_read_again():
+                    await self._catch_up(session, sequence)
                 continue
             node = self._next_expansion(session)
             if node is None:
@@ -216,24 +220,26 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         steps = Steps("draft", step.of(draft_steps), on_step, session.id, num_tokens, session.state.round)
         session.running_steps = RunningSteps(steps)
         self._begin_step(session, session.running_steps, node, num_tokens)
-        await self.worker.run_steps(steps)
+        with _lost_cache_read_again():
+            await self.worker.run_steps(steps)
 
     async def _draft_together(
         self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
     ) -> None:
         """Draft in passes that other sessions share."""
         request = DraftRequest(
-            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, session.drafts_alone
+            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, session.num_alone > 0
         )
+        session.num_alone = max(0, session.num_alone - 1)
         session.running_steps = RunningSteps(request)
         self._begin_step(session, session.running_steps, node, len(step.plan.feed))
         try:
             await self._draft_queue.run(request)
         except SharedStepError:
             # A session that makes a shared step fail makes its own fail, too, and is left to the target then.
-            session.drafts_alone = True
+            session.num_alone = STEPS_APART
         except CacheLostError:
-            pass  # the text is read again before the next step
+            pass  # see `_lost_cache_read_again`
 
     def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
         running.node = node
@@ -259,7 +265,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 # Asked at the end of the step, since a pass may have begun while the step waited or ran.
                 beside_target = running.overlaps_target or self._target_queue.was_busy_since(job.began)
                 if is_first:
-                    self.prices.observe_draft_step(_num_rows(job), job.began, job.ended, beside_target=beside_target)
+                    self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = outcome.can_look_ahead
                 session.cached_tokens.follow(outcome.fed)
                 # A verdict may have dropped the node from the tree meanwhile.
@@ -381,6 +387,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._reconsider(session)
 
 
-def _num_rows(job: Job[Any]) -> int:
-    """Rows that a step computes: of each session as many as of the widest, because the others are padded."""
-    return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens
+@contextmanager
+def _lost_cache_read_again() -> Iterator[None]:
+    """Ignore that a cache was lost, in a shared step that failed: the text is read again before the next step."""
+    try:
+        yield
+    except JobError as error:
+        if not isinstance(error.__cause__, CacheLostError):
+            raise

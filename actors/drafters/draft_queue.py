@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -25,7 +25,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     StepOutcome,
 )
-from actors.model import CacheLostError, Feed, Model, feed_each
+from actors.model import Feed, Model, feed_each
 from actors.workers.worker import Job, JobError, Step, Steps, Worker
 from protocol.trace import Share
 
@@ -285,8 +285,6 @@ class DraftQueue:
 
 
 def _prepare(request: DraftRequest) -> RewoundToCheckpoint | CannotLookAhead | None:
-    if request.draft_steps.sequence.length < request.step.plan.keep:
-        raise CacheLostError
     return request.draft_steps.prepare(request.step.plan)
 
 
@@ -306,3 +304,8 @@ def _failed(error: JobError, num_sessions: int) -> Exception:
     shared = SharedStepError(*error.args)
     shared.__cause__ = error.__cause__
     return shared
+
+
+def num_rows(job: Job[Any]) -> int:
+    """Rows that a step computes: of each session as many as of the widest, because the others are padded."""
+    return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -50,7 +50,7 @@ class DraftSession(DrafterSession):
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
         running_steps: the draft steps under way; None between them.
-        drafts_alone: whether a step that it shared has failed, so that it shares no more.
+        num_alone: how many times it drafts without sharing steps, because one that it shared has failed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DraftSession(DrafterSession):
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
         self.running_steps: RunningSteps | None = None
-        self.drafts_alone = False
+        self.num_alone = 0
 
     async def index_committed(self) -> None:
         """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""

@@ -10,7 +10,7 @@ from typing import cast
 import attrs
 import mlx.core as mx
 
-from actors.model import CachedSequence, RewindMode
+from actors.model import CachedSequence, CacheLostError, RewindMode
 from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import TokenHistory, pad
 from actors.session import Session
@@ -113,7 +113,12 @@ class DraftSteps:
         return self.read(plan, lazy, trail, history, draft_budget)
 
     def prepare(self, plan: FeedPlan) -> RewoundToCheckpoint | CannotLookAhead | None:
-        """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None."""
+        """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None.
+
+        Raises: CacheLostError: a step that the session shared has failed since this one was planned.
+        """
+        if self.sequence.length < plan.keep:
+            raise CacheLostError
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
             return RewoundToCheckpoint(length, plan.keep)
         position = plan.keep + len(plan.feed)
@@ -298,8 +303,13 @@ def catch_up(
 
     Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the reason
         why nothing was fed.
-    Raises: NotANumberError: no token can be chosen from some row of the draft model's logits.
+
+    Raises:
+        NotANumberError: no token can be chosen from some row of the draft model's logits.
+        CacheLostError: see `DraftSteps.prepare`.
     """
+    if sequence.length < plan.keep:
+        raise CacheLostError
     if (length := sequence.rewind(plan.keep)) < plan.keep:
         return RewoundToCheckpoint(length, plan.keep)
     end = plan.keep + len(plan.feed)
