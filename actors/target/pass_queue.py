@@ -247,7 +247,9 @@ class PassQueue:
     async def _lead(self) -> None:
         """Run one pass with what waits when it begins."""
         taken: list[_WaitingRound] = []
-        job: Job[Outcomes] = Job("verify", partial(self._verify, taken), count=partial(_num_tokens, taken))
+        job: Job[Outcomes] = Job(
+            "verify", partial(self._verify, taken), count=lambda results: sum(_widths(taken, results))
+        )
         job.prepare = partial(self._take, taken, job)
         self._is_led = True
         try:
@@ -384,10 +386,6 @@ def _widths(taken: list[_WaitingRound], results: Outcomes) -> list[int]:
         result.value.width if isinstance(result, outcome.Value) else round.share.num_tokens
         for round, result in zip(taken, results, strict=True)
     ]
-
-
-def _num_tokens(taken: list[_WaitingRound], results: Outcomes) -> int:
-    return sum(_widths(taken, results))
 
 
 def _failed(error: JobError, num_rounds: int) -> outcome.Error:
