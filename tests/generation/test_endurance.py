@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 import trio
 from models import llama
+from polling import until_in_trio
 
 import runtime
 from actors.session import Session
@@ -58,9 +59,7 @@ def resident_bytes() -> int:
 
 async def settled(rt: runtime.Runtime, num_idle_tasks: int) -> None:
     """Wait until the target and the drafter have ended their parts of all streams."""
-    with trio.fail_after(60):
-        while rt._sessions or num_tasks() > num_idle_tasks:
-            await trio.lowlevel.checkpoint()
+    await until_in_trio(lambda: not rt._sessions and num_tasks() <= num_idle_tasks)
     gc.collect()
     mx.clear_cache()
 
