@@ -26,6 +26,7 @@ from actors.drafters.draft_steps import (
     StepOutcome,
 )
 from actors.model import Feed, Model, feed_each
+from actors.workers.shared_jobs import SharedJobEntry, SharedJobQueue
 from actors.workers.worker import Job, JobError, Step, Steps, Worker
 from protocol.trace import Share
 
@@ -57,7 +58,7 @@ class SharedStepError(Exception):
 
 
 @attrs.define(eq=False)
-class DraftRequest:
+class DraftRequest(SharedJobEntry[None]):
     """One session's part in shared draft steps.
 
     Attributes:
@@ -77,8 +78,6 @@ class DraftRequest:
     round: int
     alone: bool = False
     is_interrupted: bool = attrs.field(default=False, init=False)
-    _end: outcome.Outcome[None] | None = attrs.field(default=None, init=False)
-    _changed: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     def interrupt(self) -> None:
         """End the session's part after the running step. Harmless once it is over."""
@@ -89,36 +88,9 @@ class DraftRequest:
         """Its part in the next step."""
         return Share(self.session, self.round, len(self.step.plan.feed))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no further step of it will run."""
-        return self._end is not None
 
-    def end(self, result: outcome.Outcome[None]) -> None:
-        """Wake its task with the result of its steps. The first result stands."""
-        if self._end is None:
-            self._end = result
-            self.wake()
-
-    def wake(self) -> None:
-        """Have its task look at the queue again."""
-        self._changed.set()
-
-    async def change(self) -> None:
-        """Wait for a `wake` since the last call."""
-        await self._changed.wait()
-        self._changed = trio.Event()
-
-    def result(self) -> None:
-        """Return, or raise what ended its steps. `is_over` must be true."""
-        assert self._end is not None
-        self._end.unwrap()
-
-
-class DraftQueue:
+class DraftQueue(SharedJobQueue[DraftRequest]):
     """The draft steps that sessions want, of one draft model.
-
-    The task of one of the sessions leads: it runs the steps of all that want some.
 
     Attributes:
         num_shared: most sessions in one step; 1 once it is known that texts of the model cannot share passes.
@@ -132,13 +104,12 @@ class DraftQueue:
             worker: runs the steps.
             max_batch: most sessions in one step, >= 1.
         """
+        super().__init__()
         self._model = model
         self._worker = worker
         self.num_shared = max_batch
-        self._waiting: list[DraftRequest] = []
         self._running: Steps[StepResults] | None = None
         self._leader: DraftRequest | None = None
-        self._is_led = False
 
     async def run(self, request: DraftRequest) -> None:
         """Run a session's draft steps, until its budget is spent, it is interrupted, or others want to join.
@@ -151,34 +122,15 @@ class DraftQueue:
             JobError: a step failed, or the worker has died; the error is the cause.
             Whatever concerns this session alone, such as `NotANumberError`.
         """
-        self._waiting.append(request)
+        self._add(request)
         if self._running is not None:
             self._running.interrupt()
-        try:
-            while not request.is_over:
-                await (self._wait(request) if self._is_led else self._lead(request))
-        finally:
-            if request in self._waiting:
-                self._waiting.remove(request)
-            if not self._is_led and self._waiting:
-                self._waiting[0].wake()
+        await self._until_over(request)
         request.result()
-
-    async def _wait(self, request: DraftRequest) -> None:
-        """Wait until the session's steps are over, or its task has to lead."""
-        try:
-            await request.change()
-        except trio.Cancelled:
-            if request in self._waiting:
-                raise
-            request.interrupt()
-            with trio.CancelScope(shield=True):
-                while not request.is_over:
-                    await request.change()
 
     async def _lead(self, leader: DraftRequest) -> None:
         """Run the steps of those that wait."""
-        self._is_led, self._leader = True, leader
+        self._leader = leader
         taken: list[DraftRequest] = []
         try:
             for _ in range(ROUNDS_TO_GATHER):
@@ -198,7 +150,7 @@ class DraftQueue:
             for request in taken:
                 request.end(outcome.Error(_failed(error, len(taken))))
         finally:
-            self._is_led, self._running, self._leader = False, None, None
+            self._running, self._leader = None, None
             for request in taken:
                 request.end(outcome.Value(None))
 

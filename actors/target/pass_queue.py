@@ -8,7 +8,6 @@ that runs, one that leaves it out, and one job in between, such as a chunk of a 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 
@@ -18,6 +17,7 @@ import trio
 
 from actors.model import CacheLostError, Model
 from actors.target.verify import Verified, VerifyRequest, verify
+from actors.workers.shared_jobs import SharedJobEntry, SharedJobQueue
 from actors.workers.worker import Job, JobError, Worker, as_job_error
 from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
 from protocol.prices import Mean, Prices
@@ -69,34 +69,20 @@ class SharedPass:
 
 
 @attrs.define(eq=False)
-class _WaitingRound:
+class _WaitingRound(SharedJobEntry[SharedPass]):
     """A round that waits for a pass.
 
     Attributes:
         request: its part in the pass.
         ready: what the plan sees of it.
         alone: whether it has a pass for itself.
-        has_begun: whether a pass has taken it. Set on the worker's thread, under the queue's lock.
-        share: what the trace says of its part in that pass; set with `has_begun`.
-        result: the pass, or the error that ends the round.
+        share: what the trace says of its part in the pass that has taken it.
     """
 
     request: VerifyRequest
     ready: ReadyRound
     alone: bool
-    has_begun: bool = False
     share: Share = attrs.field(init=False)
-    result: outcome.Outcome[SharedPass] | None = None
-    _changed: trio.Event = attrs.field(factory=trio.Event)
-
-    def wake(self) -> None:
-        """Have its task look at the queue again."""
-        self._changed.set()
-
-    async def change(self) -> None:
-        """Wait for a `wake` since the last call."""
-        await self._changed.wait()
-        self._changed = trio.Event()
 
     @property
     def session(self) -> int:
@@ -133,14 +119,13 @@ class _Member:
         return -math.inf if self.ended_s is None else self.ended_s + self.turnaround_s.value
 
 
-class PassQueue:
+class PassQueue(SharedJobQueue[_WaitingRound]):
     """The rounds that wait for a pass of one model.
 
     Attributes:
         num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
 
-    The task of one of the rounds leads: it hands the worker a job that takes what waits when it begins. When a pass is
-    over, the task of a round that still waits leads the next one.
+    A job takes what waits when it begins.
     """
 
     def __init__(
@@ -165,6 +150,7 @@ class PassQueue:
             can_hurry: whether a session that is drafted for could have its next round at once.
             hurry: asks a session to do so.
         """
+        super().__init__()
         self._model = model
         self._worker = worker
         self._prices = prices
@@ -172,12 +158,8 @@ class PassQueue:
         self._can_hurry = can_hurry
         self._ask_to_hurry = hurry
         self.num_shared = max_batch
-        self._waiting: list[_WaitingRound] = []
         self._members: dict[int, _Member] = {}  # by session
-        self._is_led = False
         self._arrival = trio.Event()
-        # The worker's thread takes rounds while tasks add some and take them back.
-        self._lock = threading.Lock()
 
     def forget(self, session: int) -> None:
         """Expect no further round of a session."""
@@ -206,19 +188,14 @@ class PassQueue:
         round = _WaitingRound(request, ready, alone)
         self._join(round.session, ready)
         self._target_queue.enter(round.session, ready.max_width)
-        with self._lock:
-            self._waiting.append(round)
+        self._add(round)
         self._arrival.set()
         meanwhile()
         try:
-            while round.result is None:
-                await (self._wait(round) if self._is_led else self._lead())
+            await self._until_over(round)
         finally:
-            self._take_back(round)
             self._target_queue.leave(round.session, self._worker.clock())
-            if not self._is_led and self._waiting:
-                self._waiting[0].wake()
-        return round.result.unwrap()
+        return round.result()
 
     def _join(self, session: int, ready: ReadyRound) -> None:
         member = self._members.setdefault(session, _Member(ready))
@@ -226,32 +203,13 @@ class PassQueue:
             member.turnaround_s.observe(self._worker.clock() - member.ended_s)
         member.ready, member.ended_s = ready, None
 
-    async def _wait(self, round: _WaitingRound) -> None:
-        """Wait until the round is done, or its task has to lead."""
-        try:
-            await round.change()
-        except trio.Cancelled:
-            if self._take_back(round):
-                raise
-            with trio.CancelScope(shield=True):
-                while round.result is None:
-                    await round.change()
-
-    def _take_back(self, round: _WaitingRound) -> bool:
-        """Take back a round. Returns: whether no pass has taken it."""
-        with self._lock:
-            if round in self._waiting:
-                self._waiting.remove(round)
-            return not round.has_begun
-
-    async def _lead(self) -> None:
+    async def _lead(self, leader: _WaitingRound) -> None:
         """Run one pass with what waits when it begins."""
         taken: list[_WaitingRound] = []
         job: Job[Outcomes] = Job(
             "verify", partial(self._verify, taken), count=lambda results: sum(_widths(taken, results))
         )
         job.prepare = partial(self._take, taken, job)
-        self._is_led = True
         try:
             await self._wait_for_more()
             with self._lock:
@@ -262,8 +220,6 @@ class PassQueue:
             if not taken:
                 raise
             outcomes = [_failed(error, len(taken)) for _ in taken]
-        finally:
-            self._is_led = False
         num_rows = len(taken) * max(_widths(taken, outcomes), default=0)
         members = [self._members[round.session] for round in taken if round.session in self._members]
         is_typical = len(taken) == 1 or all(member.has_shared for member in members)
@@ -279,8 +235,7 @@ class PassQueue:
             )
             if isinstance(result, outcome.Error) and not isinstance(result.error, JobError | CacheLostError):
                 result = as_job_error(job, result)
-            round.result = outcome.capture(_shared, shared, result)
-            round.wake()
+            round.end(outcome.capture(_shared, shared, result))
             # At once, for the task that leads the next pass may be the first to run.
             if (member := self._members.get(round.session)) is not None:
                 member.ended_s = job.ended
@@ -363,7 +318,6 @@ class PassQueue:
             self.num_shared = self._target_queue.max_batch = 1
         with self._lock:
             for round, num_drafted in self._chosen().items():
-                round.has_begun = True
                 round.feed(num_drafted)
                 taken.append(round)
                 self._waiting.remove(round)

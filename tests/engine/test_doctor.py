@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import models
 import pytest
 from mlx.utils import tree_flatten
 from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
+from our_threads import outrider_threads
 
 import runtime
 from actors.model import RewindMode
@@ -328,15 +328,15 @@ class Broken(models.Wrapped):
 async def test_no_thread_is_left_and_the_layers_are_what_they_were() -> None:
     target, draft = llama(), mamba()
     kinds = [type(layer) for model in (target, draft) for layer in model.layers]
-    before = set(threading.enumerate())
+    before = outrider_threads()
     await examine((target, None), (draft, None))
-    assert set(threading.enumerate()) <= before  # trio's own idle threads may end meanwhile
+    assert outrider_threads() == before
     assert [type(layer) for model in (target, draft) for layer in model.layers] == kinds
 
 
 async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
+    before = outrider_threads()
     with pytest.raises(runtime.ModelError, match=r"draft 'Broken' failed .* no such kernel") as raised:
         await examine((llama(), None), (Broken(llama()), None))
     assert isinstance(raised.value.__cause__, ValueError)
-    assert set(threading.enumerate()) <= before
+    assert outrider_threads() == before

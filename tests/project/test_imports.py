@@ -299,7 +299,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     minders = {
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
-        "actors/target/pass_queue.py",
+        "actors/workers/shared_jobs.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process
         "runtime/aio/thread.py",
