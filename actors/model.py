@@ -7,7 +7,7 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -177,6 +177,17 @@ class Model(Protocol):
         """
         ...
 
+    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+        """Start the pass that most likely comes next: over one token of each text, which may not be computed yet.
+
+        The texts stay as they are until `feed_together` is called with these tokens, and then it takes the logits of
+        this pass. Does nothing if these texts did not share the last pass.
+
+        Args:
+            tokens: one element each.
+        """
+        ...
+
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Why texts of this model cannot share passes; None if they can.
 
@@ -197,3 +208,21 @@ class Model(Protocol):
                 leave processor time for it.
         """
         ...
+
+
+class FeedsEach:
+    """The part of a `Model` that concerns several texts, for one that feeds each by itself in what counts as one pass.
+
+    Such are models that follow a script.
+    """
+
+    feed_together = staticmethod(feed_each)
+
+    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+        """See `Model.feed_ahead`."""
+
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
+        """See `Model.sharing_obstacle`."""
+
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`. Nothing is shared."""

@@ -54,10 +54,12 @@ class LazyJudgement:
 
     Attributes:
         arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
+        token: one element, the token that comes next; None if it depends on what is accepted.
     """
 
     arrays: tuple[mx.array, ...]
     _read: Callable[[], Judgement]
+    token: mx.array | None = None
 
     def read(self) -> Judgement:
         """The judgement. Evaluates the arrays if that was not done yet."""
@@ -188,7 +190,7 @@ def judge_by_match(
         num_accepted = count_matches(ids, drafted)
         return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
 
-    return LazyJudgement((choice_of_rows,), read)
+    return LazyJudgement((choice_of_rows,), read, None if drafted else choice_of_rows)
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def judge_by_rejection(
     p = distribution(logits, temperature)
     if not drafted:
         token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)))
+        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)), token)
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -145,6 +145,10 @@ class MLXModel:
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """See `Model.feed_together`."""
         return self._shared_passes.feed(feeds)
+
+    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+        """See `Model.feed_ahead`."""
+        self._shared_passes.feed_ahead(tokens)
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`."""

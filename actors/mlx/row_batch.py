@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
@@ -12,6 +13,27 @@ from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_caches import MAX_WIDTH, STEP, RowArraysCache, RowCacheList, can_rewind_passes, row_cache_for
 from protocol.errors import RewindError
+
+
+@attrs.frozen
+class _PassAhead:
+    """A pass that was started before its tokens were known.
+
+    Attributes:
+        tokens: one element each, by key.
+        logits: (1, V) each, by key; lazy.
+    """
+
+    tokens: Mapping[object, mx.array]
+    logits: Mapping[object, mx.array]
+
+    def has_read(self, tokens: Mapping[object, tuple[int, ...]]) -> bool:
+        """Whether it is a pass over these tokens, and perhaps others of other rows."""
+        return all(key in self.tokens and (self.tokens[key].item(),) == read for key, read in tokens.items())
+
+    def without(self, key: object) -> _PassAhead:
+        """The same, but for a row that goes."""
+        return _PassAhead({other: token for other, token in self.tokens.items() if other != key}, self.logits)
 
 
 class RowBatch:
@@ -41,6 +63,7 @@ class RowBatch:
         # Lengths before the last pass that read a token of a row, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
+        self._ahead: _PassAhead | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -64,7 +87,7 @@ class RowBatch:
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
         """Add a row with the text of some caches, at least one token, which they hold no longer."""
-        self._settle()
+        self._settle_states()
         for rows, single in zip(self._caches, caches, strict=True):
             rows.join(single, length)
         self._keys.append(key)
@@ -74,7 +97,7 @@ class RowBatch:
 
     def leave(self, key: object, caches: Sequence[Any]) -> int:
         """Remove a row, and give its text back to the caches that joined. Returns: the number of its tokens."""
-        self._settle()
+        self._settle_states()
         row = self._keys.index(key)
         length = self._lengths[row]
         for rows, single in zip(self._caches, caches, strict=True):
@@ -84,8 +107,10 @@ class RowBatch:
 
     def drop(self, key: object) -> None:
         """Remove a row and its text."""
+        self._settle_states()
+        if self._ahead is not None:
+            self._ahead = self._ahead.without(key)
         row = self._keys.index(key)
-        self._settle()
         for rows in self._caches:
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
@@ -100,22 +125,53 @@ class RowBatch:
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """
+        if self._ahead is not None and self._ahead.has_read(tokens):
+            logits_ahead = self._ahead.logits
+            self._settle(keep=tokens)
+            self._count([int(key in tokens) for key in self._keys])
+            return {key: logits_ahead[key] for key in tokens}
         self._settle()
         last_id = self._vocab_size - 1
         fed = [tuple(min(token, last_id) for token in tokens.get(key, ())) for key in self._keys]
         widths = [len(row) for row in fed]
         width = max(widths)
         assert 0 < width <= MAX_WIDTH
-        for rows in self._caches:
-            rows.begin(self._lengths, widths)
         padded = mx.array([row + (0,) * (width - len(row)) for row in fed])
         with evaluating(self._layer_evaluation):
-            logits: mx.array = self._model(padded, cache=self._caches)
-        if max(self._lengths) // STEP != (max(self._lengths) + width) // STEP:
+            logits = self._forward(padded, widths)
+        self._count(widths)
+        return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
+
+    def feed_ahead(self, tokens: Mapping[object, mx.array]) -> None:
+        """Start a pass over one token of several rows, which stay as they are until `feed` is called with these tokens.
+
+        Args:
+            tokens: by key, one element each, which may not be computed yet.
+        """
+        self._settle()
+        widths = [int(key in tokens) for key in self._keys]
+        none = mx.zeros((1,), mx.int32)
+        fed = [tokens[key].reshape(1).astype(mx.int32) if key in tokens else none for key in self._keys]
+        # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
+        logits = self._forward(mx.minimum(mx.stack(fed), self._vocab_size - 1), widths)
+        mx.async_eval(logits)
+        self._ahead = _PassAhead(
+            tokens, {key: logits[row, :1] for row, key in enumerate(self._keys) if widths[row] > 0}
+        )
+
+    def _forward(self, tokens: mx.array, widths: Sequence[int]) -> mx.array:
+        """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
+        for rows in self._caches:
+            rows.begin(self._lengths, widths)
+        logits: mx.array = self._model(tokens, cache=self._caches)
+        if max(self._lengths) // STEP != (max(self._lengths) + tokens.shape[1]) // STEP:
             release_buffers()
+        return logits
+
+    def _count(self, widths: Sequence[int]) -> None:
+        """Count the tokens that each row has read."""
         self._lengths_before = list(self._lengths)
         self._lengths = [length + read for length, read in zip(self._lengths, widths, strict=True)]
-        return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
     def rewind(self, key: object, length: int) -> int:
         """Drop a row's tokens until at most the first `length` are left. See `CachedSequence.rewind`."""
@@ -123,6 +179,7 @@ class RowBatch:
         if length > self._lengths[row]:
             raise RewindError(f"asked to rewind to {length} tokens a row that holds {self._lengths[row]}")
         if length < self._lengths[row]:
+            self._discard_ahead()
             if not self._is_recurrent:
                 self._lengths[row] = length
             elif length >= self._lengths_before[row]:
@@ -133,12 +190,25 @@ class RowBatch:
                 )
         return self._lengths[row]
 
-    def _settle(self) -> None:
-        """Put back the states of the rows that were rewound."""
+    def _discard_ahead(self, keep: Container[object] = ()) -> None:
+        """Undo a pass ahead, but for the rows to keep."""
+        if self._ahead is not None:
+            for row, key in enumerate(self._keys):
+                self._goes_back[row] |= key in self._ahead.tokens and key not in keep
+            self._ahead = None
+
+    def _settle(self, keep: Container[object] = ()) -> None:
+        """Put back the states of the rows that were rewound, or are only ahead; not of those to keep."""
+        self._discard_ahead(keep)
         if any(self._goes_back):
             for rows in self._caches:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
+
+    def _settle_states(self) -> None:
+        """Settle if rows have states. A pass ahead has only written behind the lengths of the others."""
+        if self._is_recurrent:
+            self._settle()
 
     @property
     def num_bytes(self) -> int:

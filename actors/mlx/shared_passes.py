@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -80,6 +80,11 @@ class SharedPasses:
         self._has_fed_rows = bool(rows)
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
+
+    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+        """See `Model.feed_ahead`."""
+        if self._has_fed_rows and all(isinstance(text, MLXSequence) and text.is_row for text in tokens):
+            self._batch.feed_ahead(tokens)
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""

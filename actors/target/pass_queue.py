@@ -29,6 +29,8 @@ Outcomes = list[outcome.Outcome[Verified]]
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
 # a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
+# Every so many passes of texts without drafts, one is not started ahead, so that it shows what such a pass costs.
+MEASURED_EVERY = 32
 # Checkpoints within which the task of a round that was in a pass has told the drafter of its verdict.
 CHECKPOINTS_TO_END_ROUND = 3
 # Checkpoints for each session that is asked to hurry, until all have their rounds: mailboxes are emptied one message at
@@ -50,8 +52,8 @@ class SharedPass:
         num_rounds: how many rounds shared it.
         num_rows: rows of the pass: of each round as many as of the widest, because the others are padded.
         is_first: whether this round is the first of those that shared it, so that each pass can be counted once.
-        is_typical: whether it shows what such a pass costs: not if a text shared a pass for the first time, since its
-            cache is copied then.
+        is_typical: whether its duration shows what such a pass costs: not if a text shared a pass for the first time,
+            since its cache is copied then, nor if it was started before the job for it began.
     """
 
     verified: Verified
@@ -95,6 +97,19 @@ class _WaitingRound(SharedJobEntry[SharedPass]):
             self.request = attrs.evolve(self.request, proposal=self.request.proposal.cut(num_drafted))
         proposal = self.request.proposal
         self.share = Share(proposal.session, proposal.round, self.ready.num_needed + num_drafted)
+
+
+@attrs.define
+class _Taken:
+    """What the worker's thread takes into a pass.
+
+    Attributes:
+        rounds: that share it.
+        goes_ahead: whether the next pass is started before this one's tokens are known here.
+    """
+
+    rounds: list[_WaitingRound] = attrs.field(factory=list)
+    goes_ahead: bool = False
 
 
 @attrs.define
@@ -158,12 +173,15 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
         self._can_hurry = can_hurry
         self._ask_to_hurry = hurry
         self.num_shared = max_batch
-        self._members: dict[int, _Member] = {}  # by session
+        self._members: dict[int, _Member] = {}  # by session; changed under the lock
+        self._num_ahead = 0  # passes in succession that were started ahead
         self._arrival = trio.Event()
 
     def forget(self, session: int) -> None:
         """Expect no further round of a session."""
-        if self._members.pop(session, None) is not None:
+        with self._lock:
+            member = self._members.pop(session, None)
+        if member is not None:
             self._arrival.set()
 
     async def run(
@@ -198,16 +216,17 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
         return round.result()
 
     def _join(self, session: int, ready: ReadyRound) -> None:
-        member = self._members.setdefault(session, _Member(ready))
+        with self._lock:
+            member = self._members.setdefault(session, _Member(ready))
         if member.ended_s is not None:
             member.turnaround_s.observe(self._worker.clock() - member.ended_s)
         member.ready, member.ended_s = ready, None
 
     async def _lead(self, leader: _WaitingRound) -> None:
         """Run one pass with what waits when it begins."""
-        taken: list[_WaitingRound] = []
+        taken, was_ahead = _Taken(), self._num_ahead > 0
         job: Job[Outcomes] = Job(
-            "verify", partial(self._verify, taken), count=lambda results: sum(_widths(taken, results))
+            "verify", partial(self._verify, taken), count=lambda results: sum(_widths(taken.rounds, results))
         )
         job.prepare = partial(self._take, taken, job)
         try:
@@ -217,18 +236,19 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
             self._target_queue.begin(sessions, self._worker.clock())
             outcomes = await self._worker.run(job)
         except JobError as error:
-            if not taken:
+            if not taken.rounds:
                 raise
-            outcomes = [_failed(error, len(taken)) for _ in taken]
-        num_rows = len(taken) * max(_widths(taken, outcomes), default=0)
-        members = [self._members[round.session] for round in taken if round.session in self._members]
-        is_typical = len(taken) == 1 or all(member.has_shared for member in members)
-        for index, (round, result) in enumerate(zip(taken, outcomes, strict=True)):
+            outcomes = [_failed(error, len(taken.rounds)) for _ in taken.rounds]
+        num_rounds = len(taken.rounds)
+        num_rows = num_rounds * max(_widths(taken.rounds, outcomes), default=0)
+        members = [self._members[round.session] for round in taken.rounds if round.session in self._members]
+        is_typical = num_rounds == 1 or (not was_ahead and all(member.has_shared for member in members))
+        for index, (round, result) in enumerate(zip(taken.rounds, outcomes, strict=True)):
             shared = partial(
                 SharedPass,
                 began=job.began,
                 ended=job.ended,
-                num_rounds=len(taken),
+                num_rounds=num_rounds,
                 num_rows=num_rows,
                 is_first=index == 0,
                 is_typical=is_typical,
@@ -239,7 +259,7 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
             # At once, for the task that leads the next pass may be the first to run.
             if (member := self._members.get(round.session)) is not None:
                 member.ended_s = job.ended
-                member.has_shared = member.has_shared or len(taken) > 1
+                member.has_shared = member.has_shared or num_rounds > 1
 
     async def _wait_for_more(self) -> None:
         """Wait for rounds that are about to be ready, as long as the pass gains by it."""
@@ -312,26 +332,38 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
 
     # --- on the worker's thread -------------------------------------------------------------------
 
-    def _take(self, taken: list[_WaitingRound], job: Job[Outcomes]) -> None:
+    def _take(self, taken: _Taken, job: Job[Outcomes]) -> None:
         """Take rounds into a pass that begins."""
         if len(self._waiting) > 1 and self.num_shared > 1 and self._model.sharing_obstacle() is not None:
             self.num_shared = self._target_queue.max_batch = 1
         with self._lock:
             for round, num_drafted in self._chosen().items():
                 round.feed(num_drafted)
-                taken.append(round)
+                taken.rounds.append(round)
                 self._waiting.remove(round)
             for round in self._waiting:
                 round.ready = attrs.evolve(round.ready, was_passed_over=True)
-        shares = tuple(round.share for round in taken)
+            taken.goes_ahead = self._goes_ahead(taken.rounds)
+        self._num_ahead = self._num_ahead + 1 if taken.goes_ahead else 0
+        shares = tuple(round.share for round in taken.rounds)
         job.num_tokens = sum(share.num_tokens for share in shares)
         if len(shares) == 1:
             job.session, job.round = shares[0].session, shares[0].round
         else:
             job.shares = shares
 
-    def _verify(self, taken: list[_WaitingRound]) -> Outcomes:
-        return verify(self._model, [round.request for round in taken]) if taken else []
+    def _goes_ahead(self, taken: Sequence[_WaitingRound]) -> bool:
+        """Whether the pass after one over these rounds will be over the same texts, as far as is known."""
+        return (
+            len(taken) > 1
+            and len(taken) == len(self._members)
+            and all(round.request.goes_on for round in taken)
+            and self._num_ahead < MEASURED_EVERY
+        )
+
+    def _verify(self, taken: _Taken) -> Outcomes:
+        requests = [round.request for round in taken.rounds]
+        return verify(self._model, requests, goes_ahead=taken.goes_ahead) if requests else []
 
 
 def _widths(taken: list[_WaitingRound], results: Outcomes) -> list[int]:

@@ -189,10 +189,15 @@ class TargetActor(ModelActor[TargetSession]):
         return commit
 
     def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
-        num_texts = 1 if session.last_pass is None else session.last_pass.num_rounds
+        shared = session.last_pass
+        if shared is None:
+            self.prices.observe_plain_round(round_s, session.last_pass_s)
+            return
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
-        if session.last_pass is None or session.last_pass.num_rows == num_texts:
-            self.prices.observe_plain_round(round_s, session.last_pass_s, num_texts=num_texts)
+        if shared.num_rows == shared.num_rounds:
+            # A pass that was started ahead has worked between the jobs, too.
+            pass_s = shared.seconds if shared.is_typical else self.prices.verify(shared.num_rows)
+            self.prices.observe_plain_round(round_s, pass_s / shared.num_rounds, num_texts=shared.num_rounds)
 
     async def _wait_for_proposal(self, session: TargetSession) -> None:
         """Wait until the drafter has proposed or left the round to the target, or the time is up."""
@@ -303,7 +308,8 @@ class TargetActor(ModelActor[TargetSession]):
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
-        request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle)
+        goes_on = not proposal.tokens and not session.shared.opened.settings.logprobs and self._stays_plain(session)
+        request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, goes_on)
         # A cache that could not have undone the last pass most likely cannot undo this one.
         feeds_draft = not settle and not session.was_single_step
         num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_draft and not proposal.reach else 0)
@@ -355,6 +361,12 @@ class TargetActor(ModelActor[TargetSession]):
         is_ahead = session.decoder is not None and session.decoder.is_ahead
         return not is_ahead and len(self._sessions) > 1 and self._passes.num_shared > 1
 
+    def _stays_plain(self, session: TargetSession) -> bool:
+        """Whether there is a round after this one, and it is the target's own as well, whatever this one's token is."""
+        state = session.state
+        rests_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
+        return rests_on and (state.remaining is None or state.remaining > 1)
+
     def _no_proposal(self, session: TargetSession) -> Proposal:
         return Proposal(session.id, session.state.round, session.state.next_position, ())
 
@@ -365,11 +377,9 @@ class TargetActor(ModelActor[TargetSession]):
             session.decoder = PlainDecoder(sequence, shared.opened, shared.logits_pipeline)
         decoder = session.decoder
         plan = session.cached_tokens.plan(state.committed, num_logits=0 if decoder.is_ahead else 1)
-        # Go ahead only if the round after this one is the target's own as well, whatever this token is.
-        goes_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
         # Beside other sessions, the next round shares a pass with theirs.
-        goes_on = goes_on and (len(self._sessions) == 1 or self._passes.num_shared == 1)
-        go_ahead = goes_on and (state.remaining is None or state.remaining > 1)
+        is_alone = len(self._sessions) == 1 or self._passes.num_shared == 1
+        go_ahead = is_alone and self._stays_plain(session)
         history = shared.logits_pipeline.history(state.committed)
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)
         job = Job("decode", call, session.id, 1, state.round)

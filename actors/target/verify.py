@@ -60,6 +60,7 @@ class VerifyRequest:
         history: of the text, for the rows of the proposal.
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
+        goes_on: whether the token that comes next will be fed by itself in the next round, whatever it is.
     """
 
     sequence: CachedSequence
@@ -68,6 +69,7 @@ class VerifyRequest:
     shared: Session
     history: TokenHistory
     settle: bool
+    goes_on: bool = False
 
     def prepare(self) -> _Fed:
         """Decide what is fed.
@@ -89,11 +91,16 @@ class VerifyRequest:
         return _Fed(self, Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted)), drafted, single_step=False)
 
 
-def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outcome[Verified]]:
+def verify(
+    model: Model, requests: Sequence[VerifyRequest], *, goes_ahead: bool = False
+) -> list[outcome.Outcome[Verified]]:
     """Feed several texts in one forward pass, judge each proposal, and rewind the caches.
 
     If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would without
     a drafter.
+
+    With `goes_ahead`, the next pass is started before the tokens that it reads are known here, so that the device works
+    while they go through the event loop. All requests must go on, and the next call should be for the same texts.
 
     Returns: for each request, in order, its result or the error that concerns it alone. `NotANumberError` and
         `ProcessorError`: no token can be chosen from its first row.
@@ -108,7 +115,11 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
             mx.eval(logits)
         rows = iter(logits)
         judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
-        mx.eval([each.value.arrays() for each in judged if isinstance(each, outcome.Value)])
+        arrays = [each.value.arrays() for each in judged if isinstance(each, outcome.Value)]
+        if goes_ahead:
+            mx.async_eval(arrays)
+            model.feed_ahead(_next_tokens([each.value for each in judged if isinstance(each, outcome.Value)]))
+        mx.eval(arrays)
     except BaseException:
         # What is in the caches now is not known.
         model.abandon_shared()
@@ -116,6 +127,12 @@ def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outc
             request.sequence.forget()
         raise
     return [_chain(each, _Judged.finish) for each in judged]
+
+
+def _next_tokens(judged: Sequence[_Judged]) -> dict[CachedSequence, mx.array]:
+    """The tokens that come next, of the texts whose next token depends on nothing else."""
+    tokens = {each.fed.request.sequence: each.judgement.token for each in judged}
+    return {sequence: token for sequence, token in tokens.items() if token is not None}
 
 
 def _chain(before: outcome.Outcome[S], call: Callable[[S], T]) -> outcome.Outcome[T]:

@@ -14,7 +14,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from actors.model import RewindMode, feed_each
+from actors.model import FeedsEach, RewindMode
 from protocol.errors import RewindError
 from runtime.simulation.scenario import Scenario
 
@@ -126,7 +126,7 @@ class _ScriptedSequence:
         self.rewind(length)
 
 
-class ScriptedTarget:
+class ScriptedTarget(FeedsEach):
     """A target that knows the text: only the true token has a logit above 0."""
 
     vocab_size = VOCAB_SIZE
@@ -139,14 +139,6 @@ class ScriptedTarget:
         """See `Model.open_sequence`."""
         return _ScriptedSequence(self._rows, _after(0, self._seed))
 
-    feed_together = staticmethod(feed_each)
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
-        """See `Model.sharing_obstacle`."""
-
-    def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`. Nothing is shared."""
-
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         rows = []
         for history in histories[-num_logits:]:
@@ -156,7 +148,7 @@ class ScriptedTarget:
         return mx.array(rows)
 
 
-class ScriptedDraft:
+class ScriptedDraft(FeedsEach):
     """A draft that is right as often as its probabilities say, unless the scenario makes it overconfident."""
 
     vocab_size = VOCAB_SIZE
@@ -173,14 +165,6 @@ class ScriptedDraft:
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
         """See `Model.open_sequence`."""
         return _ScriptedSequence(self._rows, _after(0, self._seed))
-
-    feed_together = staticmethod(feed_each)
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
-        """See `Model.sharing_obstacle`."""
-
-    def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`. Nothing is shared."""
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         first = len(histories) - num_logits

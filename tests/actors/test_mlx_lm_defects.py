@@ -23,7 +23,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.model import feed_each
+from actors.model import FeedsEach
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.engine.running import running
@@ -41,7 +41,7 @@ def theirs(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: i
     return [token for token, _, _ in steps]
 
 
-class RecordingModel:
+class RecordingModel(FeedsEach):
     """An `MLXModel` that records the tokens fed to its sequence, and checks its caches against them at every step."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -51,14 +51,6 @@ class RecordingModel:
         # After every step: the cached tokens, and the caches.
         self.cached_tokens: list[tuple[int, ...]] = []
         self.kinds: list[set[type]] = []
-
-    feed_together = staticmethod(feed_each)
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
-        """See `Model.sharing_obstacle`."""
-
-    def abandon_shared(self) -> None:
-        pass
 
     def open_sequence(self, *, beside_another: bool) -> RecordedSequence:
         return RecordedSequence(self._model.open_sequence(beside_another=beside_another), self)

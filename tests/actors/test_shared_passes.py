@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from mlx_lm.models.cache import make_prompt_cache
 from models import greedy
 
 import runtime
@@ -41,9 +44,9 @@ class Text:
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def draft(self, draws: random.Random, luck: float) -> Feed:
+    def draft(self, draws: random.Random, luck: float, most: int = 4) -> Feed:
         done = len(self.generated)
-        true = self.truth[done : done + draws.randrange(5)]
+        true = self.truth[done : done + draws.randint(0, most)]
         self.drafted = [token if draws.random() < luck else (token + 1) % VOCAB_SIZE for token in true]
         missing = self.tokens[self.sequence.length :]
         tokens = (*missing, *self.drafted)
@@ -76,9 +79,15 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     while any(len(text.generated) < NUM_TOKENS for text in texts):
         # Now and then a text takes no part, or another one joins again.
         present = [text for text in texts if draws.random() < 0.9] or texts[:1]
-        logits = wrapped.feed_together([text.draft(draws, 0.7) for text in present])
+        most = draws.choice((0, 4))
+        logits = wrapped.feed_together([text.draft(draws, 0.7, most) for text in present])
         for text, rows in zip(present, logits, strict=True):
             text.judge(rows)
+        if most == 0:
+            # For some of them in vain: because they draft now, or because another token comes.
+            wrapped.feed_ahead(
+                {text.sequence: mx.array([text.tokens[-1] if draws.random() < 0.8 else 1]) for text in present}
+            )
         if draws.random() < 0.1:
             draws.choice(texts).sequence.leave_batch()
     assert any(text.sequence.is_row for text in texts)
@@ -110,6 +119,54 @@ def test_the_last_text_of_a_batch_goes_on_alone_and_undoes_what_it_was_prepared_
     texts[0].sequence.close()
 
 
+class Counting(nn.Module):
+    """A model whose passes are counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.num_passes = model, 0
+
+    @property
+    def layers(self) -> Any:
+        return self.model.layers
+
+    def make_cache(self) -> Any:
+        return make_prompt_cache(self.model)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.num_passes += 1
+        return self.model(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_a_pass_ahead_is_the_next_pass_of_those_that_are_left(name: str) -> None:
+    model = build(name)
+    counting = Counting(model)
+    wrapped = MLXModel(counting, CacheOptions())
+    texts, draws = texts_of(name, model, wrapped), random.Random(4)
+
+    def take_turn() -> None:
+        logits = wrapped.feed_together([text.draft(draws, 1.0, most=0) for text in texts])
+        for text, rows in zip(texts, logits, strict=True):
+            text.judge(rows)
+
+    take_turn()
+    for _ in range(6):
+        tokens = {text.sequence: mx.array([text.tokens[-1]]) for text in texts}
+        wrapped.feed_ahead(tokens)
+        for sequence in tokens:
+            sequence.check(sequence.length)  # it is where it was
+        num_passes = counting.num_passes
+        if len(texts) == 3 and len(texts[0].generated) > 3:
+            texts.pop(0).sequence.close()
+        take_turn()
+        # States of the other rows would have to be taken apart.
+        assert counting.num_passes - num_passes == (len(tokens) > len(texts) and name == "lfm2")
+    for text in texts:
+        assert text.generated == list(text.truth[: len(text.generated)])
+        text.sequence.close()
+
+
 @pytest.mark.parametrize(("name", "shares"), [("llama", True), ("mamba", False)])
 async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called_shared(
     name: str, shares: bool
@@ -120,6 +177,52 @@ async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called
         rows_per_pass = rt.statistics().rows_per_pass
     assert rows_per_pass is not None
     assert (rows_per_pass > 1) == any(isinstance(event, Span) and event.shares for event in events) == shares
+
+
+def louder(tokens: Any, logits: Any) -> Any:
+    return logits * 1.5
+
+
+PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 3},
+    "rejection": {"temperature": 0.8, "seed": 3, "acceptance": "rejection"},
+    "processor": {"logits_processors": [louder], "repetition_penalty": 1.3},
+    "logprobs": {"logprobs": 2},
+    "stops": {"stop_tokens": list(range(0, VOCAB_SIZE, 11))},
+}
+
+
+@pytest.mark.parametrize("settings", PLAIN_SETTINGS.values(), ids=PLAIN_SETTINGS)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+async def test_streams_without_a_drafter_go_a_pass_ahead_together(name: str, settings: dict[str, Any]) -> None:
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 7]]
+    lengths = [7, 40, 40, 33]
+    model = Counting(build(name))
+    async with runtime.open((model, None)) as rt:
+
+        async def text(prompt: list[int], length: int) -> list[int]:
+            async with rt.stream(prompt, max_tokens=length, ignore_eos=True, **settings) as stream:
+                return [token.id async for token in stream]
+
+        alone = [await text(*each) for each in zip(prompts, lengths, strict=True)]
+        together: dict[int, list[int]] = {}
+
+        async def keep(i: int) -> None:
+            together[i] = await text(prompts[i], lengths[i])
+
+        async with trio.open_nursery() as nursery:
+            for i in range(len(prompts)):
+                nursery.start_soon(keep, i)
+        num_passes = model.num_passes
+        assert [together[i] for i in range(len(prompts))] == alone
+        assert (rt.statistics().rows_per_pass or 0) > 1.2
+        # Passes that were started in vain are few: at most one for each text that ends before it must.
+        async with trio.open_nursery() as nursery:
+            for i in range(len(prompts)):
+                nursery.start_soon(keep, i)
+        wanted = max(map(len, together.values())) + len(prompts)  # and a prefill each
+        assert model.num_passes - num_passes <= wanted + 2 * len(prompts)
 
 
 @pytest.mark.parametrize("beyond", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1])

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from models import Wrapped, draw_weights
 
-from actors.model import RewindMode, feed_each
+from actors.model import FeedsEach, RewindMode
 
 VOCAB_SIZE = 64
 
@@ -699,7 +699,7 @@ class Leaning(Wrapped):
 # --- a fake for the other model of a pair ---------------------------------------------------------
 
 
-class PositionalModel:
+class PositionalModel(FeedsEach):
     """A model that knows the token at each position, whatever the text before it.
 
     It stands for the other model where only one of a pair is under test: a drafter that is right as often as its text
@@ -717,14 +717,6 @@ class PositionalModel:
         """
         self.text = tuple(text)
         self.vocab_size = vocab_size
-
-    feed_together = staticmethod(feed_each)
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
-        """See `Model.sharing_obstacle`."""
-
-    def abandon_shared(self) -> None:
-        pass
 
     def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
         return PositionalSequence(self)

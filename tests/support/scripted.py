@@ -27,7 +27,7 @@ from outcome import Error, Outcome
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import RewindMode, feed_each
+from actors.model import FeedsEach, RewindMode
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -292,7 +292,7 @@ class ScriptedSequence:
         self.model.misuses.append(what)
 
 
-class ScriptedModel:
+class ScriptedModel(FeedsEach):
     """A model that follows a script.
 
     Attributes:
@@ -335,14 +335,6 @@ class ScriptedModel:
         self.bytes_per_token = bytes_per_token
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
         self._fails = dict(fails or {})
-
-    feed_together = staticmethod(feed_each)
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
-        """See `Model.sharing_obstacle`."""
-
-    def abandon_shared(self) -> None:
-        pass
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
