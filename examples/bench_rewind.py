@@ -33,7 +33,7 @@ from mlx_lm.models import lfm2
 import actors.target.target_session
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.model import RewindMode, feed_each
+from actors.model import FeedsEach, RewindMode
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.pass_price import PassPrice
@@ -73,7 +73,7 @@ def hybrid(hidden_size: int, num_layers: int, dtype: mx.Dtype) -> lfm2.Model:
     return model
 
 
-class Oracle:
+class Oracle(FeedsEach):
     """A scripted draft model: it knows the text, and is wrong at positions chosen by a hash."""
 
     vocab_size = VOCAB_SIZE
@@ -82,11 +82,6 @@ class Oracle:
     def __init__(self, acceptance: float) -> None:
         self.acceptance = acceptance
         self.text: Sequence[int] = PROMPT
-
-    feed_together = staticmethod(feed_each)
-
-    def abandon_shared(self) -> None:
-        pass
 
     def open_sequence(self, *, beside_another: bool) -> OracleSequence:
         return OracleSequence(self)

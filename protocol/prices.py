@@ -117,6 +117,10 @@ class Prices:
             self.draft_alone.observe(width, 0.0, seconds)
         elif (expected_s := self.draft_alone(width)) > 0:
             self.draft_slowdown.observe(min(seconds / expected_s, MAX_SURPRISE))
+            if self.draft_slowdown.value < 1.0:
+                # No step is faster beside the target than alone: the price of one alone, which may be an old one of a
+                # machine that did something else, is too high.
+                self.draft_alone.observe(width, 0.0, seconds)
         self._draft_steps.append((began_s, ended_s))
         self._price_passes(until_s=ended_s)
 

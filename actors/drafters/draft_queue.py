@@ -154,6 +154,10 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
             for request in taken:
                 request.end(outcome.Value(None))
 
+    def _interrupt(self, entry: DraftRequest) -> None:
+        entry.interrupt()
+        self._worker.watch()
+
     def _take(self) -> list[DraftRequest]:
         """The next steps' sessions: those that wait, in order, or the first one if it goes alone."""
         together = [request for request in self._waiting if not request.alone][: self.num_shared]

@@ -40,9 +40,6 @@ class SharedJobEntry(Generic[T]):
         assert self._end is not None
         return self._end.unwrap()
 
-    def interrupt(self) -> None:
-        """End its part as soon as the job allows. Harmless once it is over."""
-
     def wake(self) -> None:
         """Have its task look at the queue again."""
         self._changed.set()
@@ -69,6 +66,9 @@ class SharedJobQueue(abc.ABC, Generic[EntryT]):
     @abc.abstractmethod
     async def _lead(self, leader: EntryT) -> None:
         """Run one job, with entries that wait, and end those. May raise if it has taken none."""
+
+    def _interrupt(self, entry: EntryT) -> None:
+        """End the part of an entry that a job has taken as soon as the job allows. Harmless once it is over."""
 
     def _add(self, entry: EntryT) -> None:
         with self._lock:
@@ -102,7 +102,7 @@ class SharedJobQueue(abc.ABC, Generic[EntryT]):
         except trio.Cancelled:
             if self._take_back(entry):
                 raise
-            entry.interrupt()
+            self._interrupt(entry)
             with trio.CancelScope(shield=True):
                 while not entry.is_over:
                     await entry.change()

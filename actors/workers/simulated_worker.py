@@ -137,6 +137,9 @@ class SimulatedWorker:
         """See `Worker.is_hanging`."""
         return False
 
+    def watch(self) -> None:
+        """See `Worker.watch`. No simulated job hangs."""
+
     @property
     def busy_seconds(self) -> float:
         """See `Worker.busy_seconds`."""

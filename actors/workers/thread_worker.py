@@ -142,7 +142,7 @@ class ThreadWorker:
         self._unfinished.add(queued)
         self._jobs.put(queued)
         if self._job_began is not None:
-            self._watch()
+            self.watch()
         if meanwhile is not None:
             meanwhile()
 
@@ -151,7 +151,7 @@ class ThreadWorker:
                 if queued.has_begun:
                     if queued.steps is not None:
                         queued.steps.interrupt()
-                    self._watch()
+                    self.watch()
                     return trio.lowlevel.Abort.FAILED
                 queued.is_taken_back = True
                 self._unfinished.discard(queued)
@@ -175,8 +175,8 @@ class ThreadWorker:
         num_tokens = 0 if job is None else job.num_tokens
         return HANG_TIMEOUT_S + HANG_FACTOR * max(self._longest_job_s, num_tokens * self._longest_token_s)
 
-    def _watch(self) -> None:
-        """Start the task that gives up the running job if it hangs."""
+    def watch(self) -> None:
+        """See `Worker.watch`."""
         if self._may_be_given_up and not self._is_watched:
             self._is_watched = True
             trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs)

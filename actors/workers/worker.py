@@ -156,6 +156,12 @@ class Worker(Protocol):
         """Whether the running job takes very much longer than it should. May be read in any thread."""
         ...
 
+    def watch(self) -> None:
+        """Give up the running job, and with it the worker, if it hangs and that is allowed: a task waits for its end
+        that has not handed it in.
+        """
+        ...
+
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Run a job and return its result.
 

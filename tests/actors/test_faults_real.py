@@ -159,6 +159,7 @@ class Hanging(nn.Module):
         self._wrapped = model
         self.hang_at: int | None = None
         self.num_calls = 0
+        self.hangs = False
         self.let_go_on = threading.Event()
 
     @property
@@ -172,6 +173,7 @@ class Hanging(nn.Module):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.num_calls += 1
         if self.hang_at is not None and self.num_calls >= self.hang_at:
+            self.hangs = True
             self.let_go_on.wait()
         return self._wrapped(*arguments, **keywords)
 
@@ -194,13 +196,36 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
             hanging.hang_at = hanging.num_calls + 6
             stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
             assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
-            assert stream.statistics().draft_timeouts == 1
+            assert stream.statistics().draft_timeouts >= 1
             assert rt.health() == runtime.Health(target=True, draft=False)
             # The next stream is served as well.
             assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
             if is_left_open:
                 unread = rt.stream(PROMPT, max_tokens=None, lookahead=2)
                 await anext(unread)
+    assert "the draft model hangs" in caplog.text
+    hanging.let_go_on.set()
+
+
+@pytest.mark.usefixtures("impatience")
+async def test_a_stream_that_shares_a_draft_step_which_hangs_can_be_closed_before_the_others(caplog: Any) -> None:
+    target, draft = pair()
+    hanging = Hanging(draft)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            first, second = (rt.stream(prompt, max_tokens=None, lookahead=2) for prompt in (PROMPT, [5, 6, 7]))
+            for stream in (first, second):
+                async for token in stream:
+                    if token.index == 20:
+                        break
+            hanging.hang_at = hanging.num_calls
+            while not hanging.hangs:
+                await anext(first)
+                await anext(second)
+            # Whichever of the two handed the step in.
+            await second.aclose()
+            await anext(first)
+            await first.aclose()
     assert "the draft model hangs" in caplog.text
     hanging.let_go_on.set()
 

@@ -293,3 +293,13 @@ def test_what_was_learnt_is_remembered_for_the_rules_that_were_asked_for_last():
     assert len(prices._calibrations) == MAX_RULES
     assert prices.calibration(("match", 0.0)) is not at_work
     assert prices.calibration(("rejection", 999)) is prices.calibration(("rejection", 999))
+
+
+def test_a_step_alone_is_never_believed_to_take_longer_than_one_beside_the_target() -> None:
+    prices = Prices()
+    for at in range(4):  # while the machine was busy with something else
+        prices.observe_draft_step(1, at, at + 0.029, beside_target=False)
+    for at in range(4, 100):
+        prices.observe_draft_step(1, at, at + 0.005, beside_target=True)
+    assert prices.draft_s(1, beside_target=False) == pytest.approx(0.005, rel=0.1)
+    assert prices.draft_s(1, beside_target=True) == pytest.approx(0.005, rel=0.1)
