@@ -47,20 +47,27 @@ def fail_at(
 ) -> Callable[[], int]:
     """Make the n-th call of a method of a model's sequences raise, or all calls from that one on.
 
+    All ways in which a sequence is fed count as "feed".
+
     Returns: a function that says how often the method was called.
     """
     calls = 0
-    method = getattr(MLXSequence, name)
 
-    def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal calls
-        if sequence._model is vocab_model:
-            calls += 1
-            if calls == at or (for_good and calls > at):
-                raise Fault(f"{name} {at}")
-        return method(sequence, *arguments, **keywords)
+    def make_fail(method_name: str) -> None:
+        method = getattr(MLXSequence, method_name)
 
-    monkeypatch.setattr(MLXSequence, name, failing)
+        def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            if sequence._model is vocab_model:
+                calls += 1
+                if calls == at or (for_good and calls > at):
+                    raise Fault(f"{name} {at}")
+            return method(sequence, *arguments, **keywords)
+
+        monkeypatch.setattr(MLXSequence, method_name, failing)
+
+    for method_name in ("feed", "feed_lazy", "count_row") if name == "feed" else (name,):
+        make_fail(method_name)
     return lambda: calls
 
 
