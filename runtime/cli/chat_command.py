@@ -170,7 +170,10 @@ class Chat:
             try:
                 # This blocks trio on purpose: nothing runs between turns, and line editing with its Ctrl-C works in the
                 # main thread only.
-                return self._signals.while_typing(self._lines.read)
+                line = self._signals.while_typing(self._lines.read)
+                # An empty line does nothing, and a Ctrl-C after it is still the second one.
+                if line is None or line.strip():
+                    return line
             except SignalWhileTyping as interruption:
                 if was_interrupted or interruption.number != signal.SIGINT or not self._lines.is_interactive:
                     self._signals.cancel(interruption.number)
@@ -187,7 +190,7 @@ class Chat:
             await self._answer(line[1:])
         elif line.startswith("/"):
             await self._run_command(line)
-        elif line.strip():
+        else:
             await self._answer(line)
 
     async def _answer(self, text: str) -> None:

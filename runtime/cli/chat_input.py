@@ -116,6 +116,8 @@ class ChatSignals(SignalScope):
     is_interactive = False
     is_reading = False
     _is_typing = False
+    # Ctrl-C came between an answer and a prompt.
+    _came_between = False
     _answer: trio.CancelScope | None = None
 
     def intercept(self, number: int) -> bool:
@@ -131,6 +133,8 @@ class ChatSignals(SignalScope):
             return False
         if self._answer is not None:
             trio.lowlevel.current_trio_token().run_sync_soon(self._stop, self._answer)
+        else:
+            self._came_between = True
         return True
 
     @contextmanager
@@ -149,9 +153,11 @@ class ChatSignals(SignalScope):
         """
         self._is_typing = True
         try:
+            if self._came_between:
+                raise SignalWhileTyping(signal.SIGINT)
             return read()
         finally:
-            self._is_typing = False
+            self._is_typing = self._came_between = False
 
     def _stop(self, answer: trio.CancelScope) -> None:
         answer.cancel()

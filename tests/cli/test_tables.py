@@ -13,7 +13,7 @@ from rich.console import Console
 from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
 from runtime.bench.one_stream import Benchmark, ContenderRow
 from runtime.bench.tables import many_streams_table, one_stream_table
-from runtime.cli.simulate_command import _HEADINGS as SIMULATE_HEADINGS
+from runtime.simulation.tables import _HEADINGS as SIMULATE_HEADINGS
 from runtime.terminal.display import OutputError, print_sections
 from runtime.terminal.tables import UNBOUNDED, TableRow, TextTable, show_sections, show_table
 

@@ -297,10 +297,13 @@ async def test_the_line_is_never_garbled_by_the_text_that_streams_above_it(endle
         for character in "a line that is typed while it streams":
             typed += character
             await somebody.types(character)
-            shown = await somebody.sees(lambda shown, typed=typed: shown.endswith("> " + typed.rstrip()))
+            shown = await somebody.sees(
+                lambda shown, typed=typed: (
+                    shown.endswith("> " + typed.rstrip()) and somebody.screen.cursor.y == 11  # the update is complete
+                )
+            )
             assert re.fullmatch(r"─ writing ─ .*─", shown.splitlines()[10])
             assert all(re.fullmatch(r"(w\d+ ?)*", row) for row in shown.splitlines()[:10])
-            assert somebody.screen.cursor.y == 11
 
 
 class Scripted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -595,7 +596,8 @@ async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bo
         for answer in answers:
             assert answer.is_whole
             error = answer.events()[-1]["error"] if answer.status == 200 else answer.json()["error"]
-            assert "feed 20 failed" in error["message"]
+            # A pass that several share is tried again for each of them before the target counts as broken.
+            assert re.search(r"feed 2\d failed", error["message"])
             assert error["code"] == "models_unavailable"
         answer = await server.health()
         assert (answer.status, answer.json()["ok"]) == (503, False)
