@@ -11,7 +11,16 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
-from actors.mlx.row_caches import MAX_WIDTH, STEP, RowArraysCache, RowCacheList, can_rewind_passes, row_cache_for
+from actors.mlx.row_caches import (
+    MAX_WIDTH,
+    STEP,
+    RowArraysCache,
+    RowCacheList,
+    RowKVCache,
+    RowRingCache,
+    can_rewind_passes,
+    row_cache_for,
+)
 from protocol.errors import RewindError
 
 
@@ -85,6 +94,11 @@ class RowBatch:
         """Whether a row can go back to any length, and not just to one within its last pass."""
         return all(can_rewind_passes(layer) for layer in self._caches)
 
+    @property
+    def pads_texts(self) -> bool:
+        """Whether each row takes as much memory as the longest."""
+        return any(_is_padded(layer) for layer in self._caches)
+
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
         """Add a row with the text of some caches, at least one token, which they hold no longer."""
         self._settle_states()
@@ -115,6 +129,8 @@ class RowBatch:
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]
+        for rows in self._caches:
+            rows.shrink(max(self._lengths, default=0))
 
     def feed(self, tokens: Mapping[object, tuple[int, ...]]) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass.
@@ -214,6 +230,12 @@ class RowBatch:
     def num_bytes(self) -> int:
         """Memory of all rows."""
         return sum(int(layer.nbytes) for layer in self._caches)
+
+
+def _is_padded(layer: Any) -> bool:
+    if isinstance(layer, RowCacheList):
+        return any(_is_padded(inner) for inner in layer.caches)
+    return isinstance(layer, RowKVCache) and not isinstance(layer, RowRingCache)
 
 
 def _has_state(layer: Any) -> bool:

@@ -55,6 +55,10 @@ class RowCache(Protocol):
         """Remove a row."""
         ...
 
+    def shrink(self, longest: int) -> None:
+        """Give back memory that rows of at most `longest` tokens do not need, if it is much."""
+        ...
+
 
 def can_take_rows(layer: Any) -> bool:
     """Whether there is a row cache for the class of a layer's cache."""
@@ -144,6 +148,13 @@ class RowKVCache:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = _without(self.keys, row), _without(self.values, row)
 
+    def shrink(self, longest: int) -> None:
+        """See `RowCache`."""
+        num_slots = (longest // STEP + 1) * STEP
+        if self.keys is not None and self.values is not None and self.keys.shape[2] > 2 * num_slots:
+            self.keys = mx.contiguous(self.keys[:, :, :num_slots])
+            self.values = mx.contiguous(self.values[:, :, :num_slots])
+
     @property
     def nbytes(self) -> int:
         """Memory of all rows."""
@@ -224,6 +235,9 @@ class RowRingCache(RowKVCache):
         super().remove(row)
         del self._first_held[row]
 
+    def shrink(self, longest: int) -> None:
+        """See `RowCache`. A ring has the slots that it needs."""
+
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots
 
@@ -284,6 +298,9 @@ class RowArraysCache(ArraysCache):
         """See `RowCache`."""
         self.cache = [_without(state, row) for state in self.cache]
 
+    def shrink(self, longest: int) -> None:
+        """See `RowCache`. States have one size."""
+
 
 class RowCacheList(CacheList):
     """Several row caches of one layer."""
@@ -312,6 +329,11 @@ class RowCacheList(CacheList):
         """See `RowCache`."""
         for inner in self.caches:
             inner.remove(row)
+
+    def shrink(self, longest: int) -> None:
+        """See `RowCache`."""
+        for inner in self.caches:
+            inner.shrink(longest)
 
 
 def _grown(buffer: mx.array, num_slots: int) -> mx.array:

@@ -17,6 +17,9 @@ from actors.mlx.row_caches import MAX_WIDTH, can_take_rows
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 
+# Every row takes as many slots as the longest, so rows may take this many times the slots of their tokens, and up to so
+# many slots without a limit.
+MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
 # A row leaves the batch after so many passes without it: each of them computed its padding.
 MAX_PASSES_MISSED = 4
 
@@ -74,6 +77,10 @@ class SharedPasses:
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """See `Model.feed_together`."""
         rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
+        if self._batch.pads_texts:
+            others = [text for text in self._rows if text.is_row]
+            fitting = _fitting({text: text.length for text in (*others, *rows)})
+            rows = {text: feed for text, feed in rows.items() if text in fitting}
         if len(rows) < 2:
             # It stays a row while there are others, which may be fed again in the next pass.
             rows = {text: feed for text, feed in rows.items() if text in self._rows and len(self._rows) > 1}
@@ -185,6 +192,23 @@ class SharedPasses:
         caches = self._options.make_cache(self._model)
         self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
         return caches
+
+
+def _fitting(lengths: Mapping[Any, int]) -> set[object]:
+    """The texts that can be rows of one batch without much more memory than they take alone: the shortest of them.
+
+    Args:
+        lengths: tokens of each.
+    """
+    fitting: set[object] = set()
+    num_tokens = 0
+    for text, length in sorted(lengths.items(), key=lambda each: each[1]):
+        num_tokens += length
+        num_slots = (len(fitting) + 1) * length
+        if num_slots > max(MAX_FREE_SLOTS, MAX_PADDING * num_tokens):
+            break
+        fitting.add(text)
+    return fitting
 
 
 def _passes(length: int, widths: Sequence[int]) -> list[tuple[int, int]]:
