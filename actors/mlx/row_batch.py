@@ -69,7 +69,7 @@ class RowBatch:
         self._is_recurrent = any(_has_state(layer) for layer in self._caches)
         self._keys: list[object] = []
         self._lengths: list[int] = []
-        # Lengths before the last pass that read a token of a row, and which rows are to go back there.
+        # Lengths before the last pass, whose states are kept, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
         self._ahead: _PassAhead | None = None
@@ -171,6 +171,8 @@ class RowBatch:
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
         logits = self._forward(mx.minimum(mx.stack(fed), self._vocab_size - 1), widths)
         mx.async_eval(logits)
+        # The states from before the pass before are kept no longer.
+        self._lengths_before = list(self._lengths)
         self._ahead = _PassAhead(
             tokens, {key: logits[row, :1] for row, key in enumerate(self._keys) if widths[row] > 0}
         )
