@@ -1,0 +1,1 @@
+"""Drafters that are trained for one target, and read its hidden states."""

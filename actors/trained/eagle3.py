@@ -1,0 +1,289 @@
+"""EAGLE-3: a decoder layer that drafts from hidden states of its target.
+
+Position i of the drafter reads the token at position i + 1 of the text, and the target's *features* at position i: the
+hidden states that enter three of the target's layers, side by side. It predicts the token at position i + 2. Where the
+target has not computed a position yet, the drafter's own hidden state stands for the features.
+
+Source: Li, Wei, Zhang and Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test", arXiv 2503.01840. Files: those of the authors (https://github.com/SafeAILab/EAGLE) and of
+Speculators (https://github.com/vllm-project/speculators).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from protocol.errors import ModelError
+
+_ARCHITECTURES = {
+    "llama": (llama.ModelArgs, llama.TransformerBlock),
+    "qwen3": (qwen3.ModelArgs, qwen3.TransformerBlock),
+}
+# What the names of weights in the authors' files are in Speculators'.
+_AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
+# Weights of the target that Speculators may have saved along.
+_OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
+
+
+@attrs.frozen
+class Eagle3Config:
+    """The configuration of an EAGLE-3 drafter.
+
+    Attributes:
+        architecture: of its layers.
+        layer: the configuration of its layers, as mlx-lm's `ModelArgs` takes it.
+        draft_vocab_size: width of its own logits.
+        vocab_size: width of the target's logits.
+        target_hidden_size: width of the target's hidden states.
+        feature_layers: whose input the features are, ascending; the number of the target's layers stands for what the
+            last one gives. None for the default: see `feature_layers_of`.
+        normalizes_residual: whether the residual is the normalised hidden state.
+        normalizes_features: "whole" for all features of a position together, "each" for each layer's, None for neither.
+        normalizes_output: whether the hidden state that goes on is the normalised one.
+        target: name or path of the target, if the file names one.
+    """
+
+    architecture: Literal["llama", "qwen3"]
+    layer: Mapping[str, Any]
+    draft_vocab_size: int
+    vocab_size: int
+    target_hidden_size: int
+    feature_layers: tuple[int, ...] | None = None
+    normalizes_residual: bool = False
+    normalizes_features: Literal["whole", "each"] | None = None
+    normalizes_output: bool = False
+    target: str | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the drafter's hidden states."""
+        return int(self.layer["hidden_size"])
+
+    @property
+    def num_feature_layers(self) -> int:
+        """How many hidden states of the target a position's features are."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
+
+    def feature_layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a target whose inputs are the features.
+
+        Args:
+            num_layers: of the target.
+
+        Raises: ModelError: the target does not have them.
+        """
+        ids = (2, num_layers // 2, num_layers - 3) if self.feature_layers is None else self.feature_layers
+        if len(set(ids)) != len(ids) or not all(0 <= layer <= num_layers for layer in ids):
+            raise ModelError(
+                f"the drafter reads what enters layers {', '.join(map(str, ids))} of its target, which has "
+                f"{num_layers}; it was made for another one"
+            )
+        return ids
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a model's `config.json` is that of an EAGLE-3 drafter."""
+    if config.get("speculators_model_type") == "eagle3":
+        return True
+    return any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
+
+
+def read_config(config: Mapping[str, Any]) -> Eagle3Config:
+    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
+
+    Raises: ModelError: something is missing, or is not supported.
+    """
+    speculators = "transformer_layer_config" in config
+    layer = dict(config["transformer_layer_config"] if speculators else config)
+    architecture = layer.get("model_type", "llama")
+    if architecture not in _ARCHITECTURES:
+        raise ModelError(
+            f"an EAGLE-3 drafter with layers of the kind {architecture!r} is not supported; those of "
+            f"{' and '.join(_ARCHITECTURES)} are"
+        )
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise ModelError("an EAGLE-3 drafter with sliding windows is not supported")
+    if config.get("norm_before_fc") and config.get("fc_norm"):
+        raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
+    try:
+        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
+        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
+    except KeyError as missing:
+        raise ModelError(f"the drafter's configuration has no {missing}") from missing
+    _flatten_rope(layer)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    return Eagle3Config(
+        architecture=architecture,
+        layer=layer,
+        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+        vocab_size=vocab_size,
+        target_hidden_size=int(config.get("target_hidden_size") or hidden_size),
+        feature_layers=None if layers is None else tuple(layers),
+        normalizes_residual=bool(config.get("norm_before_residual", False)),
+        normalizes_features="whole" if config.get("norm_before_fc") else "each" if config.get("fc_norm") else None,
+        normalizes_output=bool(config.get("norm_output", False)),
+        target=verifier.get("name_or_path"),
+    )
+
+
+def _flatten_rope(layer: dict[str, Any]) -> None:
+    """Put the settings of the rotary embedding where mlx-lm looks for them: transformers 5 nests them."""
+    rope = layer.pop("rope_parameters", None)
+    if rope:
+        layer.setdefault("rope_theta", rope.get("rope_theta"))
+        if layer.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
+            layer["rope_scaling"] = rope
+    layer.setdefault("rope_theta", 10_000.0)
+    layer.setdefault("max_position_embeddings", 2048)
+    layer.setdefault("tie_word_embeddings", False)
+
+
+class Eagle3(Module):
+    """The drafter's weights and forward pass."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        arguments, block = _ARCHITECTURES[config.architecture]
+        args = arguments.from_dict(dict(config.layer))
+        hidden_size = config.hidden_size
+        self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)
+        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
+        _widen(self.layers[0], hidden_size)
+        self.hidden_norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
+        self.norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
+        self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
+        if config.normalizes_features == "whole":
+            self.input_norm = RMSNorm(config.num_feature_layers * config.target_hidden_size, eps=args.rms_norm_eps)
+        elif config.normalizes_features == "each":
+            self.fc_norm = [
+                RMSNorm(config.target_hidden_size, eps=args.rms_norm_eps) for _ in range(config.num_feature_layers)
+            ]
+
+    def project(self, features: mx.array) -> mx.array:
+        """The hidden states that stand for features.
+
+        Args:
+            features: (…, layers · target's hidden size).
+
+        Returns: (…, hidden size), lazy.
+        """
+        if self.config.normalizes_features == "whole":
+            features = self.input_norm(features)
+        elif self.config.normalizes_features == "each":
+            parts = mx.split(features, len(self.fc_norm), axis=-1)
+            features = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        projected: mx.array = self.fc(features)
+        return projected
+
+    def make_cache(self) -> list[KVCache]:
+        """Empty caches, one for each layer."""
+        return [KVCache() for _ in self.layers]
+
+    def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """Process positions after the cached ones.
+
+        Args:
+            hidden: (B, W, hidden size) projected features, or the drafter's own hidden states.
+            embedded: (B, W, hidden size) embeddings of the tokens one position further on.
+            cache: see `make_cache`.
+
+        Returns: (B, W, hidden size) hidden states, which stand for the features of the next positions, and
+            (B, W, draft_vocab_size) logits; lazy.
+        """
+        mask = create_attention_mask(embedded, cache[0])
+        hidden = self._first_layer(hidden, embedded, mask, cache[0])
+        for layer, layer_cache in zip(self.layers[1:], cache[1:], strict=True):
+            hidden = layer(hidden, mask, layer_cache)
+        normalized = self.norm(hidden)
+        return normalized if self.config.normalizes_output else hidden, self.lm_head(normalized)
+
+    def _first_layer(self, hidden: mx.array, embedded: mx.array, mask: Any, cache: Any) -> mx.array:
+        layer = self.layers[0]
+        normalized = self.hidden_norm(hidden)
+        residual = normalized if self.config.normalizes_residual else hidden
+        joined = mx.concatenate([layer.input_layernorm(embedded), normalized], axis=-1)
+        attended = residual + layer.self_attn(joined, mask, cache)
+        result: mx.array = attended + layer.mlp(layer.post_attention_layernorm(attended))
+        return result
+
+
+def _widen(layer: Any, hidden_size: int) -> None:
+    """Have a layer attend to embeddings and hidden states side by side."""
+    attention = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        narrow = attention[name]
+        attention[name] = Linear(2 * hidden_size, narrow.weight.shape[0], bias="bias" in narrow)
+
+
+@attrs.frozen
+class LoadedEagle3:
+    """A drafter that was loaded.
+
+    Attributes:
+        model: with its weights.
+        target_ids: (draft_vocab_size,) int32: the target's id of each id of the drafter's; None if they are the same.
+        embedding: (vocab_size, hidden size): its own embedding; None if it reads the target's.
+    """
+
+    model: Eagle3
+    target_ids: mx.array | None
+    embedding: mx.array | None
+
+
+def load(folder: Path) -> LoadedEagle3:
+    """Load a drafter from a folder with `config.json` and safetensors.
+
+    Raises: ModelError: a file is missing or damaged, or the weights do not fit the configuration.
+    """
+    try:
+        config = read_config(json.loads((folder / "config.json").read_text()))
+        weights: dict[str, mx.array] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= mx.load(str(file))  # type: ignore[arg-type]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
+    if not weights:
+        raise ModelError(f"there are no weights (*.safetensors) in {folder}")
+    return _filled(config, weights, folder)
+
+
+def _filled(config: Eagle3Config, weights: Mapping[str, mx.array], folder: Path) -> LoadedEagle3:
+    named = {_renamed(name): value for name, value in weights.items() if not name.startswith(_OF_TARGET)}
+    embedding = named.pop("embed_tokens.weight", None)
+    offsets = named.pop("d2t", None)
+    if config.draft_vocab_size != config.vocab_size and offsets is None:
+        raise ModelError(
+            f"the drafter in {folder} has {config.draft_vocab_size} tokens and its target {config.vocab_size}, but "
+            "nothing (d2t) says which is which"
+        )
+    model = Eagle3(config)
+    try:
+        model.load_weights(list(named.items()))
+    except ValueError as error:
+        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
+    # The file has the difference of the two ids.
+    target_ids = None if offsets is None else mx.arange(config.draft_vocab_size) + offsets.astype(mx.int32)
+    mx.eval(model.parameters(), *(array for array in (target_ids, embedding) if array is not None))
+    return LoadedEagle3(model, target_ids, embedding)
+
+
+def _renamed(name: str) -> str:
+    name = name.replace(_AUTHORS_LAYER, _LAYER) if name.startswith(_AUTHORS_LAYER) else name
+    # The norm of the hidden states belongs to the first layer there, and to the drafter here.
+    return name.replace(_LAYER + "hidden_norm", "hidden_norm")

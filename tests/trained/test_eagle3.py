@@ -1,0 +1,130 @@
+"""EAGLE-3: the logits of Speculators' torch classes (0.9.0), which `make_eagle3_cases.py` has written down."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from actors.trained.eagle3 import Eagle3Config, LoadedEagle3, is_eagle3, load, read_config
+from protocol.errors import ModelError
+
+CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
+# Steps after a position for which Speculators has given logits.
+NUM_STEPS = 3
+
+
+def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, begin: int) -> list[mx.array]:
+    """The logits at a position, and of the steps that go on from it with the drafter's own hidden states."""
+    assert loaded.embedding is not None
+    cache = loaded.model.make_cache()
+    embedded = loaded.embedding[tokens][None]
+    hidden = loaded.model.project(features)[None, : begin + 1]
+    given = []
+    hidden, logits = loaded.model(hidden, embedded[:, : begin + 1], cache)
+    given.append(logits[0, -1])
+    for step in range(1, NUM_STEPS):
+        if begin + step >= len(tokens):
+            break
+        hidden, logits = loaded.model(hidden[:, -1:], embedded[:, begin + step : begin + step + 1], cache)
+        given.append(logits[0, -1])
+    return given
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
+    loaded = load(case)
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    for begin in range(len(expected["tokens"])):
+        given = chain_logits(loaded, expected["features"], expected["tokens"], begin)
+        for step, logits in enumerate(given):
+            assert mx.allclose(logits, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
+
+
+def config_of(case: Path, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((case / "config.json").read_text()) | changes
+    return {name: value for name, value in config.items() if value != "absent"}
+
+
+def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "llama")
+    ours = config_of(case)
+    layer = ours["transformer_layer_config"]
+    rope = layer.pop("rope_parameters")
+    authors = layer | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": ours["draft_vocab_size"],
+        "rope_theta": rope["rope_theta"],
+    }
+    assert is_eagle3(authors)
+    (tmp_path / "config.json").write_text(json.dumps(authors))
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
+    renamed["t2d"] = mx.ones((96,), mx.bool_)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    loaded = load(tmp_path)
+    [first, *_] = chain_logits(loaded, expected["features"], expected["tokens"], 4)
+    assert mx.allclose(first, expected["logits0"][4], rtol=1e-4, atol=1e-4)
+    # They name no layers.
+    assert loaded.model.config.feature_layers_of(32) == (2, 16, 29)
+    assert loaded.target_ids is not None
+    assert mx.array_equal(loaded.target_ids, mx.arange(40) + weights["d2t"])
+
+
+def test_an_ordinary_model_is_none() -> None:
+    assert not is_eagle3({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    assert not is_eagle3({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"transformer_layer_config": {"model_type": "mamba"}}, "layers of the kind 'mamba' is not supported"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
+        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+        ({"draft_vocab_size": 41}, "do not fit"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not fit"),
+    ],
+)
+def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "llama")
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(case, **changes)))
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path)
+
+
+def test_a_sliding_window_is_not_ignored() -> None:
+    layer = config_of(CASES[0])["transformer_layer_config"] | {"layer_types": ["sliding_attention"]}
+    with pytest.raises(ModelError, match="sliding windows"):
+        read_config({"transformer_layer_config": layer})
+
+
+def test_a_folder_without_weights_or_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[0])))
+    with pytest.raises(ModelError, match="no weights"):
+        load(tmp_path)
+
+
+def test_a_vocabulary_that_nothing_explains_is_refused(tmp_path: Path) -> None:
+    case = CASES[0]
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    del weights["d2t"]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    with pytest.raises(ModelError, match="which is which"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [(1, 2, 40), (-1, 2, 3), (2, 2, 3)])
+def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None:
+    config = Eagle3Config("llama", {"hidden_size": 32}, 40, 96, 32, feature_layers=layers)
+    with pytest.raises(ModelError, match="made for another one"):
+        config.feature_layers_of(12)
