@@ -27,7 +27,8 @@ from mlx_lm.models.cache import KVCache
 
 from protocol.errors import ModelError
 
-_ARCHITECTURES = {
+# By `model_type`: the arguments of a layer and the layer.
+_ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "llama": (llama.ModelArgs, llama.TransformerBlock),
     "qwen3": (qwen3.ModelArgs, qwen3.TransformerBlock),
 }
@@ -157,7 +158,7 @@ class Eagle3(Module):
     """The drafter's weights and forward pass."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         arguments, block = _ARCHITECTURES[config.architecture]
         args = arguments.from_dict(dict(config.layer))
