@@ -38,10 +38,13 @@ class LayerEvaluation(Enum):
 MAX_LAYERS_IN_FLIGHT = 3
 
 OnLayer = Callable[[Any], None]
+# Called with a layer, what entered it, and its result.
+Observer = Callable[[Module, Any, Any], None]
 
 # What a layer does with its result; None for nothing. A context variable has a value of its own in each thread, and two
 # threads may use the same model.
 _on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
+_observer = contextvars.ContextVar[Observer | None]("observer", default=None)
 
 
 class _Pipeline:
@@ -81,8 +84,22 @@ def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
 
 
 @contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell an observer of each layer that this thread runs, while in force.
+
+    This concerns the layers of models for which `evaluating_layers` is in force.
+    """
+    reset = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(reset)
+
+
+@contextmanager
 def evaluating_layers(model: Module) -> Iterator[None]:
-    """While in force, make the model's layers able to evaluate their results; see `evaluating`.
+    """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
+    `observing`.
 
     Each layer's class is replaced by a subclass; the layer's attributes and parameters stay in place.
     """
@@ -111,6 +128,9 @@ def _evaluating_class(base: type) -> type:
         result = base.__call__(self, *args, **kwargs)
         if (on_layer := _on_layer.get()) is not None:
             on_layer(result)
+        if (observer := _observer.get()) is not None:
+            # The first argument, by whatever name.
+            observer(self, args[0] if args else next(iter(kwargs.values()), None), result)
         return result
 
     return type(_EVALUATING + base.__name__, (base,), {"__call__": call})

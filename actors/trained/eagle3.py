@@ -280,7 +280,7 @@ def _filled(config: Eagle3Config, weights: Mapping[str, mx.array], folder: Path)
         raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
     # The file has the difference of the two ids.
     target_ids = None if offsets is None else mx.arange(config.draft_vocab_size) + offsets.astype(mx.int32)
-    mx.eval(model.parameters(), *(array for array in (target_ids, embedding) if array is not None))
+    mx.eval(model.state, *(array for array in (target_ids, embedding) if array is not None))
     return LoadedEagle3(model, target_ids, embedding)
 
 

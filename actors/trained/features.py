@@ -1,0 +1,73 @@
+"""Features: the hidden states of a target that a trained drafter reads, recorded in the target's forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.mlx.layer_evaluation import observing
+from protocol.errors import ModelError
+
+
+class FeatureRecorder:
+    """Records what enters some layers of a model.
+
+    Works on the layers of mlx-lm's classes as they are, while `evaluating_layers` is in force for the model.
+    """
+
+    def __init__(self, model: Module, layer_ids: Sequence[int], *, named: str = "the target") -> None:
+        """Make a recorder.
+
+        Args:
+            model: an mlx-lm language model.
+            layer_ids: the layers whose input is recorded, each in [0, number of layers]; that number stands for
+                what the last layer gives.
+            named: the model, for messages.
+        """
+        layers = list(model.layers)
+        self._named = named
+        self._layer_ids = tuple(layer_ids)
+        self._index = {id(layer): i for i, layer in enumerate(layers)}
+        self._num_layers = len(layers)
+        self._seen: dict[int, mx.array] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward pass that this thread runs, while in force."""
+        self._seen = {}
+        with observing(self._observe):
+            yield
+
+    def take(self, shape: tuple[int, int]) -> mx.array:
+        """The features of the last pass.
+
+        Args:
+            shape: (B, W) of its tokens.
+
+        Returns: (B, W, layers · hidden size), lazy.
+        Raises: ModelError: a layer gave nothing of the kind, so that the model's features cannot be recorded.
+        """
+        seen, self._seen = self._seen, {}
+        parts = [seen.get(layer) for layer in self._layer_ids]
+        fitting = [part for part in parts if part is not None and part.ndim == 3 and part.shape[:2] == shape]
+        if len(fitting) < len(parts):
+            raise ModelError(
+                f"{self._named} cannot have a drafter that reads its hidden states: what enters its layers is not one "
+                "vector for each token"
+            )
+        return mx.concatenate(fitting, axis=-1)
+
+    def _observe(self, layer: Module, entered: Any, result: Any) -> None:
+        index = self._index.get(id(layer))
+        if index is None:
+            return
+        if index in self._layer_ids and isinstance(entered, mx.array):
+            self._seen[index] = entered
+        if index == self._num_layers - 1 and self._num_layers in self._layer_ids:
+            given = result[0] if isinstance(result, tuple) else result
+            if isinstance(given, mx.array):
+                self._seen[self._num_layers] = given
