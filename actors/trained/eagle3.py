@@ -12,7 +12,7 @@ Speculators (https://github.com/vllm-project/speculators).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -245,6 +245,56 @@ class LoadedEagle3:
     model: Eagle3
     target_ids: mx.array | None
     embedding: mx.array | None
+
+
+class Eagle3Reader:
+    """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`.
+
+    Attributes:
+        vocab_size: the target's.
+    """
+
+    def __init__(self, loaded: LoadedEagle3, embed: Callable[[mx.array], mx.array] | None = None) -> None:
+        """Make a reader.
+
+        Args:
+            loaded: the drafter.
+            embed: the target's embedding: (n,) ids to (n, hidden size); for a drafter that has none of its own.
+
+        Raises: ModelError: there is no embedding.
+        """
+        if loaded.embedding is None and embed is None:
+            raise ModelError("the drafter has no embedding of its own, and its target gives none")
+        self._loaded = loaded
+        self._embed = embed
+        self.vocab_size = loaded.model.config.vocab_size
+
+    def project(self, features: mx.array) -> mx.array:
+        """See `FeatureReader.project`."""
+        return self._loaded.model.project(features)
+
+    def make_cache(self) -> list[KVCache]:
+        """See `FeatureReader.make_cache`."""
+        return self._loaded.model.make_cache()
+
+    def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """See `FeatureReader.read`."""
+        embedding = self._loaded.embedding
+        if embedding is not None:
+            embedded = embedding[tokens]
+        else:
+            assert self._embed is not None
+            embedded = self._embed(tokens)
+        given, logits = self._loaded.model(hidden[None], embedded[None], cache)
+        return given[0], self._widened(logits[0])
+
+    def _widened(self, logits: mx.array) -> mx.array:
+        """(n, V) logits by the target's ids, -inf for those that the drafter lacks; from its own (n, draft_vocab_size)."""
+        ids = self._loaded.target_ids
+        if ids is None:
+            return logits
+        nothing = mx.full((logits.shape[0], self.vocab_size), -mx.inf, dtype=logits.dtype)
+        return mx.put_along_axis(nothing, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
 
 def load(folder: Path) -> LoadedEagle3:

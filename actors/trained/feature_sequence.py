@@ -1,0 +1,251 @@
+"""One text of a drafter that reads features: tokens whose features have come, and tokens ahead of them.
+
+To read the token at position j, such a drafter needs the features of position j - 1. The target gives them when it has
+committed the token there. Beyond, the drafter's own hidden state stands for them: what it drafts there is *stale*. When
+features come for tokens that were read without, the text is as long as it was before those tokens, so that they are fed
+again, with features, in one pass. Hidden states from before stand for the positions beyond.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol, cast
+
+import attrs
+import mlx.core as mx
+
+from actors.model import RewindMode
+from protocol.errors import RewindError
+
+
+class FeatureReader(Protocol):
+    """A drafter's forward pass.
+
+    Attributes:
+        vocab_size: width of its logits: the target's.
+    """
+
+    vocab_size: int
+
+    def project(self, features: mx.array) -> mx.array:
+        """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
+        ...
+
+    def make_cache(self) -> list[Any]:
+        """Empty caches that can be trimmed to any length."""
+        ...
+
+    def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """Process tokens after the cached ones.
+
+        Args:
+            hidden: (n, hidden size), of the positions before the tokens.
+            tokens: (n,) ids.
+            cache: see `make_cache`.
+
+        Returns: (n, hidden size) hidden states, which stand for the features of the tokens' positions, and (n, V)
+            logits, V being the target's; lazy.
+        """
+        ...
+
+
+@attrs.frozen
+class _Own:
+    """The drafter's own hidden state at the position of a token."""
+
+    token: int
+    hidden: mx.array
+
+
+class FeatureSequence:
+    """See `CachedSequence`. Features are given in any thread; everything else happens on the model's."""
+
+    depends_on_passes = False
+    needs_prefix_checkpoints = False
+
+    def __init__(self, reader: FeatureReader) -> None:
+        """Make an empty sequence."""
+        self._reader = reader
+        self._cache = reader.make_cache()
+        self._tokens: list[int] = []
+        # Tokens at the beginning before which nothing was known: they are in no cache. The first token of a text always
+        # is one of them.
+        self._num_skipped = 0
+        # The first token that was read with the drafter's own hidden state, and with it all after it.
+        self._first_stale: int | None = None
+        # Projected features of the positions from `_first_fresh` on, and the drafter's own hidden states by position.
+        self._fresh: mx.array | None = None
+        self._first_fresh = 0
+        self._own: dict[int, _Own] = {}
+        # Features that were given and not looked at yet, and the position after the last of them.
+        self._arrived: deque[tuple[int, mx.array]] = deque()
+        self._first_given = self._num_given = 0
+
+    def give(self, start: int, features: mx.array) -> None:
+        """Give the features of positions from `start` on. In any thread.
+
+        Args:
+            start: the position after those that were given before, or any if none were.
+            features: (n, width) evaluated.
+        """
+        if self._num_given == 0:
+            self._first_given = start
+        self._arrived.append((start, features))
+        self._num_given = start + features.shape[0]
+
+    @property
+    def num_given(self) -> int:
+        """The position after the last one whose features were given; 0 before the first."""
+        return self._num_given
+
+    @property
+    def length(self) -> int:
+        """Tokens that need not be fed again."""
+        # The first token that can be read with the features that were given.
+        readable = self._first_given + 1
+        if readable < self._num_skipped and readable <= self._num_given:
+            return readable
+        if self._first_stale is not None and readable <= self._first_stale <= self._num_given:
+            return self._first_stale
+        return len(self._tokens)
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """See `CachedSequence.feed`."""
+        logits: list[mx.array] = []
+        rest = tokens
+        while rest:
+            hidden = self._hidden_before(rest)
+            if hidden:
+                logits.append(self._read(rest[: len(hidden)], mx.stack(hidden)))
+                rest = rest[len(hidden) :]
+            else:
+                logits.append(self._skip(rest[0]))
+                rest = rest[1:]
+        if num_logits == 0:
+            mx.eval([layer.state for layer in self._cache if not layer.empty()])
+            return None
+        return mx.concatenate(logits)[-num_logits:]
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """See `CachedSequence.feed_lazy`. Waits for the token."""
+        logits = self.feed((cast(int, token.item()),), 1)
+        assert logits is not None
+        return logits
+
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        """See `CachedSequence.prepare`."""
+        return RewindMode.TRIM
+
+    def rewind(self, length: int) -> int:
+        """See `CachedSequence.rewind`. Looks at the features that have come, and so may leave fewer tokens."""
+        if length > len(self._tokens):
+            raise RewindError(f"asked to rewind to {length} tokens a cache that holds {len(self._tokens)}")
+        remaining = min(length, self.length)
+        self._cut(remaining)
+        while self._arrived:
+            self._look_at(*self._arrived.popleft())
+        return remaining
+
+    def check(self, length: int) -> None:
+        """See `CachedSequence.check`."""
+        expected = max(0, length - self._num_skipped)
+        for i, layer in enumerate(self._cache):
+            if layer.offset != expected or len(self._tokens) != length:
+                raise RewindError(
+                    f"layer {i} should hold {expected} of {length} tokens, it holds {layer.offset} of "
+                    f"{len(self._tokens)}"
+                )
+
+    def forget(self) -> None:
+        """See `CachedSequence.forget`. Features stay."""
+        self._cache = self._reader.make_cache()
+        self._tokens, self._first_stale, self._num_skipped = [], None, 0
+        self._own.clear()
+
+    def close(self) -> None:
+        """See `CachedSequence.close`."""
+        self.forget()
+        self._cache, self._fresh = [], None
+        self._arrived.clear()
+
+    # --- reuse by another text with the same beginning --------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """See `CachedSequence.num_bytes`."""
+        return sum(int(layer.nbytes) for layer in self._cache) + (0 if self._fresh is None else int(self._fresh.nbytes))
+
+    def add_prefix_checkpoint(self) -> None:
+        """See `CachedSequence.add_prefix_checkpoint`. A cache that can be trimmed needs none."""
+
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        """See `CachedSequence.reusable_length`. What was read without features is not reused."""
+        length = len(self._tokens) if self._first_stale is None else self._first_stale
+        return 0 if self._num_skipped > 1 else min(num_common, length)
+
+    def reuse(self, length: int) -> None:
+        """See `CachedSequence.reuse`."""
+        self._cut(length)
+        self._own.clear()
+        self.check(length)
+
+    # --- hidden states ----------------------------------------------------------------------------
+
+    def _hidden_before(self, tokens: tuple[int, ...]) -> list[mx.array]:
+        """The hidden states before the first tokens to come, as far as they are known."""
+        found: list[mx.array] = []
+        begin = len(self._tokens)
+        for j in range(begin, begin + len(tokens)):
+            before = self._tokens[j - 1] if j == begin and j > 0 else tokens[j - 1 - begin]
+            hidden = None if j == 0 else self._hidden_at(j - 1, before)
+            if hidden is None:
+                break
+            found.append(hidden)
+        return found
+
+    def _hidden_at(self, position: int, token: int) -> mx.array | None:
+        if self._fresh is not None and self._first_fresh <= position < self._first_fresh + self._fresh.shape[0]:
+            return self._fresh[position - self._first_fresh]
+        own = self._own.get(position)
+        if own is not None and own.token != token:
+            # Of a text that has gone another way since.
+            self._own = {at: other for at, other in self._own.items() if at < position}
+            return None
+        return None if own is None else own.hidden
+
+    def _read(self, tokens: tuple[int, ...], hidden: mx.array) -> mx.array:
+        begin = len(self._tokens)
+        num_fresh = 0 if self._fresh is None else self._first_fresh + self._fresh.shape[0]
+        given, logits = self._reader.read(hidden, mx.array(tokens), self._cache)
+        for i, token in enumerate(tokens):
+            if begin + i >= num_fresh:
+                self._own[begin + i] = _Own(token, given[i])
+        if self._first_stale is None and begin + len(tokens) > num_fresh + 1:
+            self._first_stale = max(begin, num_fresh + 1)
+        self._tokens += tokens
+        return logits
+
+    def _skip(self, token: int) -> mx.array:
+        """Count a token at the beginning before which nothing is known. Returns: (1, V) logits that say nothing."""
+        if len(self._tokens) > self._num_skipped:
+            raise RewindError(f"the hidden state before token {len(self._tokens)} is not known")
+        self._tokens.append(token)
+        self._num_skipped = len(self._tokens)
+        return mx.zeros((1, self._reader.vocab_size))
+
+    def _cut(self, length: int) -> None:
+        for layer in self._cache:
+            layer.trim(layer.offset - max(0, length - self._num_skipped))
+        del self._tokens[length:]
+        self._num_skipped = min(self._num_skipped, length)
+        if self._first_stale is not None and self._first_stale >= length:
+            self._first_stale = None
+
+    def _look_at(self, start: int, features: mx.array) -> None:
+        projected = self._reader.project(features)
+        if self._fresh is None:
+            self._fresh, self._first_fresh = projected, start
+        else:
+            self._fresh = mx.concatenate([self._fresh, projected])
+        end = start + features.shape[0]
+        self._own = {position: own for position, own in self._own.items() if position >= end}

@@ -1,0 +1,128 @@
+"""A text of a trained drafter: whatever comes when, what is read in the end is what features and tokens say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from actors.trained.eagle3 import Eagle3Reader, load
+from actors.trained.feature_sequence import FeatureSequence
+from protocol.errors import RewindError
+
+CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def reader(request: pytest.FixtureRequest) -> Eagle3Reader:
+    return Eagle3Reader(load(request.param))
+
+
+TOKENS = tuple(mx.random.randint(0, 96, (NUM_TOKENS,), key=mx.random.key(1)).tolist())
+FEATURES = mx.random.normal((NUM_TOKENS, 96), key=mx.random.key(2))
+
+
+def logits_from_the_start(reader: Eagle3Reader, num_tokens: int) -> mx.array:
+    """The logits after some tokens, all of which are read with features."""
+    cache = reader.make_cache()
+    _, logits = reader.read(reader.project(FEATURES[: num_tokens - 1]), mx.array(TOKENS[1:num_tokens]), cache)
+    return logits[-1]
+
+
+def close(found: mx.array, expected: mx.array) -> bool:
+    """Whether logits are the same, those of ids that the drafter lacks included."""
+    return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-3)))
+
+
+def test_ids_that_the_drafter_lacks_are_never_likely(reader: Eagle3Reader) -> None:
+    logits = logits_from_the_start(reader, 5)
+    assert logits.shape == (96,)
+    assert int(mx.isfinite(logits).sum()) == 40
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_committed_text_is_read_with_features_however_it_came(reader: Eagle3Reader, seed: int) -> None:
+    draws = random.Random(seed)
+    sequence = FeatureSequence(reader)
+    num_committed = num_given = 0
+    while num_committed < NUM_TOKENS:
+        # A verdict: some tokens, whose features come with it but for the last one's, and sometimes a little later.
+        num_committed = min(NUM_TOKENS, num_committed + draws.randint(1, 5))
+        if draws.random() < 0.8 and num_committed - 1 > num_given:
+            sequence.give(num_given, FEATURES[num_given : num_committed - 1])
+            num_given = num_committed - 1
+        keep = sequence.rewind(min(sequence.length, num_committed))
+        if keep < num_committed:
+            sequence.feed(TOKENS[keep:num_committed], draws.randint(0, 1))
+        sequence.check(num_committed)
+        # The drafter goes on ahead, rightly or wrongly.
+        for ahead in range(draws.randint(0, 3)):
+            right = num_committed + ahead < NUM_TOKENS and draws.random() < 0.7
+            token = TOKENS[num_committed + ahead] if right else 7
+            assert sequence.feed((token,), 1) is not None
+            if not right:
+                break
+    sequence.give(num_given, FEATURES[num_given : NUM_TOKENS - 1])
+    keep = sequence.rewind(min(sequence.length, NUM_TOKENS - 1))
+    logits = sequence.feed(TOKENS[keep:], 1)
+    assert logits is not None
+    assert close(logits[-1], logits_from_the_start(reader, NUM_TOKENS))
+    sequence.close()
+
+
+def test_what_is_drafted_ahead_reads_its_own_hidden_states(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.give(0, FEATURES[:5])
+    sequence.rewind(0)
+    sequence.feed(TOKENS[:6], 0)
+    ahead = [sequence.feed((token,), 1) for token in TOKENS[6:9]]
+    cache = reader.make_cache()
+    hidden, _ = reader.read(reader.project(FEATURES[:5]), mx.array(TOKENS[1:6]), cache)
+    for found, token in zip(ahead, TOKENS[6:9], strict=True):
+        assert found is not None
+        hidden, expected = reader.read(hidden[-1:], mx.array([token]), cache)
+        assert close(found[-1], expected[-1])
+    # No token needs to be read again before features for it come.
+    assert sequence.length == 9
+    sequence.give(5, FEATURES[5:7])
+    assert sequence.length == 6
+    # Hidden states from before stand for what has no features yet: one pass.
+    assert sequence.rewind(9) == 6
+    again = sequence.feed(TOKENS[6:9], 3)
+    assert again is not None
+    assert again.shape == (3, 96)
+    assert sequence.length == 9
+
+
+def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.feed(TOKENS[:8], 0)
+    assert sequence.length == 8
+    sequence.give(3, FEATURES[3:10])
+    assert sequence.length == 4
+    keep = sequence.rewind(8)
+    logits = sequence.feed(TOKENS[keep:11], 1)
+    assert logits is not None
+    sequence.check(11)
+    cache = reader.make_cache()
+    _, expected = reader.read(reader.project(FEATURES[3:10]), mx.array(TOKENS[4:11]), cache)
+    assert close(logits[-1], expected[-1])
+    # It stays so.
+    assert sequence.length == 11
+    assert sequence.reusable_length(11, 11) == 0
+
+
+def test_reuse_keeps_what_was_read_with_features(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.give(0, FEATURES[:9])
+    sequence.rewind(0)
+    sequence.feed(TOKENS[:10], 0)
+    sequence.feed(TOKENS[10:12], 1)
+    assert sequence.reusable_length(12, 12) == 10
+    sequence.reuse(7)
+    sequence.check(7)
+    with pytest.raises(RewindError, match="asked to rewind to 9"):
+        sequence.rewind(9)
