@@ -289,7 +289,7 @@ class Eagle3Reader:
         return given[0], self._widened(logits[0])
 
     def _widened(self, logits: mx.array) -> mx.array:
-        """(n, V) logits by the target's ids, -inf for those that the drafter lacks; from its own (n, draft_vocab_size)."""
+        """(n, V) logits by the target's ids, -inf for those that the drafter lacks; from its own."""
         ids = self._loaded.target_ids
         if ids is None:
             return logits
