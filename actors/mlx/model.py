@@ -32,6 +32,7 @@ from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses
 from actors.model import Feed, RewindMode
 from actors.probe import PROBED, check_logits
+from actors.trained.features import FeatureRecorder
 from protocol.errors import ModelError
 
 logger = logging.getLogger("outrider")
@@ -170,7 +171,24 @@ class MLXModel:
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
         layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
-        return MLXSequence(self._model, self._options, vocab_size=self._vocab_size, layer_evaluation=layer_evaluation)
+        return MLXSequence(
+            self._model,
+            self._options,
+            vocab_size=self._vocab_size,
+            layer_evaluation=layer_evaluation,
+            recorder=self._shared_passes.recorder,
+        )
+
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """Record what enters some layers, for a drafter that reads it, in sequences that are opened from now on.
+
+        `evaluating_layers` must be in force.
+
+        Args:
+            layer_ids: each in [0, number of layers]; that number stands for what the last layer gives. None records
+                nothing.
+        """
+        self._shared_passes.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
 
     @property
     def num_bytes(self) -> int:

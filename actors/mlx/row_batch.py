@@ -21,6 +21,7 @@ from actors.mlx.row_caches import (
     can_rewind_passes,
     row_cache_for,
 )
+from actors.trained.features import FeatureRecorder, recording
 from protocol.errors import RewindError
 
 
@@ -52,7 +53,13 @@ class RowBatch:
     """
 
     def __init__(
-        self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation, *, vocab_size: int
+        self,
+        model: Module,
+        caches: Sequence[Any],
+        layer_evaluation: LayerEvaluation,
+        *,
+        vocab_size: int,
+        recorder: FeatureRecorder | None = None,
     ) -> None:
         """Make an empty batch.
 
@@ -61,8 +68,11 @@ class RowBatch:
             caches: caches of one text, for each of which `can_take_rows` is true.
             layer_evaluation: when the layers of a pass are evaluated.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
+            recorder: of the features that a trained drafter reads; None if nobody reads any.
         """
         self._model = model
+        self._recorder = recorder
+        self._features: dict[object, mx.array] = {}  # by key: (tokens, width) of the last pass
         self._vocab_size = vocab_size
         self._caches = [row_cache_for(layer) for layer in caches]
         self._layer_evaluation = layer_evaluation
@@ -124,6 +134,7 @@ class RowBatch:
         self._settle_states()
         if self._ahead is not None:
             self._ahead = self._ahead.without(key)
+        self._features.pop(key, None)
         row = self._keys.index(key)
         for rows in self._caches:
             rows.remove(row)
@@ -181,7 +192,11 @@ class RowBatch:
         """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
         for rows in self._caches:
             rows.begin(self._lengths, widths)
-        logits: mx.array = self._model(tokens, cache=self._caches)
+        with recording(self._recorder):
+            logits: mx.array = self._model(tokens, cache=self._caches)
+        if self._recorder is not None:
+            features = self._recorder.take((tokens.shape[0], tokens.shape[1]))
+            self._features = {key: features[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row]}
         if max(self._lengths) // STEP != (max(self._lengths) + tokens.shape[1]) // STEP:
             release_buffers()
         return logits
@@ -190,6 +205,10 @@ class RowBatch:
         """Count the tokens that each row has read."""
         self._lengths_before = list(self._lengths)
         self._lengths = [length + read for length, read in zip(self._lengths, widths, strict=True)]
+
+    def features(self, key: object) -> mx.array | None:
+        """(tokens, width) features of a row's part in the last pass, lazy; None if they are not recorded."""
+        return self._features.get(key)
 
     def rewind(self, key: object, length: int) -> int:
         """Drop a row's tokens until at most the first `length` are left. See `CachedSequence.rewind`."""

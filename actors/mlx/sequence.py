@@ -27,6 +27,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
+from actors.trained.features import FeatureRecorder, RecordedFeatures, recording
 from protocol.errors import RewindError
 
 
@@ -35,6 +36,7 @@ class MLXSequence:
 
     Attributes:
         cache: the caches that the model works on. Most models have one for each layer.
+        features: of the tokens that were fed, if they are recorded.
         layer_evaluation: when the layers of a pass are evaluated.
     """
 
@@ -45,6 +47,7 @@ class MLXSequence:
         *,
         vocab_size: int,
         layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
+        recorder: FeatureRecorder | None = None,
     ) -> None:
         """Make an empty sequence.
 
@@ -53,8 +56,11 @@ class MLXSequence:
             options: how its caches are made and rewound.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
             layer_evaluation: when the layers of a pass are evaluated.
+            recorder: of the features that a trained drafter reads; None if nobody reads any.
         """
         self._model = model
+        self._recorder = recorder
+        self.features = RecordedFeatures()
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
@@ -110,6 +116,8 @@ class MLXSequence:
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None
+        if (features := self._batch.features(self)) is not None:
+            self.features.add(self._length, features)
         self._length = self._batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
@@ -119,7 +127,7 @@ class MLXSequence:
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
-            mx.eval([layer.state for layer in self.cache])
+            mx.eval([layer.state for layer in self.cache], self.features.arrays())
             release_buffers()
             return None
         passes = self._options.passes(self.cache, self._length, tokens)
@@ -130,7 +138,10 @@ class MLXSequence:
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `CachedSequence.feed_lazy`."""
         self.leave_batch()
-        logits: mx.array = self._model(token[None], cache=self.cache)
+        with recording(self._recorder):
+            logits: mx.array = self._model(token[None], cache=self.cache)
+        if self._recorder is not None:
+            self.features.add(self._length, self._recorder.take((1, 1))[0])
         self._grow(1)
         return logits[0]
 
@@ -139,8 +150,10 @@ class MLXSequence:
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self.layer_evaluation):
+        with evaluating(self.layer_evaluation), recording(self._recorder):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
+        if self._recorder is not None:
+            self.features.add(self._length, self._recorder.take((1, len(tokens)))[0])
         self._grow(len(tokens))
         return logits[0]
 
@@ -160,6 +173,7 @@ class MLXSequence:
         """See `CachedSequence.rewind`."""
         if self._batch is not None:
             self._length = self._batch.rewind(self, length)
+            self.features.rewind(self._length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
@@ -169,6 +183,7 @@ class MLXSequence:
             else:
                 self._rewind_to_checkpoint(length)
         self._drop_checkpoints_ahead()
+        self.features.rewind(self._length)
         self.check(self._length)
         return self._length
 

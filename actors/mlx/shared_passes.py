@@ -16,6 +16,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH, can_take_rows
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
+from actors.trained.features import FeatureRecorder
 
 # Every row takes as many slots as the longest, so rows may take this many times the slots of their tokens, and up to so
 # many slots without a limit.
@@ -54,6 +55,7 @@ class SharedPasses:
     Attributes:
         known_obstacle: why texts of this model cannot share passes, as far as its kind tells, without feeding it
             anything; None if that says nothing against it.
+        recorder: of the features that a trained drafter reads; None if nobody reads any. For batches that begin anew.
     """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
@@ -67,6 +69,7 @@ class SharedPasses:
         self._model = model
         self._options = options
         self._vocab_size = vocab_size
+        self.recorder: FeatureRecorder | None = None
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
         self._has_fed_rows = False
@@ -131,7 +134,7 @@ class SharedPasses:
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
         caches = caches if all(map(can_take_rows, caches)) else []
-        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
+        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size, recorder=self.recorder)
 
     # --- what cannot share ------------------------------------------------------------------------
 

@@ -13,6 +13,45 @@ from actors.mlx.layer_evaluation import observing
 from protocol.errors import ModelError
 
 
+class RecordedFeatures:
+    """The features of one text's last tokens, until they are taken."""
+
+    def __init__(self) -> None:
+        self._begin = 0
+        self._features: mx.array | None = None
+
+    def add(self, begin: int, features: mx.array) -> None:
+        """Add the features of a pass.
+
+        Args:
+            begin: position of its first token.
+            features: (n, width), lazy.
+        """
+        if self._features is None or begin != self._begin + self._features.shape[0]:
+            self._begin, self._features = begin, features
+        else:
+            self._features = mx.concatenate([self._features, features])
+
+    def rewind(self, length: int) -> None:
+        """Drop those of positions from `length` on."""
+        if self._features is not None and length < self._begin + self._features.shape[0]:
+            self._features = self._features[: length - self._begin] if length > self._begin else None
+
+    def arrays(self) -> list[mx.array]:
+        """What `take` reads, to be evaluated together with something else."""
+        return [] if self._features is None else [self._features]
+
+    def take(self) -> tuple[int, mx.array] | None:
+        """The position of the first, and (n, width) features, evaluated; None if there are none. Nothing is left."""
+        if self._features is None:
+            return None
+        # A copy: a slice would keep the buffers of a whole pass.
+        taken = self._begin, mx.contiguous(self._features)
+        mx.eval(taken[1])
+        self._features = None
+        return taken
+
+
 class FeatureRecorder:
     """Records what enters some layers of a model.
 
@@ -35,12 +74,17 @@ class FeatureRecorder:
         self._num_layers = len(layers)
         self._seen: dict[int, mx.array] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward pass that this thread runs, while in force."""
-        self._seen = {}
-        with observing(self._observe):
-            yield
+    def observe(self, layer: Module, entered: Any, result: Any) -> None:
+        """Keep what a drafter reads of a layer; see `observing`."""
+        index = self._index.get(id(layer))
+        if index is None:
+            return
+        if index in self._layer_ids and isinstance(entered, mx.array):
+            self._seen[index] = entered
+        if index == self._num_layers - 1 and self._num_layers in self._layer_ids:
+            given = result[0] if isinstance(result, tuple) else result
+            if isinstance(given, mx.array):
+                self._seen[self._num_layers] = given
 
     def take(self, shape: tuple[int, int]) -> mx.array:
         """The features of the last pass.
@@ -61,13 +105,12 @@ class FeatureRecorder:
             )
         return mx.concatenate(fitting, axis=-1)
 
-    def _observe(self, layer: Module, entered: Any, result: Any) -> None:
-        index = self._index.get(id(layer))
-        if index is None:
-            return
-        if index in self._layer_ids and isinstance(entered, mx.array):
-            self._seen[index] = entered
-        if index == self._num_layers - 1 and self._num_layers in self._layer_ids:
-            given = result[0] if isinstance(result, tuple) else result
-            if isinstance(given, mx.array):
-                self._seen[self._num_layers] = given
+
+@contextmanager
+def recording(recorder: FeatureRecorder | None) -> Iterator[None]:
+    """Have a recorder record the forward pass that this thread runs, while in force; None records nothing."""
+    if recorder is None:
+        yield
+        return
+    with observing(recorder.observe):
+        yield

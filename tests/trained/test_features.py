@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
+from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, evaluating_layers
-from actors.trained.features import FeatureRecorder
+from actors.mlx.model import MLXModel
+from actors.model import Feed
+from actors.trained.features import FeatureRecorder, recording
 from protocol.errors import ModelError
 
 TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]) % VOCAB_SIZE
@@ -26,7 +31,7 @@ def test_every_family_can_be_recorded_or_says_that_it_cannot(name: str) -> None:
     num_layers = len(model.layers)
     recorder = FeatureRecorder(model, (0, num_layers // 2, num_layers))
     with evaluating_layers(model):
-        with recorder.recording():
+        with recording(recorder):
             logits = model(tokens, cache=make_prompt_cache(model))
         assert mx.array_equal(logits, expected)
         if name in UNRECORDABLE:
@@ -47,7 +52,7 @@ def test_they_are_what_enters_the_layers(evaluation: LayerEvaluation) -> None:
     model = build("llama")
     num_layers = len(model.layers)
     recorder = FeatureRecorder(model, (*range(num_layers), num_layers))
-    with evaluating_layers(model), evaluating(evaluation), recorder.recording():
+    with evaluating_layers(model), evaluating(evaluation), recording(recorder):
         model(TOKENS, cache=make_prompt_cache(model))
     found = mx.split(recorder.take((2, 5)), num_layers + 1, axis=-1)
     hidden = model.model.embed_tokens(TOKENS)
@@ -62,9 +67,84 @@ def test_nothing_is_recorded_where_nobody_asks() -> None:
     model = build("llama")
     recorder = FeatureRecorder(model, (1,))
     with evaluating_layers(model):
-        with recorder.recording():
+        with recording(recorder):
             model(TOKENS, cache=make_prompt_cache(model))
         assert recorder.take((2, 5)).shape[:2] == (2, 5)
         model(TOKENS, cache=make_prompt_cache(model))
         with pytest.raises(ModelError):
             recorder.take((2, 5))
+
+
+def features_of(model: MLXModel, tokens: tuple[int, ...]) -> mx.array:
+    """The features of a text that is read in one pass."""
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed(tokens, 0)
+    taken = sequence.features.take()
+    sequence.close()
+    assert taken is not None
+    return taken[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
+def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
+    built = build(name)
+    draws = random.Random(5)
+    with evaluating_layers(built):
+        model = MLXModel(built, CacheOptions())
+        model.record_features((0, 1, len(built.layers)))
+        texts: list[list[int]] = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in (9, 4, 13)]
+        sequences = [model.open_sequence(beside_another=False) for _ in texts]
+        found: list[list[mx.array]] = [[] for _ in texts]
+
+        def take() -> None:
+            for text, sequence, parts in zip(texts, sequences, found, strict=True):
+                if (taken := sequence.features.take()) is not None:
+                    begin, features = taken
+                    assert begin == sum(part.shape[0] for part in parts)
+                    assert begin + features.shape[0] <= len(text)
+                    parts.append(features)
+
+        for text, sequence in zip(texts, sequences, strict=True):
+            sequence.feed(tuple(text), 0)
+        take()
+        for _ in range(12):
+            fed = [[draws.randrange(VOCAB_SIZE) for _ in range(draws.randint(1, 4))] for _ in texts]
+            num_rejected = [draws.randrange(len(tokens)) for tokens in fed]
+            for sequence, tokens, text in zip(sequences, fed, texts, strict=True):
+                sequence.prepare(len(text) - sequence.length + len(tokens), len(text))
+            feeds = [
+                Feed(sequence, (*text[sequence.length :], *tokens), 1)
+                for sequence, text, tokens in zip(sequences, texts, fed, strict=True)
+            ]
+            mx.eval(model.feed_together(feeds))
+            for sequence, tokens, text, rejected in zip(sequences, fed, texts, num_rejected, strict=True):
+                text += tokens[: len(tokens) - rejected]
+                sequence.rewind(len(text))
+            take()
+        assert all(sequence.is_row for sequence in sequences)
+        for text, sequence, parts in zip(texts, sequences, found, strict=True):
+            together = mx.concatenate(parts)
+            assert together.shape[0] == sequence.length
+            assert mx.allclose(together, features_of(model, tuple(text[: sequence.length])), atol=1e-3, rtol=1e-3)
+            sequence.close()
+
+
+def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
+    built = build("llama")
+    with evaluating_layers(built):
+        model = MLXModel(built, CacheOptions())
+        model.record_features((1,))
+        sequences = [model.open_sequence(beside_another=False) for _ in range(3)]
+        for sequence in sequences:
+            sequence.feed((3, 1, 4), 0)
+            sequence.features.take()
+        model.feed_together([Feed(sequence, (5,), 1) for sequence in sequences])
+        model.feed_ahead({sequence: mx.array([6 + i]) for i, sequence in enumerate(sequences)})
+        sequences.pop(0).close()
+        model.feed_together([Feed(sequence, (7 + i,), 1) for i, sequence in enumerate(sequences)])
+        for i, sequence in enumerate(sequences):
+            taken = sequence.features.take()
+            assert taken is not None
+            assert taken[0] == 3
+            assert mx.allclose(taken[1], features_of(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
+            sequence.close()
