@@ -13,6 +13,8 @@ from typing import Protocol
 import attrs
 import mlx.core as mx
 
+from protocol.messages import Features
+
 
 class RewindMode(enum.Enum):
     """The ways to undo a feed, best first."""
@@ -83,6 +85,14 @@ class CachedSequence(Protocol):
         """Number of cached tokens. Less than a session has counted, if a pass that it shared has failed. May be read in
         any thread while no pass runs.
         """
+        ...
+
+    def feature_arrays(self) -> list[mx.array]:
+        """What `take_features` will read, to be evaluated together with something else."""
+        ...
+
+    def take_features(self, end: int) -> Features | None:
+        """The features of tokens before position `end` that were fed since the last call; None if there are none."""
         ...
 
     def forget(self) -> None:
@@ -210,6 +220,18 @@ class Model(Protocol):
         ...
 
 
+class RecordsNothing:
+    """The part of a `CachedSequence` that concerns features, for one that has none."""
+
+    def feature_arrays(self) -> list[mx.array]:
+        """See `CachedSequence.feature_arrays`."""
+        return []
+
+    def take_features(self, end: int) -> Features | None:
+        """See `CachedSequence.take_features`."""
+        return None
+
+
 class FeedsEach:
     """The part of a `Model` that concerns several texts, for one that feeds each by itself in what counts as one pass.
 
@@ -221,8 +243,9 @@ class FeedsEach:
     def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
         """See `Model.feed_ahead`."""
 
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""
+        return None
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`. Nothing is shared."""

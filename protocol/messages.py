@@ -6,6 +6,8 @@ from, so that the receiver can tell whether it is still wanted.
 The messages of one session (drafter on the left, target on the right):
 
     Open      ─────────────────>  to both, from the runtime
+    Prompt-   <─────────────────  "these are my hidden states of the prompt", for a drafter that reads them; a verdict
+    Features                      has those of what it commits
     Ready     ─────────────────>  "I have read the text: you can wait for my proposals"
     Proposal  ─────────────────>  "for round r, from position s, I propose these tokens"
     Verdict   <─────────────────  "I accepted n of them, and this token comes next"
@@ -123,6 +125,19 @@ class Likelihood:
 
 
 @attrs.frozen
+class Features:
+    """Hidden states of the target, for a drafter that was trained to read them.
+
+    Attributes:
+        start: position of the first token.
+        values: (tokens, width), evaluated.
+    """
+
+    start: int
+    values: mx.array
+
+
+@attrs.frozen
 class Verdict:
     """The target's answer to a proposal.
 
@@ -138,6 +153,7 @@ class Verdict:
             their time (`Proposal.reach`). None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
+        features: for a drafter that reads them, of the tokens that the target has read since the last; None without.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -150,6 +166,7 @@ class Verdict:
     likelihoods: tuple[Likelihood, ...] = ()
     stop: Stop | None = None
     num_judged: int | None = attrs.field(default=None, validator=optional(ge(0)))
+    features: Features | None = attrs.field(default=None, eq=False, repr=False)
 
     @token.validator
     def _commits_something(self, _: Any, value: int | None) -> None:
@@ -234,10 +251,18 @@ class Withdraw:
 
 
 @attrs.frozen
+class PromptFeatures:
+    """The target has read the prompt, and gives the drafter the features of its tokens."""
+
+    session: int = attrs.field(validator=ge(0))
+    features: Features = attrs.field(eq=False, repr=False)
+
+
+@attrs.frozen
 class Close:
     """A session is over: its text has ended, or its consumer has left."""
 
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | Proposal | Ready | Due | Overdue | Rest | Verdict | Withdraw | Close
+Message = Open | PromptFeatures | Proposal | Ready | Due | Overdue | Rest | Verdict | Withdraw | Close

@@ -10,11 +10,12 @@ from actors.drafters.draft_queue import DraftRequest
 from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
+from actors.trained.feature_sequence import FeatureSequence
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
-from protocol.messages import Due, Overdue, Proposal, Verdict
+from protocol.messages import Due, Features, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
@@ -58,7 +59,7 @@ class DraftSession(DrafterSession):
         shared: Session,
         context_length: int | None,
         policy: Policy,
-        on_message: Callable[[DraftSession, Verdict | Due | Overdue], None],
+        on_message: Callable[[DraftSession, Verdict | Due | Overdue | PromptFeatures], None],
     ) -> None:
         opened = shared.opened
         tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
@@ -72,6 +73,19 @@ class DraftSession(DrafterSession):
         self.verdict_due_s = 0.0
         self.running_steps: RunningSteps | None = None
         self.num_alone = 0
+        self._given: list[Features] = []  # until there is a sequence that reads them
+
+    def give(self, features: Features) -> None:
+        """Take features of the target's."""
+        self._given.append(features)
+        self.hand_over_features()
+
+    def hand_over_features(self) -> None:
+        """Hand the features that have come to the sequence, if it reads them."""
+        if isinstance(self.sequence, FeatureSequence):
+            for features in self._given:
+                self.sequence.give(features.start, features.values)
+            self._given.clear()
 
     async def index_committed(self) -> None:
         """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""

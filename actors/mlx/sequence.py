@@ -29,6 +29,7 @@ from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
 from actors.trained.features import FeatureRecorder, RecordedFeatures, recording
 from protocol.errors import RewindError
+from protocol.messages import Features
 
 
 class MLXSequence:
@@ -36,7 +37,6 @@ class MLXSequence:
 
     Attributes:
         cache: the caches that the model works on. Most models have one for each layer.
-        features: of the tokens that were fed, if they are recorded.
         layer_evaluation: when the layers of a pass are evaluated.
     """
 
@@ -60,7 +60,7 @@ class MLXSequence:
         """
         self._model = model
         self._recorder = recorder
-        self.features = RecordedFeatures()
+        self._features = RecordedFeatures()
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
@@ -107,17 +107,26 @@ class MLXSequence:
             mx.eval([layer.state for layer in self.cache])
             self.check(self._length)
 
+    def feature_arrays(self) -> list[mx.array]:
+        """See `CachedSequence.feature_arrays`."""
+        return self._features.arrays()
+
+    def take_features(self, end: int) -> Features | None:
+        """See `CachedSequence.take_features`."""
+        return self._features.take(end)
+
     def forget(self) -> None:
         """See `CachedSequence.forget`. Leaves its batch, which must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
+        self._features = RecordedFeatures()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None
         if (features := self._batch.features(self)) is not None:
-            self.features.add(self._length, features)
+            self._features.add(self._length, features)
         self._length = self._batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
@@ -127,7 +136,7 @@ class MLXSequence:
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
-            mx.eval([layer.state for layer in self.cache], self.features.arrays())
+            mx.eval([layer.state for layer in self.cache], self._features.arrays())
             release_buffers()
             return None
         passes = self._options.passes(self.cache, self._length, tokens)
@@ -141,7 +150,7 @@ class MLXSequence:
         with recording(self._recorder):
             logits: mx.array = self._model(token[None], cache=self.cache)
         if self._recorder is not None:
-            self.features.add(self._length, self._recorder.take((1, 1))[0])
+            self._features.add(self._length, self._recorder.take((1, 1))[0])
         self._grow(1)
         return logits[0]
 
@@ -153,7 +162,7 @@ class MLXSequence:
         with evaluating(self.layer_evaluation), recording(self._recorder):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         if self._recorder is not None:
-            self.features.add(self._length, self._recorder.take((1, len(tokens)))[0])
+            self._features.add(self._length, self._recorder.take((1, len(tokens)))[0])
         self._grow(len(tokens))
         return logits[0]
 
@@ -173,7 +182,7 @@ class MLXSequence:
         """See `CachedSequence.rewind`."""
         if self._batch is not None:
             self._length = self._batch.rewind(self, length)
-            self.features.rewind(self._length)
+            self._features.rewind(self._length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
@@ -183,7 +192,7 @@ class MLXSequence:
             else:
                 self._rewind_to_checkpoint(length)
         self._drop_checkpoints_ahead()
-        self.features.rewind(self._length)
+        self._features.rewind(self._length)
         self.check(self._length)
         return self._length
 

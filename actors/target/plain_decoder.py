@@ -13,7 +13,7 @@ from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory
 from actors.target.verify import requested_likelihoods
 from protocol.acceptance import choices, distribution, draw
 from protocol.cached_tokens import FeedPlan
-from protocol.messages import Likelihood, Open
+from protocol.messages import Features, Likelihood, Open
 from protocol.randomness import Purpose, key_for
 
 
@@ -58,8 +58,8 @@ class PlainDecoder:
 
     def step(
         self, plan: FeedPlan, history: TokenHistory, position: int, go_ahead: bool
-    ) -> tuple[int, tuple[Likelihood, ...]]:
-        """The token at a position, and its likelihood if the session asks for it.
+    ) -> tuple[int, tuple[Likelihood, ...], Features | None]:
+        """The token at a position, its likelihood if the session asks for it, and the features of what was read.
 
         Args:
             plan: how to bring the cache in line with the text; empty while the decoder is ahead.
@@ -94,7 +94,8 @@ class PlainDecoder:
         self._sequence.check(plan.keep + len(plan.feed) + (1 if go_ahead else 0))
         token = cast(int, current.token.item())
         current.logit_check.check(0, position, "target")
-        return token, requested_likelihoods(current.logits, (token,), self._opened)
+        features = self._sequence.take_features(plan.keep + len(plan.feed))
+        return token, requested_likelihoods(current.logits, (token,), self._opened), features
 
     def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _PendingToken:
         """The token chosen from processed logits (1, V), lazy; `rows` are the model's own logits."""

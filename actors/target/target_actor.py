@@ -23,7 +23,7 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Due, Message, Overdue, Proposal, Verdict
+from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -91,6 +91,7 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 shared.counts.cached_tokens = len(session.cached_tokens)
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
+                await self._give_prompt_features(session, sequence)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
                 self._passes.forget(session.id)
@@ -110,6 +111,15 @@ class TargetActor(ModelActor[TargetSession]):
             # A session that failed must not occupy the drafter, even before anybody has read that it failed.
             if session.state.phase is not SessionPhase.CLOSED and self.drafter is not None:
                 self.drafter.send_nowait(Close(session.id))
+
+    async def _give_prompt_features(self, session: TargetSession, sequence: CachedSequence) -> None:
+        """Give a drafter that reads features those of the prompt."""
+        if self.drafter is None or not session.shared.opened.drafted or not sequence.feature_arrays():
+            return
+        call = partial(sequence.take_features, len(session.cached_tokens))
+        features = await self.worker.run(Job("prefill", call, session.id))
+        if features is not None:
+            self.drafter.send_nowait(PromptFeatures(session.id, features))
 
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed, and the runtime if the model does not work any more.
@@ -348,6 +358,7 @@ class TargetActor(ModelActor[TargetSession]):
             settles=verified.single_step and settle,
             likelihoods=verified.likelihoods,
             num_judged=verified.num_judged,
+            features=verified.features,
         )
 
     def _history(self, session: TargetSession, proposal: Proposal) -> TokenHistory:
@@ -384,11 +395,13 @@ class TargetActor(ModelActor[TargetSession]):
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)
         job = Job("decode", call, session.id, 1, state.round)
         try:
-            token, likelihoods = await self._run_alone(session, job)
+            token, likelihoods, features = await self._run_alone(session, job)
         except JobError as error:
             if not isinstance(error.__cause__, CacheLostError):
                 raise
             await self._catch_up(session, sequence)
             return await self._verify(session, sequence, self._no_proposal(session))
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if decoder.is_ahead else ())))
-        return Verdict(session.id, state.round, state.next_position, 0, token, likelihoods=likelihoods)
+        return Verdict(
+            session.id, state.round, state.next_position, 0, token, likelihoods=likelihoods, features=features
+        )

@@ -21,7 +21,7 @@ from protocol.acceptance import (
     likelihoods,
 )
 from protocol.cached_tokens import FeedPlan
-from protocol.messages import Likelihood, Open, Proposal
+from protocol.messages import Features, Likelihood, Open, Proposal
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Verified:
         single_step: whether only committed tokens were fed.
         num_judged: drafted tokens that were judged.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
+        features: of the tokens that are cached afterwards, if they are recorded.
     """
 
     judgement: Judgement
@@ -46,6 +47,7 @@ class Verified:
     single_step: bool
     num_judged: int
     likelihoods: tuple[Likelihood, ...] = ()
+    features: Features | None = None
 
 
 @attrs.frozen
@@ -173,7 +175,7 @@ class _Judged:
 
     def arrays(self) -> list[mx.array]:
         """What `finish` reads."""
-        return [*self.judgement.arrays, *self.logit_check.arrays()]
+        return [*self.judgement.arrays, *self.logit_check.arrays(), *self.fed.request.sequence.feature_arrays()]
 
     def finish(self) -> Verified:
         """Read the judgement, and rewind the cache."""
@@ -197,6 +199,7 @@ class _Judged:
             self.fed.single_step,
             len(self.fed.drafted),
             token_likelihoods,
+            request.sequence.take_features(length),
         )
 
 

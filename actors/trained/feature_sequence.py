@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import attrs
 import mlx.core as mx
 
-from actors.model import RewindMode
+from actors.model import RecordsNothing, RewindMode
 from protocol.errors import RewindError
 
 
@@ -57,7 +57,7 @@ class _Own:
     hidden: mx.array
 
 
-class FeatureSequence:
+class FeatureSequence(RecordsNothing):
     """See `CachedSequence`. Features are given in any thread; everything else happens on the model's."""
 
     depends_on_passes = False
@@ -85,13 +85,16 @@ class FeatureSequence:
         """Give the features of positions from `start` on. In any thread.
 
         Args:
-            start: the position after those that were given before, or any if none were.
+            start: any position for the first, and then at most the one after those that were given before. A later one
+                is of no use, since those between are missing.
             features: (n, width) evaluated.
         """
         if self._num_given == 0:
             self._first_given = start
+        elif start > self._num_given:
+            return
         self._arrived.append((start, features))
-        self._num_given = start + features.shape[0]
+        self._num_given = max(self._num_given, start + features.shape[0])
 
     @property
     def num_given(self) -> int:
@@ -242,10 +245,13 @@ class FeatureSequence:
             self._first_stale = None
 
     def _look_at(self, start: int, features: mx.array) -> None:
-        projected = self._reader.project(features)
         if self._fresh is None:
-            self._fresh, self._first_fresh = projected, start
+            self._fresh, self._first_fresh = self._reader.project(features), start
         else:
-            self._fresh = mx.concatenate([self._fresh, projected])
+            # Some may come a second time, if the target has lost its cache.
+            known = self._first_fresh + self._fresh.shape[0] - start
+            if known >= features.shape[0]:
+                return
+            self._fresh = mx.concatenate([self._fresh, self._reader.project(features[known:])])
         end = start + features.shape[0]
         self._own = {position: own for position, own in self._own.items() if position >= end}

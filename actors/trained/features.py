@@ -11,6 +11,7 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.layer_evaluation import observing
 from protocol.errors import ModelError
+from protocol.messages import Features
 
 
 class RecordedFeatures:
@@ -41,14 +42,16 @@ class RecordedFeatures:
         """What `take` reads, to be evaluated together with something else."""
         return [] if self._features is None else [self._features]
 
-    def take(self) -> tuple[int, mx.array] | None:
-        """The position of the first, and (n, width) features, evaluated; None if there are none. Nothing is left."""
-        if self._features is None:
+    def take(self, end: int) -> Features | None:
+        """Those of positions before `end`, which are kept no longer; None if there are none."""
+        if self._features is None or end <= self._begin:
             return None
+        num_taken = end - self._begin
         # A copy: a slice would keep the buffers of a whole pass.
-        taken = self._begin, mx.contiguous(self._features)
-        mx.eval(taken[1])
-        self._features = None
+        taken = Features(self._begin, mx.contiguous(self._features[:num_taken]))
+        mx.eval(taken.values)
+        self._features = self._features[num_taken:] if num_taken < self._features.shape[0] else None
+        self._begin = end
         return taken
 
 

@@ -23,7 +23,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.model import FeedsEach
+from actors.model import FeedsEach, RecordsNothing
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.engine.running import running
@@ -56,7 +56,7 @@ class RecordingModel(FeedsEach):
         return RecordedSequence(self._model.open_sequence(beside_another=beside_another), self)
 
 
-class RecordedSequence:
+class RecordedSequence(RecordsNothing):
     depends_on_passes = False
 
     def __init__(self, sequence: MLXSequence, record: RecordingModel) -> None:

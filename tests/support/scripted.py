@@ -27,7 +27,7 @@ from outcome import Error, Outcome
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import FeedsEach, RewindMode
+from actors.model import FeedsEach, RecordsNothing, RewindMode
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -158,7 +158,7 @@ class ScriptedFailure(Exception):
     """The error of a scripted model that was told to fail."""
 
 
-class ScriptedSequence:
+class ScriptedSequence(RecordsNothing):
     """A sequence of a scripted model; its only state is the tokens that it was fed."""
 
     def __init__(self, model: ScriptedModel) -> None:

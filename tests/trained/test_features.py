@@ -79,10 +79,10 @@ def features_of(model: MLXModel, tokens: tuple[int, ...]) -> mx.array:
     """The features of a text that is read in one pass."""
     sequence = model.open_sequence(beside_another=False)
     sequence.feed(tokens, 0)
-    taken = sequence.features.take()
+    taken = sequence.take_features(len(tokens))
     sequence.close()
     assert taken is not None
-    return taken[1]
+    return taken.values
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
@@ -98,8 +98,8 @@ def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
 
         def take() -> None:
             for text, sequence, parts in zip(texts, sequences, found, strict=True):
-                if (taken := sequence.features.take()) is not None:
-                    begin, features = taken
+                if (taken := sequence.take_features(sequence.length)) is not None:
+                    begin, features = taken.start, taken.values
                     assert begin == sum(part.shape[0] for part in parts)
                     assert begin + features.shape[0] <= len(text)
                     parts.append(features)
@@ -137,14 +137,14 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
         sequences = [model.open_sequence(beside_another=False) for _ in range(3)]
         for sequence in sequences:
             sequence.feed((3, 1, 4), 0)
-            sequence.features.take()
+            sequence.take_features(sequence.length)
         model.feed_together([Feed(sequence, (5,), 1) for sequence in sequences])
         model.feed_ahead({sequence: mx.array([6 + i]) for i, sequence in enumerate(sequences)})
         sequences.pop(0).close()
         model.feed_together([Feed(sequence, (7 + i,), 1) for i, sequence in enumerate(sequences)])
         for i, sequence in enumerate(sequences):
-            taken = sequence.features.take()
+            taken = sequence.take_features(sequence.length)
             assert taken is not None
-            assert taken[0] == 3
-            assert mx.allclose(taken[1], features_of(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
+            assert taken.start == 3
+            assert mx.allclose(taken.values, features_of(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
             sequence.close()

@@ -1,0 +1,89 @@
+"""A runtime with an EAGLE-3 drafter, whose weights are random: the texts are the target's, whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import VOCAB_SIZE, build
+from mlx.utils import tree_flatten
+from models import greedy
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.trained.drafter_model import TrainedDrafter
+from actors.trained.eagle3 import Eagle3, read_config
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
+from runtime.engine.running import running
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+
+
+def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True) -> Path:
+    """Write a drafter with random weights for a tiny target."""
+    hidden_size = target.args.hidden_size if hasattr(target.args, "hidden_size") else 32
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": VOCAB_SIZE,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": VOCAB_SIZE,
+            "rms_norm_eps": 1e-5,
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.random.seed(4)
+    weights = dict(tree_flatten(Eagle3(read_config(config)).parameters()))
+    if own_embedding:
+        weights["embed_tokens.weight"] = mx.random.normal((VOCAB_SIZE, hidden_size))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+@asynccontextmanager
+async def drafted(folder: Path, built: Any, **options: Any) -> AsyncIterator[Any]:
+    """A runtime with a trained drafter."""
+    async with ThreadWorker("target") as target_worker, ThreadWorker("draft") as draft_worker:
+        target = await target_worker.run(Job("load", lambda: MLXModel(built, CacheOptions())))
+        drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
+        target.record_features(drafter.feature_layers)
+        with target.evaluating_layers():
+            async with running((target, target_worker), (drafter, draft_worker), **options) as rt:
+                yield rt
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
+    built = build(name)
+    async with drafted(write_drafter(tmp_path, built), built) as rt:
+        for prompt in PROMPTS:
+            stream = rt.stream(prompt, max_tokens=40, lookahead=lookahead, ignore_eos=True)
+            assert [token.id async for token in stream] == greedy(built, prompt, 40)
+            statistics = stream.statistics()
+            assert statistics.draft_failures == 0
+            if lookahead != "auto":
+                assert statistics.proposed > 0
+
+
+async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:
+    built = build("llama")
+    async with drafted(write_drafter(tmp_path, built, own_embedding=False), built, max_batch=8) as rt:
+        completions = await rt.generate_many(PROMPTS, max_tokens=40, lookahead=2, ignore_eos=True)
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            assert [token.id for token in completion.tokens] == greedy(built, prompt, 40)
+        assert (rt.statistics().rows_per_pass or 0) > 1
