@@ -27,11 +27,10 @@ from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
-from actors.trained.feature_sequence import FeatureSequence
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_tree import Guess, Node
-from protocol.messages import Due, Message, Overdue, PromptFeatures, Proposal, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import MAX_BATCH
@@ -111,21 +110,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return
         try:
             async with self._open_sequence(session, beside_another=True) as sequence:
-                await self._wait_for_features(session, sequence)
+                await session.wait_for_features()
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 await session.index_committed()
                 await self._draft_on(session, sequence)
         except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
-
-    async def _wait_for_features(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Wait until the target has read the prompt, if the drafter reads what the target makes of it."""
-        session.hand_over_features()
-        if isinstance(sequence, FeatureSequence):
-            while not sequence.num_given and session.state.phase is not SessionPhase.CLOSED:
-                await session.change()
-            # What the prefix cache holds of the text may be without features.
-            session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
 
     async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Draft, and send proposals, until the session is over."""
@@ -351,7 +341,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
-    def _receive(self, session: DraftSession, message: Verdict | Due | Overdue | PromptFeatures) -> None:
+    def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
         match message:
             case Verdict():
                 self._receive_verdict(session, message)
@@ -360,8 +350,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Overdue():
                 session.state.rest(message)
                 self._reconsider(session)
-            case PromptFeatures():
-                session.give(message.features)
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
         """Answer a target whose wait is over: propose what is drafted, and if late, catch up after the running step."""
@@ -375,8 +363,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _receive_verdict(self, session: DraftSession, verdict: Verdict) -> None:
         """Advance over a verdict's commit, and begin the drafter's turn."""
-        if verdict.features is not None:
-            session.give(verdict.features)
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
         commit = session.state.apply(verdict)
         if commit is None:

@@ -15,7 +15,7 @@ from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
-from protocol.messages import Due, Features, Overdue, PromptFeatures, Proposal, Verdict
+from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
@@ -59,7 +59,7 @@ class DraftSession(DrafterSession):
         shared: Session,
         context_length: int | None,
         policy: Policy,
-        on_message: Callable[[DraftSession, Verdict | Due | Overdue | PromptFeatures], None],
+        on_message: Callable[[DraftSession, Verdict | Due | Overdue], None],
     ) -> None:
         opened = shared.opened
         tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
@@ -75,17 +75,31 @@ class DraftSession(DrafterSession):
         self.num_alone = 0
         self._given: list[Features] = []  # until there is a sequence that reads them
 
-    def give(self, features: Features) -> None:
-        """Take features of the target's."""
-        self._given.append(features)
-        self.hand_over_features()
+    def receive(self, message: Message) -> None:
+        """See `DrafterSession.receive`. Takes the target's features, too."""
+        if isinstance(message, Verdict | PromptFeatures) and message.features is not None:
+            self._given.append(message.features)
+            self._hand_over_features()
+        if isinstance(message, PromptFeatures):
+            self.wake()
+        else:
+            super().receive(message)
 
-    def hand_over_features(self) -> None:
+    def _hand_over_features(self) -> None:
         """Hand the features that have come to the sequence, if it reads them."""
         if isinstance(self.sequence, FeatureSequence):
             for features in self._given:
                 self.sequence.give(features.start, features.values)
             self._given.clear()
+
+    async def wait_for_features(self) -> None:
+        """Wait until the target has read the prompt, if the drafter reads what the target makes of it."""
+        self._hand_over_features()
+        if isinstance(self.sequence, FeatureSequence):
+            while not self.sequence.num_given and self.state.phase is not SessionPhase.CLOSED:
+                await self.change()
+            # What the prefix cache holds of the text may have been read without features.
+            self.cached_tokens.rewind(min(self.sequence.length, len(self.cached_tokens)))
 
     async def index_committed(self) -> None:
         """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""

@@ -14,7 +14,7 @@ from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.errors import ProtocolError
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, PromptFeatures, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import SessionPhase
@@ -49,7 +49,7 @@ class DrafterSession(ActorSession):
         policy: Policy,
         index: PromptLookup,
         tree: LookaheadTree,
-        on_message: Callable[[Any, Verdict | Due | Overdue | PromptFeatures], None],
+        on_message: Callable[[Any, Verdict | Due | Overdue], None],
     ) -> None:
         """Make the state of a session that begins.
 
@@ -66,7 +66,7 @@ class DrafterSession(ActorSession):
 
     def receive(self, message: Message) -> None:
         """Take a verdict and answer it, or learn that an answer is late."""
-        if not isinstance(message, Verdict | Due | Overdue | PromptFeatures):
+        if not isinstance(message, Verdict | Due | Overdue):
             raise ProtocolError(f"the drafter cannot handle {message!r}")
         # At once, whatever the task is waiting for: if the tree continues the text, the next proposal is ready.
         self._on_message(self, message)

@@ -11,7 +11,7 @@ from actors.session import Session
 from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, PromptFeatures, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
@@ -34,7 +34,7 @@ class LookupSession(DrafterSession):
         self,
         shared: Session,
         policy: Policy,
-        on_message: Callable[[LookupSession, Verdict | Due | Overdue | PromptFeatures], None],
+        on_message: Callable[[LookupSession, Verdict | Due | Overdue], None],
     ) -> None:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it.
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
@@ -150,7 +150,7 @@ class LookupActor(Drafter[LookupSession]):
         while session.state.phase is not SessionPhase.CLOSED:
             await session.change()
 
-    def _receive(self, session: LookupSession, message: Verdict | Due | Overdue | PromptFeatures) -> None:
+    def _receive(self, session: LookupSession, message: Verdict | Due | Overdue) -> None:
         match message:
             case Verdict():
                 self._receive_verdict(session, message)
