@@ -16,6 +16,7 @@ import trio
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
 from actors.target.plain_decoder import PlainDecoder
+from actors.trained.feature_sequence import FeatureSequence
 from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
@@ -33,6 +34,8 @@ NUM_PLAIN_STEPS = 6
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
+# More tokens than any warm-up feeds.
+MAX_TOKENS = 256
 # A model with a shorter context is not warmed up: its prices are measured while it works.
 MIN_CONTEXT_LENGTH = 128
 
@@ -128,6 +131,8 @@ async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSe
     """A sequence that holds `NUM_TEXT_TOKENS` tokens; closed on leaving."""
     sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
+        if isinstance(sequence, FeatureSequence):
+            await worker.run(Job("warm-up", partial(sequence.give_nothing, MAX_TOKENS)))
         await worker.run(Job("warm-up", partial(sequence.feed, (0,) * NUM_TEXT_TOKENS, 0), None, NUM_TEXT_TOKENS))
         yield sequence
     finally:

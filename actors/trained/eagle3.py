@@ -252,6 +252,7 @@ class Eagle3Reader:
 
     Attributes:
         vocab_size: the target's.
+        feature_width: width of a position's features.
     """
 
     def __init__(self, loaded: LoadedEagle3, embed: Callable[[mx.array], mx.array] | None = None) -> None:
@@ -267,7 +268,8 @@ class Eagle3Reader:
             raise ModelError("the drafter has no embedding of its own, and its target gives none")
         self._loaded = loaded
         self._embed = embed
-        self.vocab_size = loaded.model.config.vocab_size
+        config = loaded.model.config
+        self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
 
     def project(self, features: mx.array) -> mx.array:
         """See `FeatureReader.project`."""

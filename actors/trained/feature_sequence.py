@@ -23,9 +23,11 @@ class FeatureReader(Protocol):
 
     Attributes:
         vocab_size: width of its logits: the target's.
+        feature_width: width of a position's features.
     """
 
     vocab_size: int
+    feature_width: int
 
     def project(self, features: mx.array) -> mx.array:
         """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
@@ -95,6 +97,12 @@ class FeatureSequence(RecordsNothing):
             return
         self._arrived.append((start, features))
         self._num_given = max(self._num_given, start + features.shape[0])
+
+    def give_nothing(self, num_tokens: int) -> None:
+        """Give zeros for features, to time passes with."""
+        zeros = mx.zeros((num_tokens, self._reader.feature_width))
+        mx.eval(zeros)
+        self.give(0, zeros)
 
     @property
     def num_given(self) -> int:

@@ -17,6 +17,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
 from actors.model import Model
+from actors.trained.drafter_model import TrainedDrafter
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
@@ -40,6 +41,7 @@ from runtime.loading.model_sources import (
     check_cache_options,
     check_source,
     check_unknown,
+    load_draft_onto,
     load_onto,
 )
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
@@ -146,9 +148,11 @@ async def open(
             for role in sources
         }
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        loaded = {role: await load_onto(workers[role], role, sources[role], options) for role in sources}
-        target_loaded, draft_loaded = loaded["target"], loaded.get("draft")
-        _warn_if_too_large(each.model for each in loaded.values())
+        target_loaded, draft_loaded = await load_onto(workers["target"], "target", sources["target"], options), None
+        if "draft" in sources:
+            draft_loaded = await load_draft_onto(workers["draft"], sources["draft"], options, target_loaded.model)
+            draft_stack.callback(target_loaded.model.record_features, None)
+        _warn_if_too_large(each.model for each in (target_loaded, draft_loaded) if each is not None)
         if isinstance(listener, TimelineFile):
             listener.tokenizer = target_loaded.tokenizer
         stack.enter_context(target_loaded.model.evaluating_layers())
@@ -178,7 +182,6 @@ async def open(
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
             del draft, draft_loaded
-            loaded.clear()
             for by_role in (workers, sources):
                 by_role.pop("draft", None)
             yield runtime
@@ -206,7 +209,8 @@ async def _load_draft(
         return "ngram"
     source = check_source("draft", draft)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
-    draft_loaded = await load_onto(worker, "draft", source, options)
+    draft_loaded = await load_draft_onto(worker, source, options, target_loaded.model)
+    stack.callback(target_loaded.model.record_features, None)
     _warn_if_too_large((target_loaded.model, draft_loaded.model))
     stack.enter_context(draft_loaded.model.evaluating_layers())
     await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
@@ -270,7 +274,7 @@ async def keep_open(
         is_released.set()
 
 
-def _warn_if_too_large(models: Iterable[MLXModel]) -> None:
+def _warn_if_too_large(models: Iterable[MLXModel | TrainedDrafter]) -> None:
     if (limit := recommended_working_set()) is None:
         return
     # One module may be target and draft model.

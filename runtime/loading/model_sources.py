@@ -19,13 +19,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx.cache_options import CacheOptions, Rewind
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load, tokenizer_wrapper
+from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MISSING, NGRAM, Settings
 from protocol.validation import check_integer
-from runtime.loading.trained_drafters import trained_drafter_at, unsupported
+from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, unsupported
 
 Source = str | os.PathLike[str] | tuple[Module, Any]
 
@@ -43,6 +44,14 @@ class Loaded:
     """A model on its thread, and its tokenizer if it has one."""
 
     model: MLXModel
+    tokenizer: TokenizerWrapper | None
+
+
+@attrs.frozen
+class LoadedDraft:
+    """A drafter on its thread, and its tokenizer if it has one."""
+
+    model: MLXModel | TrainedDrafter
     tokenizer: TokenizerWrapper | None
 
 
@@ -81,7 +90,7 @@ def check_source(role: str, source: Any) -> Source:
             raise ModelError(
                 f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
             )
-        if role == "draft" and (kind := trained_drafter_at(path)) is not None:
+        if role == "draft" and (kind := trained_drafter_at(path)) is not None and kind not in SUPPORTED:
             raise ModelError(unsupported(str(source), kind))
         return path
     is_word = isinstance(source, str) and "/" not in source  # with a slash it is a path, or a hub id
@@ -193,6 +202,27 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
             raise ModelError(unsupported(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
+
+
+async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, target: MLXModel) -> LoadedDraft:
+    """Load a drafter on a worker's thread: a language model, or one that was trained for the target.
+
+    For the latter, the target records what it reads from then on; see `MLXModel.record_features`.
+
+    Raises: as `load_onto`, and ModelError: it was trained for another target.
+    """
+    if not isinstance(source, Path) or trained_drafter_at(source) is None:
+        loaded = await load_onto(worker, "draft", source, options)
+        return LoadedDraft(loaded.model, loaded.tokenizer)
+    make = partial(TrainedDrafter, source, target.module, target.vocab_size, f"draft {str(source)!r}")
+    try:
+        drafter = await worker.run(Job("load", make))
+    except JobError as error:
+        if isinstance(error.__cause__, OutriderError):
+            raise error.__cause__ from None
+        raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
+    target.record_features(drafter.feature_layers)
+    return LoadedDraft(drafter, None)
 
 
 def _trained_drafter_on_the_hub(name: str) -> str | None:

@@ -1,7 +1,6 @@
 """Trained drafters (EAGLE, Medusa and the like), recognised by the config.json beside their weights.
 
 A trained drafter reads hidden states of the one target that it was trained for, and is no language model by itself.
-The runtime cannot use one yet.
 """
 
 from __future__ import annotations
@@ -10,6 +9,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+# The kinds that can be used.
+SUPPORTED = {"EAGLE-3"}
 
 # Keys that only the config of a trained drafter has, and its kind.
 _KEYS = {

@@ -14,6 +14,7 @@ from architectures import VOCAB_SIZE, build
 from mlx.utils import tree_flatten
 from models import greedy
 
+import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
@@ -25,7 +26,7 @@ from runtime.engine.running import running
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
 
 
-def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True) -> Path:
+def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True, **changes: Any) -> Path:
     """Write a drafter with random weights for a tiny target."""
     hidden_size = target.args.hidden_size if hasattr(target.args, "hidden_size") else 32
     config = {
@@ -43,7 +44,7 @@ def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True) -> P
             "vocab_size": VOCAB_SIZE,
             "rms_norm_eps": 1e-5,
         },
-    }
+    } | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(4)
@@ -87,3 +88,36 @@ async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             assert [token.id for token in completion.tokens] == greedy(built, prompt, 40)
         assert (rt.statistics().rows_per_pass or 0) > 1
+
+
+async def test_open_takes_a_folder(tmp_path: Path) -> None:
+    built = build("llama")
+    async with runtime.open((built, None), write_drafter(tmp_path, built)) as rt:
+        stream = rt.stream(PROMPTS[0], max_tokens=30, lookahead=2, ignore_eos=True)
+        assert [token.id async for token in stream] == greedy(built, PROMPTS[0], 30)
+        assert stream.statistics().proposed > 0
+        assert rt.prices.estimates().draft_seconds > 0
+        await rt.detach_draft()
+        # Nothing is recorded where nobody reads it.
+        assert [token.id async for token in rt.stream(PROMPTS[1], max_tokens=30, ignore_eos=True)] == greedy(
+            built, PROMPTS[1], 30
+        )
+        await rt.attach_draft(tmp_path)
+        completion = await rt.generate(PROMPTS[2], max_tokens=30, lookahead=2, ignore_eos=True)
+        assert [token.id for token in completion.tokens] == greedy(built, PROMPTS[2], 30)
+        assert completion.statistics.proposed > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "it was made for another one"),
+        ({"target_hidden_size": 48}, "and those of this target have 32"),
+    ],
+)
+async def test_another_target_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    built = build("llama")
+    write_drafter(tmp_path, built, **changes)
+    with pytest.raises(runtime.ModelError, match=said):
+        async with runtime.open((built, None), tmp_path):
+            raise AssertionError("should not be reached")
