@@ -208,20 +208,31 @@ class Eagle3(Module):
             (B, W, draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
-        hidden = self._first_layer(hidden, embedded, mask, cache[0])
-        for layer, layer_cache in zip(self.layers[1:], cache[1:], strict=True):
-            hidden = layer(hidden, mask, layer_cache)
-        normalized = self.norm(hidden)
-        return normalized if self.config.normalizes_output else hidden, self.lm_head(normalized)
 
-    def _first_layer(self, hidden: mx.array, embedded: mx.array, mask: Any, cache: Any) -> mx.array:
-        layer = self.layers[0]
+        def attend(index: int, inputs: mx.array) -> mx.array:
+            attended: mx.array = self.layers[index].self_attn(inputs, mask, cache[index])
+            return attended
+
+        return self.step(hidden, embedded, attend)
+
+    def step(
+        self, hidden: mx.array, embedded: mx.array, attend: Callable[[int, mx.array], mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """As `__call__`, with attention as the caller has it.
+
+        Args:
+            attend: the attention of a layer, by its index, for (B, W, width) inputs.
+        """
         normalized = self.hidden_norm(hidden)
         residual = normalized if self.config.normalizes_residual else hidden
-        joined = mx.concatenate([layer.input_layernorm(embedded), normalized], axis=-1)
-        attended = residual + layer.self_attn(joined, mask, cache)
-        result: mx.array = attended + layer.mlp(layer.post_attention_layernorm(attended))
-        return result
+        inputs = mx.concatenate([self.layers[0].input_layernorm(embedded), normalized], axis=-1)
+        for index, layer in enumerate(self.layers):
+            if index > 0:
+                residual, inputs = hidden, layer.input_layernorm(hidden)
+            attended = residual + attend(index, inputs)
+            hidden = attended + layer.mlp(layer.post_attention_layernorm(attended))
+        normalized = self.norm(hidden)
+        return normalized if self.config.normalizes_output else hidden, self.lm_head(normalized)
 
 
 def _widen(layer: Any, hidden_size: int) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from actors.trained.eagle3 import Eagle3Config, LoadedEagle3, is_eagle3, load, read_config
+from actors.trained.eagle3_training import logits_of_steps
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
@@ -128,3 +129,28 @@ def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None
     config = Eagle3Config("llama", {"hidden_size": 32}, 40, 96, 32, feature_layers=layers)
     with pytest.raises(ModelError, match="made for another one"):
         config.feature_layers_of(12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case: Path) -> None:
+    loaded = load(case)
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    assert loaded.embedding is not None
+    # Speculators fills up with the token 0.
+    tokens = mx.concatenate([expected["tokens"], mx.zeros((NUM_STEPS - 1,), mx.int32)])
+    given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding[tokens][None], NUM_STEPS)
+    for step, logits in enumerate(given):
+        assert mx.allclose(logits[0], expected[f"logits{step}"], rtol=1e-4, atol=1e-4), step
+
+
+def test_one_position_at_a_time_gives_what_all_at_once_do() -> None:
+    case = next(case for case in CASES if case.name == "deep")
+    loaded = load(case)
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    assert loaded.embedding is not None
+    together = logits_of_steps(
+        loaded.model, expected["features"][None, :7], loaded.embedding[expected["tokens"]][None], 3
+    )
+    for begin in range(7):
+        for step, logits in enumerate(chain_logits(loaded, expected["features"], expected["tokens"], begin)):
+            assert mx.allclose(logits, together[step][0, begin], rtol=1e-4, atol=1e-4), (begin, step)
