@@ -1,0 +1,185 @@
+"""The training of an EAGLE-3 drafter, from what its target makes of batches of text.
+
+Nothing is kept of a batch: the target computes each anew, so that no hidden states are stored on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+import mlx.optimizers as optimizers
+from mlx.nn.layers.base import Module
+from mlx.nn.utils import value_and_grad
+from mlx.utils import tree_flatten, tree_unflatten
+
+from actors.mlx.layer_evaluation import evaluating_layers
+from actors.trained.eagle3 import Eagle3
+from actors.trained.eagle3_training import logits_of_steps
+from actors.trained.features import FeatureRecorder, recording
+
+# Draft steps that are trained at once, and what each counts for relative to the one before.
+NUM_STEPS, STEP_DECAY = 3, 0.8
+# The largest norm of a gradient.
+MAX_GRADIENT_NORM = 0.5
+
+
+@attrs.frozen
+class Progress:
+    """What is known of the training; kept in checkpoints.
+
+    Attributes:
+        num_batches: that were learnt from.
+        learning_rate: at present.
+        best_acceptance: on held-out text, of all evaluations.
+        num_without_gain: evaluations since then.
+        num_reductions: how often the learning rate was reduced.
+    """
+
+    num_batches: int = 0
+    learning_rate: float = 1e-3
+    best_acceptance: float = 0.0
+    num_without_gain: int = 0
+    num_reductions: int = 0
+
+
+@attrs.frozen
+class Lesson:
+    """What the target makes of a batch.
+
+    Attributes:
+        features: (B, T, width) of positions 0 … T - 1.
+        embedded: (B, T + steps - 1, hidden size) of the tokens after them.
+        probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 … .
+    """
+
+    features: mx.array
+    embedded: mx.array
+    probs: mx.array
+
+
+class Training:
+    """A drafter that learns. All methods run on one thread."""
+
+    def __init__(
+        self,
+        target: Module,
+        drafter: Eagle3,
+        embedding: mx.array,
+        target_ids: mx.array | None,
+        *,
+        learning_rate: float = 1e-3,
+    ) -> None:
+        """Begin, or go on after `restore`.
+
+        Args:
+            target: mlx-lm's model; its weights stay as they are.
+            drafter: learns.
+            embedding: (vocab_size, hidden size), which the drafter reads; stays as it is.
+            target_ids: (draft_vocab_size,) the target's id of each of the drafter's; None if they are the same.
+            learning_rate: to begin with.
+        """
+        self._target = target
+        self.drafter = drafter
+        self._embedding = embedding
+        self._target_ids = target_ids
+        self._recorder = FeatureRecorder(target, drafter.config.feature_layers_of(len(target.layers)))
+        self._optimizer = optimizers.AdamW(learning_rate=learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
+        self.progress = Progress(learning_rate=learning_rate)
+
+    def learn(self, tokens: mx.array) -> float:
+        """Learn from a batch. Returns: the loss.
+
+        Args:
+            tokens: (B, L) ids, L > `NUM_STEPS` + 1.
+        """
+        lesson = self._lesson(tokens)
+        loss, gradients = value_and_grad(self.drafter, lambda: _loss(self.drafter, lesson))()
+        gradients, _ = optimizers.clip_grad_norm(gradients, MAX_GRADIENT_NORM)
+        self._optimizer.learning_rate = self.progress.learning_rate
+        self._optimizer.update(self.drafter, gradients)
+        mx.eval(self.drafter.state, self._optimizer.state, loss)
+        self.progress = attrs.evolve(self.progress, num_batches=self.progress.num_batches + 1)
+        return cast(float, loss.item())
+
+    def acceptance(self, batches: Sequence[mx.array]) -> tuple[float, ...]:
+        """How often each step's likeliest token is the target's, where those of the steps before were.
+
+        Args:
+            batches: (B, L) ids each.
+
+        Returns: for each of `NUM_STEPS` steps, in [0, 1].
+        """
+        right, asked = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
+        for tokens in batches:
+            lesson = self._lesson(tokens)
+            length = lesson.features.shape[1]
+            alive = mx.ones((tokens.shape[0], length), mx.bool_)
+            for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
+                asked[step] += cast(float, alive.sum().item())
+                alive = alive & (mx.argmax(logits, -1) == mx.argmax(lesson.probs[:, step : step + length], -1))
+                right[step] += cast(float, alive.sum().item())
+        return tuple(r / max(1.0, a) for r, a in zip(right, asked, strict=True))
+
+    def _lesson(self, tokens: mx.array) -> Lesson:
+        length = tokens.shape[1] - NUM_STEPS
+        with evaluating_layers(self._target), recording(self._recorder):
+            logits = self._target(tokens)
+        features = self._recorder.take((tokens.shape[0], tokens.shape[1]))[:, :length]
+        # The logits at position p are for the token at p + 1, and the first step predicts that at position 2.
+        logits = logits[:, 1 : length + NUM_STEPS].astype(mx.float32)
+        if self._target_ids is not None:
+            logits = mx.take(logits, self._target_ids, axis=-1)
+        lesson = Lesson(
+            features.astype(mx.float32), self._embedding[tokens[:, 1 : length + NUM_STEPS]], mx.softmax(logits, axis=-1)
+        )
+        mx.eval(lesson.features, lesson.embedded, lesson.probs)
+        return lesson
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint. A crash leaves the one before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
+        arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
+        partial = folder / "checkpoint.partial.safetensors"
+        mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
+        os.replace(partial, folder / "checkpoint.safetensors")
+
+    def restore(self, folder: Path) -> bool:
+        """Go on from a checkpoint. Returns: whether there is one."""
+        file = folder / "checkpoint.safetensors"
+        if not file.exists():
+            return False
+        loaded: Any = mx.load(str(file), return_metadata=True)
+        arrays, metadata = loaded
+        own = [(n.removeprefix("drafter."), v) for n, v in arrays.items() if n.startswith("drafter.")]
+        state = [(n.removeprefix("optimizer."), v) for n, v in arrays.items() if n.startswith("optimizer.")]
+        self.drafter.load_weights(own)
+        self._optimizer.init(self.drafter.trainable_parameters())  # type: ignore[no-untyped-call]
+        self._optimizer.state = tree_unflatten(state)
+        self.progress = Progress(**json.loads(metadata["progress"]))
+        mx.eval(self.drafter.state, self._optimizer.state)
+        return True
+
+
+def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
+    """The cross entropy between the target's distributions and the drafter's, of all steps."""
+    length = lesson.features.shape[1]
+    total, weights = mx.array(0.0), 0.0
+    for step, logits in enumerate(logits_of_steps(drafter, lesson.features, lesson.embedded, NUM_STEPS)):
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        weight = STEP_DECAY**step
+        total = total - weight * (lesson.probs[:, step : step + length] * logprobs).sum(axis=-1).mean()
+        weights += weight
+    return total / weights
+
+
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))

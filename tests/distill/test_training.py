@@ -1,0 +1,79 @@
+"""A drafter learns from its target, and goes on from a checkpoint as if it had not been interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import VOCAB_SIZE, build
+
+from actors.trained.eagle3 import Eagle3, read_config
+from runtime.distill.training import NUM_STEPS, Training
+
+DRAFT_IDS = mx.arange(0, VOCAB_SIZE, 2)
+
+
+def drafter_config(target: Any, draft_vocab_size: int) -> dict[str, Any]:
+    return {
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": VOCAB_SIZE,
+            "rms_norm_eps": 1e-5,
+        },
+    }
+
+
+def training(target: Any, target_ids: mx.array | None = None) -> Training:
+    size = VOCAB_SIZE if target_ids is None else target_ids.size
+    mx.random.seed(7)
+    drafter = Eagle3(read_config(drafter_config(target, size)))
+    mx.eval(drafter.parameters())
+    return Training(target, drafter, target.model.embed_tokens.weight, target_ids, learning_rate=3e-3)
+
+
+BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
+
+
+@pytest.mark.parametrize("target_ids", [None, DRAFT_IDS], ids=["whole vocabulary", "half of it"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
+    learning = training(build(name), target_ids)
+    before = learning.acceptance(BATCHES)
+    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(60)]
+    after = learning.acceptance(BATCHES)
+    assert losses[-1] < losses[0]
+    assert len(before) == NUM_STEPS
+    assert after[0] > before[0] + 0.2
+    assert all(0.0 <= rate <= 1.0 for rate in after)
+
+
+def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    target = build("llama")
+    straight = training(target)
+    expected = [straight.learn(BATCHES[i % 4]) for i in range(8)]
+    interrupted = training(target)
+    assert not interrupted.restore(tmp_path)
+    first = [interrupted.learn(BATCHES[i % 4]) for i in range(4)]
+    interrupted.save(tmp_path)
+    resumed = training(target)
+    assert resumed.restore(tmp_path)
+    assert resumed.progress.num_batches == 4
+    rest = [resumed.learn(BATCHES[i % 4]) for i in range(4, 8)]
+    assert [*first, *rest] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_targets_weights_stay_as_they_are() -> None:
+    target = build("llama")
+    before = mx.array(target.model.layers[0].self_attn.q_proj.weight)
+    training(target).learn(BATCHES[0])
+    assert mx.array_equal(before, target.model.layers[0].self_attn.q_proj.weight)
