@@ -45,12 +45,12 @@ class TrainedDrafter(FeedsEach):
                 f"{named} was made for a target with {config.vocab_size} tokens, and this one has {target_vocab_size}"
             )
         self.vocab_size = config.vocab_size
-        embed = None if self._loaded.embedding is not None else _embedding_of(target, named)
+        embed = None if self._loaded.embedding is not None else embedding_of(target, named)
         self._check_width(target, embed, named)
         self._reader = Eagle3Reader(self._loaded, embed)
 
     def _check_width(self, target: Module, embed: Callable[[mx.array], mx.array] | None, named: str) -> None:
-        width = (_embedding_of(target, named) if embed is None else embed)(mx.array([0])).shape[-1]
+        width = (embedding_of(target, named) if embed is None else embed)(mx.array([0])).shape[-1]
         if width != self._loaded.model.config.target_hidden_size:
             raise ModelError(
                 f"{named} reads hidden states of a width of {self._loaded.model.config.target_hidden_size}, and those "
@@ -86,7 +86,7 @@ def _present(loaded: LoadedEagle3) -> list[mx.array]:
     return [array for array in (loaded.target_ids, loaded.embedding) if array is not None]
 
 
-def _embedding_of(target: Module, named: str) -> Callable[[mx.array], mx.array]:
+def embedding_of(target: Module, named: str) -> Callable[[mx.array], mx.array]:
     """The embedding of a target of mlx-lm's, wherever its class keeps it."""
     for path in (("model",), ("language_model", "model"), ("transformer",), ("backbone",), ()):
         inner: Any = target

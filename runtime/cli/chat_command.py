@@ -20,9 +20,9 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
-from runtime.cli.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.cli.model_arguments import Models
 from runtime.cli.settings_arguments import settings_of
+from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
     Display,

@@ -17,7 +17,9 @@ _NO_FIELDS = _NO_FLAGS | {"min_tokens_to_keep", "prefill_step_size", "xtc_specia
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"draft_table", "spread", "verify_slope", "verify_table"}
-_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE
+_OF_DISTILL = {"continuations", "data", "draft_vocab_size", "init", "intermediate_size", "learning_rate", "max_minutes"}
+_OF_DISTILL |= {"out", "window", "batch_tokens"}
+_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE | _OF_DISTILL
 
 # Names that are also words ("stop", "lookahead") mean the argument only at the start of a message, or before "=".
 _ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}

@@ -24,6 +24,7 @@ from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, serve_command
+from runtime.cli.distill_command import add_distill, distill
 from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.model_arguments import add_models, models_of
 from runtime.cli.selftest_command import add_selftest
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    _add_distill(commands)
     add_selftest(commands)
     add_simulate(commands)
     return parser
@@ -251,6 +253,13 @@ Ctrl-C stops the benchmark and shows the figures so far.""",
         draft_help='path or hub id of a draft model; "ngram" for prompt lookup',
     )
     bench_command.add_arguments(parser)
+    _add_blas(parser)
+
+
+def _add_distill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = add_distill(commands)
+    # One model computes at a time, as where nothing is drafted.
+    parser.set_defaults(command=distill, draft=None)
     _add_blas(parser)
 
 

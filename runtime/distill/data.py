@@ -1,20 +1,24 @@
-"""Texts to learn from: files become batches of token ids, a few of them held out."""
+"""Texts to learn from: files become windows of equally many tokens, some of them held out."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown_path
 
-# One of so many windows is held out.
+# One text of so many is held out; with fewer texts, one window of so many.
 HELD_OUT_EVERY = 20
+# Windows that are held out at most: an evaluation takes time that training could have.
+MAX_HELD_OUT = 64
 
 
 def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[str]:
@@ -40,54 +44,83 @@ def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[str]:
 
 
 def _text_of(line: str, file: Path, number: int, tokenizer: Any) -> str:
+    where = f"line {number} of {shown_path(str(file))}"
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise SettingsError(f"line {number} of {shown_path(str(file))} is not JSON: {error}") from error
+        raise SettingsError(f"{where} is not JSON: {error}") from error
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return str(record["text"])
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise SettingsError(f'{where} has "messages", and the target has no chat template; give a "text"')
         return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
-    raise SettingsError(f'line {number} of {shown_path(str(file))} has neither a "text" nor "messages"')
+    raise SettingsError(f'{where} has neither a "text" nor "messages"')
 
 
 class Windows:
-    """Windows of equally many tokens, cut from texts one after another.
+    """Windows of equally many tokens, cut from texts that follow one another.
 
     Attributes:
-        held_out: (n, length) windows that are not learnt from.
-        learnt: (m, length) the others.
+        held_out: (n, length) int32 windows that are not learnt from.
+        learnt: (m, length) int32 the others.
+        num_tokens: tokens of all texts.
+        digest: identifies the texts and the length of a window, in hexadecimal.
     """
 
     def __init__(self, texts: Iterator[str], tokenizer: Any, length: int) -> None:
-        """Cut texts.
+        """Cut texts into windows.
 
         Args:
-            texts: to learn from.
-            tokenizer: the target's.
+            texts: to learn from. Of at least `HELD_OUT_EVERY` texts, whole ones are held out, else windows.
+            tokenizer: the target's. Its end-of-text token, if it has one, stands between two texts.
             length: tokens of a window, >= 8.
 
-        Raises: SettingsError: there is less than a batch's worth of text.
+        Raises: SettingsError: there is less than two windows of text.
         """
-        tokens: list[int] = []
-        for text in texts:
-            tokens += tokenizer.encode(text)
-        num_windows = len(tokens) // length
-        if num_windows < 2:
+        end = getattr(tokenizer, "eos_token_id", None)
+        encoded = [
+            array("i", [*tokenizer.encode(text, verbose=False), *([] if end is None else [end])]) for text in texts
+        ]
+        self.num_tokens = sum(map(len, encoded))
+        digests = [hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in encoded]
+        self.digest = hashlib.sha256(" ".join([str(length), *digests]).encode()).hexdigest()[:16]
+        num_held_out = len(encoded) // HELD_OUT_EVERY
+        held_out = set(sorted(digests)[:num_held_out])
+        learnt = _windows(
+            [tokens for tokens, digest in zip(encoded, digests, strict=True) if digest not in held_out], length
+        )
+        kept = _windows([tokens for tokens, digest in zip(encoded, digests, strict=True) if digest in held_out], length)
+        if learnt.shape[0] + kept.shape[0] < 2:
             raise SettingsError(
-                f"the texts have {len(tokens)} tokens, and at least {2 * length} are needed; give more files"
+                f"the texts have {self.num_tokens} tokens, and at least {2 * length} are needed; give more files"
             )
-        windows = mx.array(tokens[: num_windows * length], mx.int32).reshape(num_windows, length)
-        is_held_out = [i % HELD_OUT_EVERY == 0 for i in range(num_windows)]
-        self.held_out = windows[mx.array([i for i in range(num_windows) if is_held_out[i]])]
-        self.learnt = windows[mx.array([i for i in range(num_windows) if not is_held_out[i]])]
-        self._counts = Counter(tokens)
+        if 0 in (learnt.shape[0], kept.shape[0]):
+            every = mx.concatenate([learnt, kept])
+            places = range(every.shape[0])
+            kept = every[mx.array([i for i in places if i % HELD_OUT_EVERY == 0])]
+            learnt = every[mx.array([i for i in places if i % HELD_OUT_EVERY > 0])]
+        # Spread over all that are held out.
+        self.held_out = kept[:: -(-kept.shape[0] // MAX_HELD_OUT)]
+        self.learnt = learnt
+        self._counts = Counter(token for tokens in encoded for token in tokens)
         mx.eval(self.held_out, self.learnt)
+
+    def add(self, windows: mx.array) -> None:
+        """Add windows to learn from.
+
+        Args:
+            windows: (n, length) ids.
+        """
+        self.learnt = mx.concatenate([self.learnt, windows.astype(mx.int32)])
+        self._counts.update(windows.flatten().tolist())  # type: ignore[arg-type]
+        mx.eval(self.learnt)
 
     def batch(self, index: int, size: int, seed: int) -> mx.array:
         """(size, length) windows: the `index`-th batch of an endless series. Each pass over all has its own order.
 
-        The series depends on the arguments alone, so that training goes on where it was interrupted.
+        The series depends on the arguments alone, so that training goes on where it was interrupted. With fewer
+        windows than `size`, a batch has all.
         """
         num_windows = self.learnt.shape[0]
         per_epoch = max(1, num_windows // size)
@@ -96,18 +129,29 @@ class Windows:
         return self.learnt[order[place * size : (place + 1) * size]]
 
     def held_out_batches(self, size: int) -> list[mx.array]:
-        """All windows that are held out."""
+        """All windows that are held out, up to `size` at a time."""
         return [self.held_out[i : i + size] for i in range(0, self.held_out.shape[0], size)]
 
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
         """The ids that occur most often, ascending; filled up with the first ones that do not occur.
 
         Args:
-            count: how many.
+            count: how many, at most `vocab_size`.
             vocab_size: of the target.
         """
-        chosen = [token for token, _ in self._counts.most_common(count)]
+        chosen = [token for token, _ in sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
         others = (token for token in range(vocab_size) if token not in self._counts)
         while len(chosen) < count:
             chosen.append(next(others))
         return sorted(chosen)
+
+
+def _windows(texts: Sequence[array[int]], length: int) -> mx.array:
+    """(n, length) windows of texts that follow one another; what is left at the end is dropped."""
+    tokens = array("i")
+    for text in texts:
+        tokens += text
+    num_windows = len(tokens) // length
+    if num_windows == 0:
+        return mx.zeros((0, length), mx.int32)
+    return mx.array(cast(Any, memoryview(tokens)[: num_windows * length]), mx.int32).reshape(num_windows, length)

@@ -13,6 +13,9 @@ from mlx.utils import tree_flatten
 from actors.trained.eagle3 import Eagle3
 from runtime.distill.training import NUM_STEPS
 
+# Names of files in a model card.
+MAX_FILES_SHOWN = 8
+
 # What Speculators calls the norm of the first layer.
 _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
@@ -58,21 +61,26 @@ def config_for(
     *,
     target_name: str,
     num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
     draft_vocab_size: int,
-    num_heads: int,
-    intermediate_size: int,
+    intermediate_size: int | None,
 ) -> dict[str, Any]:
     """The `config.json` of a new drafter, as Speculators has it.
 
     Args:
-        target: the target's `config.json`.
+        target: the arguments of the target; what a family does not have is left to defaults.
         target_name: its name or path.
         num_layers: of the target.
+        hidden_size: of the target, and of the drafter.
+        vocab_size: width of the target's logits.
         draft_vocab_size: of the drafter.
-        num_heads: of its one layer.
-        intermediate_size: of its one layer.
+        intermediate_size: width of the feed-forward part; None for about the target's.
     """
-    hidden_size = int(target["hidden_size"])
+    widths = (128, 64, 32, 16, 8, 4, 2) if hidden_size >= 1024 else (64, 32, 16, 8, 4, 2)
+    head_dim = next(width for width in widths if hidden_size % width == 0)
+    num_heads = hidden_size // head_dim
+    num_kv_heads = next(num_heads // group for group in (4, 3, 2, 1) if num_heads % group == 0)
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -85,22 +93,75 @@ def config_for(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_STEPS}],
-            "verifier": {"architectures": target.get("architectures", []), "name_or_path": target_name},
+            "verifier": {"architectures": [], "name_or_path": target_name},
         },
         "transformer_layer_config": {
             "model_type": "llama",
             "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
+            "intermediate_size": intermediate_size or _intermediate_size(target, hidden_size),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": num_heads,
-            "head_dim": hidden_size // num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
             "num_hidden_layers": 1,
-            "vocab_size": int(target["vocab_size"]),
-            "rms_norm_eps": float(target.get("rms_norm_eps", 1e-5)),
-            "max_position_embeddings": int(target.get("max_position_embeddings", 4096)),
+            "vocab_size": vocab_size,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 4096,
             "rope_theta": 10_000.0,
         },
     }
+
+
+def _intermediate_size(target: Mapping[str, Any], hidden_size: int) -> int:
+    """That of the target; of a mixture of experts or the like, whose parts are small, a usual multiple of the width."""
+    given = target.get("intermediate_size")
+    return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
+
+
+def model_card(
+    target_name: str,
+    *,
+    acceptance: Sequence[float],
+    num_tokens: int,
+    num_windows: int,
+    window: int,
+    num_continuations: int,
+    files: Sequence[str],
+) -> str:
+    """The model card of a drafter.
+
+    Args:
+        target_name: of the target.
+        acceptance: on held-out text, of each draft step where those before it were accepted.
+        num_tokens: that were learnt from, each time that they were.
+        num_windows: of text to learn from.
+        window: tokens of a window.
+        num_continuations: how many of the windows the target wrote itself.
+        files: names of the files of text.
+    """
+    shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (
+        f" and {len(files) - MAX_FILES_SHOWN} more" if len(files) > MAX_FILES_SHOWN else ""
+    )
+    rows = "\n".join(f"| {step} | {rate:.3f} |" for step, rate in enumerate(acceptance, 1))
+    return f"""---
+tags: [speculative-decoding, eagle3]
+---
+# EAGLE-3 drafter for {target_name}
+
+Made by `outrider distill`, in the format of [Speculators](https://github.com/vllm-project/speculators). It reads hidden
+states of its target and is of no use with another one:
+
+    outrider generate "..." --target {target_name} --draft DIR
+
+How often the drafter's token was the target's own likeliest, on held-out windows of {window} tokens, where the drafts
+before it were:
+
+| draft | acceptance |
+|---|---|
+{rows}
+
+It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {num_continuations:,} itself.
+Texts: {shown_files}.
+"""
 
 
 def _feature_layers(num_layers: int) -> list[int]:

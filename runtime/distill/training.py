@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +23,18 @@ from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.eagle3 import Eagle3
 from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.features import FeatureRecorder, recording
+from protocol.errors import SettingsError
+from protocol.reprs import shown, shown_path
 
 # Draft steps that are trained at once, and what each counts for relative to the one before.
 NUM_STEPS, STEP_DECAY = 3, 0.8
 # The largest norm of a gradient.
 MAX_GRADIENT_NORM = 0.5
+# Batches in which the learning rate rises to its value.
+NUM_WARM_UP = 50
+# After so many evaluations that gain less than LEAST_GAIN drafts, the learning rate is multiplied by REDUCTION; after
+# MAX_REDUCTIONS of those, training is over.
+PATIENCE, LEAST_GAIN, REDUCTION, MAX_REDUCTIONS = 4, 0.004, 0.3, 3
 
 
 @attrs.frozen
@@ -35,17 +43,56 @@ class Progress:
 
     Attributes:
         num_batches: that were learnt from.
+        num_tokens: that were learnt from, each time that they were.
+        seconds: that learning took.
         learning_rate: at present.
-        best_acceptance: on held-out text, of all evaluations.
-        num_without_gain: evaluations since then.
+        best: tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation.
+        num_without_gain: evaluations since then, and since the last reduction of the learning rate.
         num_reductions: how often the learning rate was reduced.
     """
 
     num_batches: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
     learning_rate: float = 1e-3
-    best_acceptance: float = 0.0
+    best: float = 0.0
     num_without_gain: int = 0
     num_reductions: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether lower learning rates have brought nothing any more."""
+        return self.num_reductions > MAX_REDUCTIONS
+
+    def evaluated(self, accepted: float) -> Progress:
+        """The progress after an evaluation.
+
+        Args:
+            accepted: tokens of `NUM_STEPS` drafts that were accepted.
+        """
+        if accepted > self.best + LEAST_GAIN:
+            return attrs.evolve(self, best=accepted, num_without_gain=0)
+        if self.num_without_gain + 1 < PATIENCE:
+            return attrs.evolve(self, num_without_gain=self.num_without_gain + 1)
+        return attrs.evolve(
+            self,
+            num_without_gain=0,
+            num_reductions=self.num_reductions + 1,
+            learning_rate=self.learning_rate * REDUCTION,
+        )
+
+
+def num_accepted(acceptance: Sequence[float]) -> float:
+    """Drafts that are accepted on average.
+
+    Args:
+        acceptance: of each step, where those before it were accepted.
+    """
+    reached, total = 1.0, 0.0
+    for rate in acceptance:
+        reached *= rate
+        total += reached
+    return total
 
 
 @attrs.frozen
@@ -92,19 +139,27 @@ class Training:
         self._optimizer = optimizers.AdamW(learning_rate=learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
         self.progress = Progress(learning_rate=learning_rate)
 
-    def learn(self, tokens: mx.array) -> float:
+    def learn(self, tokens: mx.array, decay: float = 1.0) -> float:
         """Learn from a batch. Returns: the loss.
 
         Args:
             tokens: (B, L) ids, L > `NUM_STEPS` + 1.
+            decay: by which the learning rate is multiplied, in [0, 1].
         """
+        began = time.monotonic()
         lesson = self._lesson(tokens)
         loss, gradients = value_and_grad(self.drafter, lambda: _loss(self.drafter, lesson))()
         gradients, _ = optimizers.clip_grad_norm(gradients, MAX_GRADIENT_NORM)
-        self._optimizer.learning_rate = self.progress.learning_rate
+        warm_up = min(1.0, (self.progress.num_batches + 1) / NUM_WARM_UP)
+        self._optimizer.learning_rate = warm_up * decay * self.progress.learning_rate
         self._optimizer.update(self.drafter, gradients)
         mx.eval(self.drafter.state, self._optimizer.state, loss)
-        self.progress = attrs.evolve(self.progress, num_batches=self.progress.num_batches + 1)
+        self.progress = attrs.evolve(
+            self.progress,
+            num_batches=self.progress.num_batches + 1,
+            num_tokens=self.progress.num_tokens + tokens.size,
+            seconds=self.progress.seconds + time.monotonic() - began,
+        )
         return cast(float, loss.item())
 
     def acceptance(self, batches: Sequence[mx.array]) -> tuple[float, ...]:
@@ -143,22 +198,35 @@ class Training:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint. A crash leaves the one before."""
+    def save(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        """Write a checkpoint. A crash leaves the one before.
+
+        Args:
+            folder: where it goes.
+            identity: what a training that goes on from it must have in common with this one, for JSON.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
         arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
         partial = folder / "checkpoint.partial.safetensors"
-        mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
+        mx.save_safetensors(str(partial), arrays, _metadata(self.progress, identity))
         os.replace(partial, folder / "checkpoint.safetensors")
 
-    def restore(self, folder: Path) -> bool:
-        """Go on from a checkpoint. Returns: whether there is one."""
+    def restore(self, folder: Path, identity: Mapping[str, Any]) -> bool:
+        """Go on from a checkpoint. Returns: whether there is one.
+
+        Args:
+            folder: where it is.
+            identity: see `save`.
+
+        Raises: SettingsError: the checkpoint is of another training; the message says what differs.
+        """
         file = folder / "checkpoint.safetensors"
         if not file.exists():
             return False
         loaded: Any = mx.load(str(file), return_metadata=True)
         arrays, metadata = loaded
+        _check_identity(json.loads(metadata["identity"]), identity, folder)
         own = [(n.removeprefix("drafter."), v) for n, v in arrays.items() if n.startswith("drafter.")]
         state = [(n.removeprefix("optimizer."), v) for n, v in arrays.items() if n.startswith("optimizer.")]
         self.drafter.load_weights(own)
@@ -183,3 +251,16 @@ def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
 
 def _flat(tree: Any) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+
+
+def _metadata(progress: Progress, identity: Mapping[str, Any]) -> dict[str, str]:
+    return {"progress": json.dumps(attrs.asdict(progress)), "identity": json.dumps(dict(identity))}
+
+
+def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            raise SettingsError(
+                f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
+                f"{shown(value)}; give another folder, or delete that one"
+            )

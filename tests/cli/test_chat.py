@@ -19,7 +19,7 @@ from command_line import broken_weights, outrider, piped, read_all, save_model, 
 import runtime
 from runtime.cli import chat_command
 from runtime.cli import main as cli
-from runtime.cli.chat_input import ChatSignals, LineReader, SignalWhileTyping
+from runtime.terminal.chat_input import ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import CommandOutcome, Display, Output
 from runtime.terminal.signals import ECHO_S
 

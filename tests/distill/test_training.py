@@ -41,6 +41,7 @@ def training(target: Any, target_ids: mx.array | None = None) -> Training:
     return Training(target, drafter, target.model.embed_tokens.weight, target_ids, learning_rate=3e-3)
 
 
+IDENTITY = {"data": "some", "seed": 1}
 BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
 
 
@@ -62,11 +63,11 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(tmp_path
     straight = training(target)
     expected = [straight.learn(BATCHES[i % 4]) for i in range(8)]
     interrupted = training(target)
-    assert not interrupted.restore(tmp_path)
+    assert not interrupted.restore(tmp_path, IDENTITY)
     first = [interrupted.learn(BATCHES[i % 4]) for i in range(4)]
-    interrupted.save(tmp_path)
+    interrupted.save(tmp_path, IDENTITY)
     resumed = training(target)
-    assert resumed.restore(tmp_path)
+    assert resumed.restore(tmp_path, IDENTITY)
     assert resumed.progress.num_batches == 4
     rest = [resumed.learn(BATCHES[i % 4]) for i in range(4, 8)]
     assert [*first, *rest] == pytest.approx(expected, rel=1e-5)

@@ -27,6 +27,7 @@ ORDER = (
     {"bench"},
     {"doctor"},
     {"selftest"},
+    {"distill"},
     {"server"},
     {"cli"},
 )

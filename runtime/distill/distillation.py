@@ -1,0 +1,350 @@
+"""Distillation of a drafter for a target: texts to windows, training until it brings no more, the drafter's files.
+
+Every method is a piece of work for the one thread that the models are on. What was done so far is in the output folder,
+so that the same call goes on where another was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.mlx.model import load as load_model
+from actors.trained.drafter_model import embedding_of
+from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
+from actors.trained.eagle3 import load as load_drafter
+from protocol.errors import ModelError, SettingsError
+from protocol.validation import check_integer, check_number
+from runtime.distill.continuations import Continuations
+from runtime.distill.data import Windows, read_texts
+from runtime.distill.output import config_for, model_card, write_drafter
+from runtime.distill.training import Training, num_accepted
+
+# Entries of logits that a batch has at most, which decides how many windows are in one: 512 MiB in float32.
+MAX_LOGITS = 1 << 27
+# An evaluation is due after so many batches or minutes, and once learning has taken so many times as long.
+BATCHES_PER_EVALUATION, MINUTES_PER_EVALUATION = 100, 5.0
+LEARNING_PER_EVALUATION = 10.0
+# The part of a limited time in which the learning rate falls to nothing: the schedule of Hu et al. 2024, "MiniCPM",
+# arXiv 2404.06395, section 4.2.
+DECAY_SHARE = 0.3
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+@attrs.frozen
+class DistillOptions:
+    """What is trained, and how.
+
+    Attributes:
+        target: path or hub id of the model that the drafter is for.
+        data: files of text; see `read_texts`.
+        out: folder of the drafter; the state of the training is in its subfolder `training`.
+        init: folder of an EAGLE-3 drafter to begin with; None for a new one.
+        window: tokens of a window of text, in [8, context of the target].
+        continuations: windows that the target itself writes, >= 0.
+        draft_vocab_size: tokens that a new drafter can propose, at most the target's; None for all of up to 32,768.
+        intermediate_size: width of a new drafter's feed-forward part; None for the target's.
+        learning_rate: to begin with, > 0.
+        batch_tokens: tokens of a batch at most, >= `window`.
+        max_minutes: that learning may take in all, > 0, in the last third of which the learning rate falls; None to
+            learn until it brings nothing more.
+        seed: of the weights, and of the order of windows.
+        dtype: of the drafter's weights.
+    """
+
+    target: str
+    data: tuple[Path, ...]
+    out: Path
+    init: Path | None = None
+    window: int = 256
+    continuations: int = 0
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    learning_rate: float = 1e-3
+    batch_tokens: int = 4096
+    max_minutes: float | None = None
+    seed: int = 0
+    dtype: str = "bfloat16"
+
+    def __attrs_post_init__(self) -> None:
+        check_integer("window", self.window, 8)
+        check_integer("batch_tokens", self.batch_tokens, self.window)
+        check_integer("continuations", self.continuations, 0)
+        check_integer("seed", self.seed, 0)
+        check_number("learning_rate", self.learning_rate, above=0)
+        for name in ("draft_vocab_size", "intermediate_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+                if self.init is not None:
+                    raise SettingsError(f"{name} is that of the drafter that init names; leave one of them out")
+        if self.max_minutes is not None:
+            check_number("max_minutes", self.max_minutes, above=0)
+        if self.dtype not in DTYPES:
+            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not self.data:
+            raise SettingsError("data is missing; give files of text to learn from")
+
+
+@attrs.frozen
+class Evaluation:
+    """What is known after an evaluation; a line of the log.
+
+    Attributes:
+        batches, tokens, minutes: of learning so far.
+        loss: mean since the evaluation before.
+        acceptance: on held-out text, of each draft step where those before it were accepted.
+        accepted: tokens of `NUM_STEPS` drafts that are accepted.
+        learning_rate: after the evaluation.
+        is_best: whether the drafter was written.
+    """
+
+    batches: int
+    tokens: int
+    minutes: float
+    loss: float
+    acceptance: tuple[float, ...]
+    accepted: float
+    learning_rate: float
+    is_best: bool
+
+
+class Distillation:
+    """The training of one drafter. It is made on the thread on which all its methods are called."""
+
+    def __init__(self, options: DistillOptions, target: Module, tokenizer: Any) -> None:
+        """Read the texts.
+
+        Args:
+            options: what to do.
+            target: mlx-lm's model, whose weights are evaluated.
+            tokenizer: of the target.
+
+        Raises: SettingsError: a file cannot be read, or there is too little text.
+        """
+        self._options = options
+        self._target = target
+        self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
+        self._folder = options.out / "training"
+        self._batch_size = 1
+        self._training: Training | None = None
+        self._made: LoadedEagle3 | None = None
+        self._config: dict[str, Any] = {}
+        self._num_since, self._loss_since = 0, 0.0
+        self._seconds_of_evaluation = 0.0
+        self._seconds_since = 0.0
+
+    # --- preparation ------------------------------------------------------------------------------
+
+    def continue_some(self) -> int:
+        """Have the target write a batch of windows. Returns: how many are still to be written."""
+        written = Continuations(self._folder)
+        missing = self._options.continuations - written.num_windows
+        if missing > 0:
+            # Decoding computes one token of each at a time, and so takes more windows than learning does.
+            num_at_once = 4 * max(1, self._options.batch_tokens // self._options.window)
+            beginnings = self._windows.batch(len(written.batches), num_at_once, self._options.seed)
+            written.write(self._target, beginnings[:missing], self._options.seed)
+            missing -= min(missing, beginnings.shape[0])
+        return max(0, missing)
+
+    def begin(self) -> bool:
+        """Make the drafter, or go on with it. Returns: whether a training was begun before.
+
+        Raises:
+            ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
+                states cannot be recorded.
+            SettingsError: the output folder has another training.
+        """
+        options = self._options
+        written = Continuations(self._folder)
+        if written.batches:
+            self._windows.add(mx.concatenate(written.batches))
+        embed = embedding_of(self._target, "the drafter")
+        probe = self._target(mx.array([[0]]))
+        vocab_size, hidden_size = int(probe.shape[-1]), int(embed(mx.array([0])).shape[-1])
+        if options.init is not None:
+            self._made = load_drafter(options.init)
+            self._config = json.loads((options.init / "config.json").read_text(encoding="utf-8"))
+        else:
+            self._config, self._made = self._new(vocab_size, hidden_size)
+        model = self._made.model
+        if (model.config.vocab_size, model.config.target_hidden_size) != (vocab_size, hidden_size):
+            raise ModelError(
+                f"the drafter in {options.init} is for a target with {model.config.vocab_size} tokens and a width of "
+                f"{model.config.target_hidden_size}; this one has {vocab_size} and {hidden_size}"
+            )
+        own = self._made.embedding
+        embedding = _whole_embedding(embed, vocab_size) if own is None else own.astype(mx.float32)
+        model.set_dtype(mx.float32)
+        mx.eval(model.state, embedding)
+        tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
+        self._batch_size = max(1, tokens // options.window)
+        self._training = Training(
+            self._target, model, embedding, self._made.target_ids, learning_rate=options.learning_rate
+        )
+        return self._training.restore(self._folder, self._identity())
+
+    def _new(self, vocab_size: int, hidden_size: int) -> tuple[dict[str, Any], LoadedEagle3]:
+        options = self._options
+        draft_vocab_size = min(vocab_size, options.draft_vocab_size or 32_768)
+        config = config_for(
+            _config_of(self._target),
+            target_name=options.target,
+            num_layers=len(self._target.layers),
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            intermediate_size=options.intermediate_size,
+        )
+        mx.random.seed(options.seed)
+        model = Eagle3(read_config(config))
+        ids = None
+        if draft_vocab_size < vocab_size:
+            ids = mx.array(self._windows.most_frequent(draft_vocab_size, vocab_size), mx.int32)
+        return config, LoadedEagle3(model, ids, None)
+
+    def _identity(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "target": options.target,
+            "texts": self._windows.digest,
+            "continuations": options.continuations,
+            "seed": options.seed,
+            "initial drafter": None if options.init is None else str(options.init),
+            "draft vocabulary": self._drafter.config.draft_vocab_size,
+            "width": self._drafter.layers[0].mlp.gate_proj.weight.shape[0],
+        }
+
+    # --- training ---------------------------------------------------------------------------------
+
+    @property
+    def _drafter(self) -> Eagle3:
+        assert self._made is not None
+        return self._made.model
+
+    @property
+    def training(self) -> Training:
+        """The training, once it has begun."""
+        assert self._training is not None
+        return self._training
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be learnt, or the time is up."""
+        progress, limit = self.training.progress, self._options.max_minutes
+        return progress.is_over or (limit is not None and progress.seconds >= 60 * limit)
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether enough was learnt since the last evaluation."""
+        much = self._num_since >= BATCHES_PER_EVALUATION or self._seconds_since >= 60 * MINUTES_PER_EVALUATION
+        return much and self._seconds_since >= LEARNING_PER_EVALUATION * self._seconds_of_evaluation
+
+    @property
+    def has_learnt_since(self) -> bool:
+        """Whether the drafter has learnt since the last evaluation."""
+        return self._num_since > 0
+
+    def learn(self) -> None:
+        """Learn from a batch."""
+        training = self.training
+        before = training.progress.seconds
+        tokens = self._windows.batch(training.progress.num_batches, self._batch_size, self._options.seed)
+        self._loss_since += training.learn(tokens, self._decay)
+        self._num_since += 1
+        self._seconds_since += training.progress.seconds - before
+
+    @property
+    def _decay(self) -> float:
+        """What is left of the learning rate as a limited time ends."""
+        limit = self._options.max_minutes
+        if limit is None:
+            return 1.0
+        left = 1.0 - self.training.progress.seconds / (60 * limit)
+        return min(1.0, max(0.0, left) / DECAY_SHARE)
+
+    def evaluate(self) -> Evaluation:
+        """Draft for held-out text, write the drafter if it is the best so far, and save the state of the training."""
+        training, began = self.training, time.monotonic()
+        acceptance = training.acceptance(self._windows.held_out_batches(self._batch_size))
+        accepted = num_accepted(acceptance)
+        is_best = accepted > training.progress.best
+        if is_best:
+            self._write(acceptance)
+        training.progress = training.progress.evaluated(accepted)
+        progress = training.progress
+        evaluation = Evaluation(
+            batches=progress.num_batches,
+            tokens=progress.num_tokens,
+            minutes=round(progress.seconds / 60, 2),
+            loss=round(self._loss_since / max(1, self._num_since), 4),
+            acceptance=tuple(round(rate, 4) for rate in acceptance),
+            accepted=round(accepted, 4),
+            learning_rate=progress.learning_rate,
+            is_best=is_best,
+        )
+        training.save(self._folder, self._identity())
+        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(attrs.asdict(evaluation)) + "\n")
+        self._num_since, self._loss_since, self._seconds_since = 0, 0.0, 0.0
+        self._seconds_of_evaluation = time.monotonic() - began
+        return evaluation
+
+    def save(self) -> None:
+        """Save the state of the training."""
+        self.training.save(self._folder, self._identity())
+
+    def _write(self, acceptance: tuple[float, ...]) -> None:
+        assert self._made is not None
+        options, progress = self._options, self.training.progress
+        ids = self._made.target_ids
+        write_drafter(
+            options.out,
+            self._drafter,
+            self._config,
+            target_ids=None if ids is None else ids.tolist(),  # type: ignore[arg-type]
+            embedding=self._made.embedding,
+            dtype=DTYPES[options.dtype],
+            card=model_card(
+                Path(options.target).name,
+                acceptance=acceptance,
+                num_tokens=progress.num_tokens,
+                num_windows=self._windows.learnt.shape[0],
+                window=options.window,
+                num_continuations=options.continuations,
+                files=[file.name for file in options.data],
+            ),
+        )
+
+
+def load_target(name: str) -> tuple[Module, Any]:
+    """The target and its tokenizer. On the CPU in float32, in which MLX multiplies faster there.
+
+    Raises: whatever mlx-lm raises, which is of many kinds.
+    """
+    model, tokenizer = load_model(name)
+    if mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)
+    mx.eval(model)
+    return model, tokenizer
+
+
+def _config_of(target: Module) -> dict[str, Any]:
+    """The arguments of an mlx-lm model, those of the language model where there are several."""
+    args: Any = getattr(target, "args", None)
+    config = {name: getattr(args, name) for name in dir(args) if not name.startswith("_")}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _whole_embedding(embed: Callable[[mx.array], mx.array], vocab_size: int) -> mx.array:
+    """(vocab_size, hidden size) float32, of an embedding that may be quantised."""
+    return embed(mx.arange(vocab_size)).astype(mx.float32)

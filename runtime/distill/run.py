@@ -1,0 +1,75 @@
+"""The course of a distillation: on a thread of its own, so that a cancellation comes between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError
+from protocol.errors import ModelError, OutriderError
+from runtime.distill.distillation import Distillation, DistillOptions, Evaluation, load_target
+
+T = TypeVar("T")
+
+
+async def distill(
+    options: DistillOptions,
+    *,
+    on_progress: Callable[[str], None],
+    on_evaluation: Callable[[Evaluation], None],
+) -> None:
+    """Train a drafter until it learns nothing more, and write it to `options.out`.
+
+    A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there. The
+    best drafter so far is in the output folder.
+
+    Args:
+        options: what to do.
+        on_progress: told what is being done.
+        on_evaluation: told of each evaluation.
+
+    Raises:
+        ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.
+        SettingsError: a file cannot be read, there is too little text, or the output folder has another training.
+    """
+    async with ThreadWorker("target") as worker:
+
+        async def run(call: Callable[[], T]) -> T:
+            try:
+                return await worker.run(Job("load", call))
+            except JobError as error:
+                if isinstance(error.__cause__, OutriderError):
+                    raise error.__cause__ from None
+                raise
+
+        on_progress(f"loading {Path(options.target).name}")
+        try:
+            target, tokenizer = await run(partial(load_target, options.target))
+        except JobError as error:
+            raise ModelError(f"cannot load target {options.target!r}: {error.__cause__}") from error.__cause__
+        on_progress("reading texts")
+        work = await run(partial(Distillation, options, target, tokenizer))
+        while num_missing := await run(work.continue_some):
+            on_progress(f"having the target write: {num_missing:,} windows to go")
+        on_progress("preparing the drafter")
+        goes_on = await run(work.begin)
+        try:
+            if not goes_on:
+                on_progress("drafting for held-out text")
+                on_evaluation(await run(work.evaluate))
+            while not work.is_over:
+                on_progress(f"learning: batch {work.training.progress.num_batches + 1:,}")
+                await run(work.learn)
+                if work.is_evaluation_due:
+                    on_progress("drafting for held-out text")
+                    on_evaluation(await run(work.evaluate))
+            if work.has_learnt_since:
+                on_evaluation(await run(work.evaluate))
+        finally:
+            with trio.CancelScope(shield=True):
+                await run(work.save)
