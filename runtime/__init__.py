@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from runtime.generation.reasoning import ReasoningTracker
     from runtime.generation.token_reader import Token, TopLogprob
     from runtime.generation.token_stream import Completion, TokenStream
-    from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+    from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET, DEMO_TRAINED_DRAFT
     from runtime.sync import generate_sync, open_sync
 
     __version__: str
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEMO_DRAFT",
     "DEMO_TARGET",
+    "DEMO_TRAINED_DRAFT",
     "Checkpointed",
     "Commit",
     "Completion",
@@ -167,6 +168,7 @@ _LIGHT_HOMES = {
     "suggest_draft": "runtime.doctor.draft_suggestions",
     "DEMO_DRAFT": "runtime.loading.demo",
     "DEMO_TARGET": "runtime.loading.demo",
+    "DEMO_TRAINED_DRAFT": "runtime.loading.demo",
 }
 
 mlx_environment.tune()

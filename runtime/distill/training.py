@@ -102,12 +102,15 @@ class Lesson:
     Attributes:
         features: (B, T, width) of positions 0 … T - 1.
         embedded: (B, T + steps - 1, hidden size) of the tokens after them.
-        probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 … .
+        probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
+            those that the drafter can propose.
+        likeliest: (B, T + steps - 1) the target's likeliest tokens there, among all.
     """
 
     features: mx.array
     embedded: mx.array
     probs: mx.array
+    likeliest: mx.array
 
 
 class Training:
@@ -165,6 +168,8 @@ class Training:
     def acceptance(self, batches: Sequence[mx.array]) -> tuple[float, ...]:
         """How often each step's likeliest token is the target's, where those of the steps before were.
 
+        A token that the drafter cannot propose counts as rejected.
+
         Args:
             batches: (B, L) ids each.
 
@@ -177,7 +182,10 @@ class Training:
             alive = mx.ones((tokens.shape[0], length), mx.bool_)
             for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
                 asked[step] += cast(float, alive.sum().item())
-                alive = alive & (mx.argmax(logits, -1) == mx.argmax(lesson.probs[:, step : step + length], -1))
+                drafted = mx.argmax(logits, axis=-1)
+                if self._target_ids is not None:
+                    drafted = self._target_ids[drafted]
+                alive = alive & (drafted == lesson.likeliest[:, step : step + length])
                 right[step] += cast(float, alive.sum().item())
         return tuple(r / max(1.0, a) for r, a in zip(right, asked, strict=True))
 
@@ -188,12 +196,16 @@ class Training:
         features = self._recorder.take((tokens.shape[0], tokens.shape[1]))[:, :length]
         # The logits at position p are for the token at p + 1, and the first step predicts that at position 2.
         logits = logits[:, 1 : length + NUM_STEPS].astype(mx.float32)
+        likeliest = mx.argmax(logits, axis=-1)
         if self._target_ids is not None:
             logits = mx.take(logits, self._target_ids, axis=-1)
         lesson = Lesson(
-            features.astype(mx.float32), self._embedding[tokens[:, 1 : length + NUM_STEPS]], mx.softmax(logits, axis=-1)
+            features.astype(mx.float32),
+            self._embedding[tokens[:, 1 : length + NUM_STEPS]],
+            mx.softmax(logits, axis=-1),
+            likeliest,
         )
-        mx.eval(lesson.features, lesson.embedded, lesson.probs)
+        mx.eval(lesson.features, lesson.embedded, lesson.probs, lesson.likeliest)
         return lesson
 
     # --- checkpoints ------------------------------------------------------------------------------

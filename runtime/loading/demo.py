@@ -1,4 +1,6 @@
-"""The bundled demo pair, made by `examples/train_demo_pair.py`, and prompts for it."""
+"""The bundled demo pair, made by `examples/train_demo_pair.py`, a drafter trained for its target by `outrider distill`,
+and prompts for them.
+"""
 
 from pathlib import Path
 
@@ -6,6 +8,7 @@ _PAIR = Path(__file__).parent.parent / "demo_pair"
 
 DEMO_TARGET = _PAIR / "target"
 DEMO_DRAFT = _PAIR / "draft"
+DEMO_TRAINED_DRAFT = _PAIR / "trained_draft"
 
 DEMO_PROMPTS = (
     'def quicksort(items):\n    """Sort a list in place."""\n',

@@ -50,11 +50,12 @@ BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
     before = learning.acceptance(BATCHES)
-    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(60)]
+    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(120)]
     after = learning.acceptance(BATCHES)
     assert losses[-1] < losses[0]
     assert len(before) == NUM_STEPS
-    assert after[0] > before[0] + 0.2
+    # With half of the vocabulary, about half of the tokens cannot be proposed.
+    assert after[0] > before[0] + (0.2 if target_ids is None else 0.1)
     assert all(0.0 <= rate <= 1.0 for rate in after)
 
 

@@ -21,6 +21,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.eagle3 import Eagle3, read_config
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
+from runtime.engine.events import Events
 from runtime.engine.running import running
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
@@ -58,12 +59,13 @@ def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True, **ch
 @asynccontextmanager
 async def drafted(folder: Path, built: Any, **options: Any) -> AsyncIterator[Any]:
     """A runtime with a trained drafter."""
-    async with ThreadWorker("target") as target_worker, ThreadWorker("draft") as draft_worker:
+    events = Events()
+    async with ThreadWorker("target", events) as target_worker, ThreadWorker("draft", events) as draft_worker:
         target = await target_worker.run(Job("load", lambda: MLXModel(built, CacheOptions())))
         drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
         target.record_features(drafter.feature_layers)
         with target.evaluating_layers():
-            async with running((target, target_worker), (drafter, draft_worker), **options) as rt:
+            async with running((target, target_worker), (drafter, draft_worker), events=events, **options) as rt:
                 yield rt
 
 
@@ -121,3 +123,49 @@ async def test_another_target_is_refused_with_what_differs(changes: dict[str, An
     with pytest.raises(runtime.ModelError, match=said):
         async with runtime.open((built, None), tmp_path):
             raise AssertionError("should not be reached")
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+async def test_seeded_texts_repeat_and_by_match_are_the_targets(acceptance: Any, tmp_path: Path) -> None:
+    built = build("llama")
+    sampled: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    async with drafted(write_drafter(tmp_path, built), built) as rt:
+        for prompt in PROMPTS:
+            plain, *drafts = [
+                (await rt.generate(prompt, lookahead=lookahead, acceptance=acceptance, **sampled)).tokens
+                for lookahead in (0, 3, 3)
+            ]
+            first, second = ([token.id for token in tokens] for tokens in drafts)
+            assert first == second
+            if acceptance == "match":
+                assert first == [token.id for token in plain]
+
+
+async def test_a_cancelled_text_leaves_nothing_and_its_beginning_is_used_again(tmp_path: Path) -> None:
+    built = build("llama")
+    prompt = [int(token) for token in mx.random.randint(1, VOCAB_SIZE, (40,), key=mx.random.key(3)).tolist()]  # type: ignore[union-attr]
+    async with drafted(write_drafter(tmp_path, built), built) as rt:
+        async with rt.stream(prompt, max_tokens=200, lookahead=3, ignore_eos=True, reuse_prefix=True) as stream:
+            async for token in stream:
+                if token.index == 20:
+                    break
+        again = await rt.generate(prompt, max_tokens=40, lookahead=3, ignore_eos=True, reuse_prefix=True)
+        assert [token.id for token in again.tokens] == greedy(built, prompt, 40)
+        assert again.statistics.cached_tokens > 0
+        assert again.statistics.proposed > 0
+
+
+async def test_a_drafter_with_half_of_the_vocabulary_costs_no_token(tmp_path: Path) -> None:
+    built = build("llama")
+    size = VOCAB_SIZE // 2
+    folder = write_drafter(tmp_path, built, draft_vocab_size=size)
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    # Every second id of the target.
+    weights["d2t"] = mx.arange(size, dtype=mx.int64)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    async with drafted(folder, built) as rt:
+        for prompt in PROMPTS:
+            stream = rt.stream(prompt, max_tokens=40, lookahead=3, ignore_eos=True)
+            assert [token.id async for token in stream] == greedy(built, prompt, 40)
+            assert stream.statistics().proposed > 0

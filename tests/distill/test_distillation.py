@@ -1,0 +1,160 @@
+"""From texts to a drafter's folder, as Speculators has it: gone on with after a cancellation, and used as a draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+import trio
+from architectures import VOCAB_SIZE, build
+from models import greedy
+
+import runtime
+from actors.trained.eagle3 import load
+from protocol.errors import ModelError, SettingsError
+from runtime.distill import distillation, run
+from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
+from runtime.distill.distillation import DistillOptions, Evaluation
+
+
+class Tokens:
+    """A tokenizer: a token a character, within the small vocabulary."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(character) % VOCAB_SIZE for character in text]
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DistillOptions:
+    """Of a tiny target, which is "loaded" from memory."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(48 + i * i % 71) for i in range(800)))
+    monkeypatch.setattr(run, "load_target", lambda name: (build(name), Tokens()))
+    monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 6)
+    monkeypatch.setattr(distillation, "LEARNING_PER_EVALUATION", 0.0)
+    return DistillOptions(
+        target="llama", data=(text,), out=tmp_path / "drafter", window=16, batch_tokens=64, learning_rate=3e-3
+    )
+
+
+async def train(options: DistillOptions, *, num_evaluations: int) -> list[Evaluation]:
+    """Train until there were so many evaluations, then cancel."""
+    seen: list[Evaluation] = []
+    with trio.CancelScope() as scope:
+
+        def on_evaluation(evaluation: Evaluation) -> None:
+            seen.append(evaluation)
+            if len(seen) == num_evaluations:
+                scope.cancel()
+
+        await run.distill(options, on_progress=lambda what: None, on_evaluation=on_evaluation)
+    return seen
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, VOCAB_SIZE // 2])
+async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, draft_vocab_size: int | None) -> None:
+    options = attrs.evolve(options, draft_vocab_size=draft_vocab_size)
+    seen = await train(options, num_evaluations=3)
+    assert [evaluation.batches for evaluation in seen] == [0, 6, 12]
+    assert seen[-1].loss < seen[1].loss
+    loaded = load(options.out)
+    assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
+    assert (loaded.target_ids is None) == (draft_vocab_size is None)
+    weights = mx.load(str(options.out / "model.safetensors"))
+    assert isinstance(weights, dict)
+    if draft_vocab_size is not None:
+        assert int(weights["t2d"].sum().item()) == draft_vocab_size
+    assert "acceptance" in (options.out / "README.md").read_text()
+    log = [json.loads(line) for line in (options.out / "training" / "log.jsonl").read_text().splitlines()]
+    assert [entry["batches"] for entry in log] == [0, 6, 12]
+    built = build("llama")
+    async with runtime.open((built, None), options.out) as rt:
+        stream = rt.stream([1, 2, 3, 4], max_tokens=20, lookahead=2, ignore_eos=True)
+        assert [token.id async for token in stream] == greedy(built, [1, 2, 3, 4], 20)
+        assert stream.statistics().proposed > 0
+
+
+async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
+    await train(options, num_evaluations=2)
+    (seen,) = await train(options, num_evaluations=1)
+    assert seen.batches == 12
+
+
+async def test_another_training_in_the_folder_is_refused(options: DistillOptions) -> None:
+    await train(options, num_evaluations=1)
+    with pytest.raises(SettingsError, match="has the seed 0, and this one 1"):
+        await train(attrs.evolve(options, seed=1), num_evaluations=1)
+
+
+async def test_a_drafter_can_be_trained_further(options: DistillOptions, tmp_path: Path) -> None:
+    options = attrs.evolve(options, learning_rate=1e-2)
+    before = await train(options, num_evaluations=20)
+    further = attrs.evolve(options, init=options.out, out=tmp_path / "further")
+    (first,) = await train(further, num_evaluations=1)
+    assert first.batches == 0
+    # The weights were rounded to bfloat16.
+    assert first.accepted == pytest.approx(max(evaluation.accepted for evaluation in before), abs=0.1)
+    assert first.accepted > before[0].accepted + 0.2
+    with pytest.raises(SettingsError, match="draft_vocab_size is that of the drafter that init names"):
+        attrs.evolve(further, draft_vocab_size=8)
+
+
+async def test_a_drafter_of_another_target_is_refused(options: DistillOptions, tmp_path: Path) -> None:
+    await train(options, num_evaluations=1)
+    config = json.loads((options.out / "config.json").read_text())
+    config["target_hidden_size"] = 48
+    (options.out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError):
+        await train(attrs.evolve(options, init=options.out, out=tmp_path / "further"), num_evaluations=1)
+
+
+async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.distill import training
+
+    # Nothing is gain enough.
+    monkeypatch.setattr(training, "LEAST_GAIN", 10.0)
+    monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 1)
+    seen = await train(options, num_evaluations=1000)
+    assert len(seen) == training.PATIENCE * (training.MAX_REDUCTIONS + 1)
+    assert seen[-1].learning_rate == pytest.approx(3e-3 * training.REDUCTION ** (training.MAX_REDUCTIONS + 1))
+
+
+def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
+    target = build("llama")
+    windows = mx.random.randint(0, VOCAB_SIZE, (3, 16), key=mx.random.key(1))
+    written = continue_windows(target, windows, temperature=0.0, seed=0)
+    num_given = int(16 * PROMPT_SHARE)
+    for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
+        assert whole[:num_given] == given[:num_given]
+        assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
+    once, again = (continue_windows(target, windows, temperature=0.8, seed=2) for _ in range(2))
+    assert mx.array_equal(once, again)
+    kept = Continuations(tmp_path)
+    kept.write(target, windows, 0)
+    kept.write(target, windows, 0)
+    read = Continuations(tmp_path)
+    assert read.num_windows == 6
+    assert all(mx.array_equal(a, b) for a, b in zip(kept.batches, read.batches, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window": 4}, "window must be"),
+        ({"batch_tokens": 8}, "batch_tokens must be"),
+        ({"continuations": -1}, "continuations must be"),
+        ({"learning_rate": 0}, "learning_rate must be"),
+        ({"max_minutes": 0}, "max_minutes must be"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"data": ()}, "data is missing"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: DistillOptions, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        attrs.evolve(options, **changes)
