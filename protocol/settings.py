@@ -29,10 +29,6 @@ MAX_STOP_LENGTH = 1000
 # The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
 
-# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
-# alias (`target_model`) before the alias could get its hint.
-MISSING: Any = attrs.NOTHING
-
 
 _integer = partial(validator, check_integer)
 _number = partial(validator, check_number)

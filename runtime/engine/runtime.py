@@ -12,10 +12,11 @@ from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.mlx.memory import peak_memory
 from actors.target.target_actor import TargetActor
+from protocol.argument_aliases import MISSING
 from protocol.errors import RuntimeClosedError
 from protocol.messages import Open
 from protocol.prices import Prices
-from protocol.settings import MISSING, Settings, SettingsLike, with_overrides
+from protocol.settings import Settings, SettingsLike, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterSlot
