@@ -225,6 +225,7 @@ async def _open_and_serve(server: _Server) -> None:
     name = arguments.model_name or _name(models.target)
     limits = Limits(
         max_body_bytes=arguments.max_body_bytes,
+        max_bodies_bytes=max(Limits().max_bodies_bytes, arguments.max_body_bytes),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
         max_tokens_limit=arguments.max_tokens_limit,

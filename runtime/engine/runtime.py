@@ -166,15 +166,15 @@ class Runtime:
             run_soon=self._sessions.run_soon,
         )
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt, such as `stream` takes.
+    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+        """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
 
         May be called in any thread, by one at a time: a long text takes a while, for which trio's thread would stand
         still.
 
-        Raises: PromptError: the prompt is empty, or not encodable.
+        Raises: PromptError: the prompt is empty, not encodable, or so long that it is sure to fill the context.
         """
-        return self._validation.encode(prompt)
+        return self._validation.encode(prompt, **switches)
 
     # --- conversations and saved sessions ---------------------------------------------------------
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.background import Background, in_thread
+from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.errors import ErrorResponse
 from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext
 from runtime.server.grammars.checker import GrammarCheck
@@ -31,6 +32,7 @@ from runtime.server.middleware import ApiKey, CommonHeaders, HostNames
 from runtime.server.openai.openapi import description
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.openai.responses import HealthReport, ModelDescription, ModelList
+from runtime.server.preparation import Preparation
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -94,8 +96,9 @@ def application(
         RequestAdmission(service.max_streams, service.max_waiting, trio.current_time),
         timelines,
         metrics,
-        background,
+        Preparation(background),
         Schemas(runtime.tokenizer, check, background, service.limits.schema_s),
+        BodyMemory(service.limits.max_bodies_bytes),
     )
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
