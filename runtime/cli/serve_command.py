@@ -75,7 +75,7 @@ class LimitOption:
 _LIMITS = (
     LimitOption("max_streams", 1, 4, "most requests that generate at once"),
     LimitOption("max_batch", 1, MAX_BATCH, "most requests that share one forward pass of the target"),
-    LimitOption("max_waiting", 0, 32, "most requests that wait beside those; further ones get status 429"),
+    LimitOption("max_waiting", 0, 256, "most requests that wait beside those; further ones get status 429"),
     LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),
     LimitOption("max_tokens_limit", 1, None, "most tokens that a request may set (default: the model's context)"),
     LimitOption("max_prompt_tokens", 1, None, "most tokens of a prompt (default: the model's context)"),

@@ -69,7 +69,7 @@ class Service:
     model: str
     draft: str | None = None
     max_streams: int = 4
-    max_waiting: int = 32
+    max_waiting: int = 256
     limits: Limits = attrs.field(factory=Limits)
     api_key: str | None = attrs.field(default=None, repr=False)
     hosts: Sequence[str] = ("*",)

@@ -321,7 +321,7 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     assert admission.num_admitted == 0
 
 
-def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
+def test_when_to_come_again_follows_from_who_is_there_and_not_from_invalid_requests() -> None:
     now = 0.0
     admission = RequestAdmission(2, 1, lambda: now)
     with admission.admit(), admission.admit():
@@ -336,7 +336,45 @@ def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refus
         ):
             admission.check()
         assert full.value.headers == {"Retry-After": "7"}
-    assert admission.retry_after_s == 7
+    # The next one is told to come after the one that was told 7 s.
+    assert admission.retry_after_s == 14
+
+
+def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
+    now = 0.0
+    admission = RequestAdmission(4, 0, lambda: now)
+
+    def told() -> int:
+        with pytest.raises(ErrorResponse) as full:
+            admission.check()
+        return int(full.value.headers["Retry-After"])
+
+    with admission.admit():
+        now += 10
+    with admission.admit(), admission.admit(), admission.admit(), admission.admit():
+        # A request ends every 2.5 s.
+        assert [told() for _ in range(5)] == [3, 5, 8, 10, 13]
+        now += 5
+        assert told() == 10
+        # Clients do not wait for longer, or not for as long as they are told.
+        assert [told() for _ in range(50)][-1] == 60
+        now += 100
+        assert told() > 3
+
+
+def test_sixty_requests_at_once_are_all_answered() -> None:
+    async def test(server: Served) -> None:
+        statuses: list[int] = []
+
+        async def visit() -> None:
+            statuses.append((await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(60):
+                nursery.start_soon(visit)
+        assert statuses == [200] * 60
+
+    simulated_server(test, ScriptedModel(looping), max_waiting=Service("").max_waiting)
 
 
 # --- clients that leave ---------------------------------------------------------------------------
