@@ -24,6 +24,7 @@ from protocol.settings import MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.server.connections.file_limit import keeping_file_limit, make_room_for_connections
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -87,7 +88,13 @@ _LIMITS = (
         "at most)",
     ),
     LimitOption("max_body_bytes", 1, 2 * 2**20, "most bytes of a request body"),
-    LimitOption("max_connections", 1, 1000, "most connections at once; further ones wait"),
+    LimitOption(
+        "max_connections",
+        1,
+        None,
+        "most connections at once; for a further one, the longest idle one is closed (default: 1000, or as many as the "
+        "limit of open files allows)",
+    ),
     LimitOption("stalled_seconds", 1, 60, "seconds that a client may leave 64 KiB of a response unread"),
     LimitOption("grace_seconds", 0, 5, "seconds that current answers have to end when the server is stopped"),
 )
@@ -155,13 +162,16 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
             check_integer(option.flag, value, option.low)
     for origin in arguments.allow_origin:
         _check_origin(origin)
+    # Before mlx-lm is imported, which lowers the hard limit.
+    arguments.max_connections = make_room_for_connections(arguments.max_connections)
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = CommandOutcome()
     with bound, Display() as display, exit_on_signal(display):
         display.show_loading(models.loaded)
-        import runtime.engine.opening
-        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
+        with keeping_file_limit():
+            import runtime.engine.opening
+            import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
         server = _Server(arguments, models, key, bound, display)
         trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))

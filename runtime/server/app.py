@@ -190,6 +190,8 @@ def _cors(origins: Sequence[str]) -> Middleware:
         # Any: clients such as OpenAI's for JavaScript send headers of their own, and only the key grants access.
         allow_headers=["*"],
         expose_headers=["Retry-After"],
+        # Browsers ask whether a public page may use a server on its user's machine.
+        allow_private_network=True,
     )
 
 

@@ -686,6 +686,20 @@ def test_pages_of_other_origins_may_ask_only_where_that_is_said() -> None:
     simulated_server(test, origins=[ours], **KEYED)
 
 
+def test_pages_that_may_ask_may_do_so_from_a_public_network() -> None:
+    ours, theirs = "https://ours.example", "https://theirs.example"
+
+    async def test(server: Served) -> None:
+        for origin, status in ((ours, 200), (theirs, 400)):
+            wants = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+            before = await server.ask(COMPLETIONS, method="OPTIONS", headers={"origin": origin, **wants})
+            assert before.status == status
+            assert (before.headers.get("access-control-allow-origin") == origin) is (origin == ours)
+            assert before.headers["access-control-allow-private-network"] == "true"
+
+    simulated_server(test, origins=[ours], **KEYED)
+
+
 @pytest.mark.parametrize("name", ["authorization", "content-type", "x-stainless-os", "x-anything"])
 def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str) -> None:
     ours, theirs = "https://ours.example", "https://theirs.example"
