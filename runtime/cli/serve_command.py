@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -230,6 +231,7 @@ async def _open_and_serve(server: _Server) -> None:
     from runtime.server.connections.listener import ConnectionLimits, serve
     from runtime.server.generation_endpoints import Limits
     from runtime.server.grammars.checker import grammar_checker
+    from runtime.server.grammars.schemas import compile_any_object
     from runtime.server.timelines import Timelines
 
     name = arguments.model_name or _name(models.target)
@@ -268,11 +270,15 @@ async def _open_and_serve(server: _Server) -> None:
         **models.options,
     )
     async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
+        # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
+        any_object = None
+        with suppress(SettingsError):
+            any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
         server.display.clear()
         # Not earlier: a client that can connect must be able to get answers.
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
-        app = application(runtime, service, timelines, check)
+        app = application(runtime, service, timelines, check, any_object=any_object)
         if arguments.access_log:
             app = AccessLog(app, print_stderr)
         print_message(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")

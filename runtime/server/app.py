@@ -37,6 +37,7 @@ from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
+    from runtime.generation.grammar import Grammar
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -77,7 +78,13 @@ class Service:
 
 
 def application(
-    runtime: Runtime, service: Service, timelines: Timelines, check: GrammarCheck, *, background: Background = in_thread
+    runtime: Runtime,
+    service: Service,
+    timelines: Timelines,
+    check: GrammarCheck,
+    *,
+    background: Background = in_thread,
+    any_object: Grammar | None = None,
 ) -> ASGIApp:
     """The ASGI application, for a server on trio.
 
@@ -87,6 +94,7 @@ def application(
         timelines: the runtime's trace: what was passed to `runtime.open`.
         check: measures the cost of grammars, as `grammar_checker` does.
         background: runs the tokenizer and compiles grammars.
+        any_object: see `Schemas`.
     """
     metrics = Metrics(runtime)
     context = ServerContext(
@@ -97,7 +105,7 @@ def application(
         timelines,
         metrics,
         Preparation(background),
-        Schemas(runtime.tokenizer, check, background, service.limits.schema_s),
+        Schemas(runtime.tokenizer, check, background, service.limits.schema_s, any_object),
         BodyMemory(service.limits.max_bodies_bytes),
     )
     started = int(time.time())
