@@ -214,6 +214,15 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
 # --- requests that are refused --------------------------------------------------------------------
 
 
+def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "repetition_penalty": 1e-300})
+        assert answer.status == 400
+        assert "repetition_penalty must be 0 for no penalty, or at least 0.01" in answer.fault["message"]
+
+    simulated_server(test)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
