@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
+# alias (`target_model`) before the alias could get its hint.
+MISSING: Any = _Missing()
 
 # The arguments of `runtime.open`.
 OPEN_ARGUMENTS = (

@@ -25,13 +25,11 @@ MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128
 MAX_STOP_LENGTH = 1000
+# Logits are divided by it. Divided by less, they may exceed what float16 can hold, and are no numbers then.
+MIN_REPETITION_PENALTY = 0.01
 
 # The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
-
-# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
-# alias (`target_model`) before the alias could get its hint.
-MISSING: Any = attrs.NOTHING
 
 
 _integer = partial(validator, check_integer)
@@ -109,6 +107,15 @@ def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
             raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
+def _repetition_penalty(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    check_number(attribute.name, value, 0, remedy="1 changes nothing", or_none="no penalty")
+    if value is not None and 0 < value < MIN_REPETITION_PENALTY:
+        raise SettingsError(
+            f"repetition_penalty must be 0 for no penalty, or at least {MIN_REPETITION_PENALTY}, got {shown(value)}; "
+            "1 changes nothing"
+        )
+
+
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
         raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {shown(value)}")
@@ -170,7 +177,7 @@ class Settings:
         ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still count.
         logit_bias: numbers to add to the logits of tokens, by id; -inf forbids a token.
         repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
-            negative ones, >= 0; None or 0 does nothing, 1 changes nothing.
+            negative ones, >= 0.01; None or 0 does nothing, 1 changes nothing.
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
         frequency_penalty: is subtracted once for each time that a token is among the last `frequency_context_size`.
         repetition_context_size, presence_context_size, frequency_context_size: how many tokens, prompt included, the
@@ -224,9 +231,7 @@ class Settings:
     stop_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_flag)
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
-    repetition_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, remedy="1 changes nothing", or_none="no penalty")
-    )
+    repetition_penalty: float | None = attrs.field(default=None, converter=_real, validator=_repetition_penalty)
     repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
     presence_penalty: float | None = attrs.field(
         default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")

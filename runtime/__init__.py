@@ -8,6 +8,7 @@ async with runtime.open("path-or-hub-id/target", draft="path-or-hub-id/draft") a
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from importlib import import_module
 
@@ -192,7 +193,9 @@ def __getattr__(name: str) -> Any:
     if name in _LIGHT_HOMES:
         home = _LIGHT_HOMES[name]
     elif name in _HOMES or name in _MODULES:
-        import_module("runtime.loading.blas").check_environment()
+        # Imported by now if the environment names a BLAS. Otherwise there is nothing to check.
+        if (loaded_blas := sys.modules.get("runtime.loading.blas")) is not None:
+            loaded_blas.check_environment()
         if name in _MODULES:
             return import_module(f"runtime.{name}")
         home = _HOMES[name]

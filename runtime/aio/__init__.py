@@ -4,20 +4,23 @@ async with runtime.aio.open("path-or-hub-id/target", draft="path-or-hub-id/draft
     async for token in rt.stream("def quicksort(items):", max_tokens=200):
         print(token.text, end="", flush=True)
 
-Trio and the models run in threads of their own, and nothing here blocks the asyncio loop. For the same reason, the
-modules that need the models' libraries are imported in the trio thread, not at the top of this module.
+Trio and the models run in threads of their own, and nothing here blocks the asyncio loop. For the same reason, trio and
+the modules that need it are imported in a thread, when a runtime is first opened, and what needs the models' libraries
+in the trio thread. This module and what it imports at its top need neither, since a program may first name it while its
+loop runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+from protocol.argument_aliases import MISSING
 from protocol.reprs import shown
-from protocol.settings import MISSING
-from runtime.aio.thread import AioThread
+from runtime.aio.event_loop import asyncio_loop
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
@@ -90,6 +93,9 @@ class Opening:
 
     async def _opened(self) -> Runtime:
         open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULES["Runtime"])
+        await _import_in_thread("runtime.aio.thread")
+        from runtime.aio.thread import AioThread
+
         thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
         trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
@@ -97,6 +103,21 @@ class Opening:
         from runtime.aio.runtime import Runtime
 
         return Runtime(AioBridge(thread, trio_runtime))
+
+
+async def _import_in_thread(module: str) -> None:
+    """Import a module without blocking the loop.
+
+    Raises: WrongEventLoopError: no asyncio loop is running here.
+
+    Cancellation: the import ends by itself.
+    """
+    loop = asyncio_loop()
+    executor = ThreadPoolExecutor(1, "outrider-import")
+    try:
+        await loop.run_in_executor(executor, import_module, module)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def __getattr__(name: str) -> Any:

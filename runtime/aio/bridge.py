@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from protocol.errors import WrongEventLoopError
-from runtime.aio.thread import AioThread, asyncio_loop, call_result
+from runtime.aio.event_loop import asyncio_loop
+from runtime.aio.thread import AioThread, call_result
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.engine.runtime import Runtime as TrioRuntime
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Never, Unpack, cast
 
-from protocol.settings import MISSING, SettingsLike, with_overrides
+from protocol.argument_aliases import MISSING
+from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from runtime.aio.bridge import AioBridge
 from runtime.aio.conversation import Conversation

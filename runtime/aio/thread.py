@@ -8,29 +8,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, cast
 
-import trio
-
-from protocol.errors import WrongEventLoopError
+from runtime.aio.event_loop import asyncio_loop
 from runtime.bridge.call import BridgeCall
 from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
 T = TypeVar("T")
-
-
-def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """The running asyncio loop.
-
-    Raises: WrongEventLoopError: there is none, or trio is running.
-    """
-    # Trio first: in trio's guest mode on asyncio, both are running.
-    if trio.lowlevel.in_trio_task():
-        raise WrongEventLoopError("runtime.aio is for asyncio, but trio is running here; use runtime.open instead")
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise WrongEventLoopError(
-            "runtime.aio needs a running asyncio loop, but none is running here; use runtime.open_sync instead"
-        ) from None
 
 
 class AioThread(TrioThread[T]):

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import socket
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from protocol.settings import MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.model_arguments import Models
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.server.connections.file_limit import keeping_file_limit, make_room_for_connections
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -75,7 +77,7 @@ class LimitOption:
 _LIMITS = (
     LimitOption("max_streams", 1, 4, "most requests that generate at once"),
     LimitOption("max_batch", 1, MAX_BATCH, "most requests that share one forward pass of the target"),
-    LimitOption("max_waiting", 0, 32, "most requests that wait beside those; further ones get status 429"),
+    LimitOption("max_waiting", 0, 256, "most requests that wait beside those; further ones get status 429"),
     LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),
     LimitOption("max_tokens_limit", 1, None, "most tokens that a request may set (default: the model's context)"),
     LimitOption("max_prompt_tokens", 1, None, "most tokens of a prompt (default: the model's context)"),
@@ -87,7 +89,13 @@ _LIMITS = (
         "at most)",
     ),
     LimitOption("max_body_bytes", 1, 2 * 2**20, "most bytes of a request body"),
-    LimitOption("max_connections", 1, 1000, "most connections at once; further ones wait"),
+    LimitOption(
+        "max_connections",
+        1,
+        None,
+        "most connections at once; for a further one, the longest idle one is closed (default: 1000, or as many as the "
+        "limit of open files allows)",
+    ),
     LimitOption("stalled_seconds", 1, 60, "seconds that a client may leave 64 KiB of a response unread"),
     LimitOption("grace_seconds", 0, 5, "seconds that current answers have to end when the server is stopped"),
 )
@@ -155,13 +163,16 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
             check_integer(option.flag, value, option.low)
     for origin in arguments.allow_origin:
         _check_origin(origin)
+    # Before mlx-lm is imported, which lowers the hard limit.
+    arguments.max_connections = make_room_for_connections(arguments.max_connections)
     key = _key(arguments)
     bound = _bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = CommandOutcome()
     with bound, Display() as display, exit_on_signal(display):
         display.show_loading(models.loaded)
-        import runtime.engine.opening
-        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
+        with keeping_file_limit():
+            import runtime.engine.opening
+            import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
         server = _Server(arguments, models, key, bound, display)
         trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
@@ -220,11 +231,13 @@ async def _open_and_serve(server: _Server) -> None:
     from runtime.server.connections.listener import ConnectionLimits, serve
     from runtime.server.generation_endpoints import Limits
     from runtime.server.grammars.checker import grammar_checker
+    from runtime.server.grammars.schemas import compile_any_object
     from runtime.server.timelines import Timelines
 
     name = arguments.model_name or _name(models.target)
     limits = Limits(
         max_body_bytes=arguments.max_body_bytes,
+        max_bodies_bytes=max(Limits().max_bodies_bytes, arguments.max_body_bytes),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_tokens=arguments.max_tokens,
         max_tokens_limit=arguments.max_tokens_limit,
@@ -257,11 +270,15 @@ async def _open_and_serve(server: _Server) -> None:
         **models.options,
     )
     async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
+        # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
+        any_object = None
+        with suppress(SettingsError):
+            any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
         server.display.clear()
         # Not earlier: a client that can connect must be able to get answers.
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
-        app = application(runtime, service, timelines, check)
+        app = application(runtime, service, timelines, check, any_object=any_object)
         if arguments.access_log:
             app = AccessLog(app, print_stderr)
         print_message(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")

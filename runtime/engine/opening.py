@@ -21,10 +21,11 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
+from protocol.argument_aliases import MISSING
 from protocol.errors import SettingsError, WrongEventLoopError
 from protocol.prices import Prices
 from protocol.reprs import shown
-from protocol.settings import MAX_BATCH, MISSING, NGRAM, SettingsLike, keywords_of
+from protocol.settings import MAX_BATCH, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.model import Model
 from actors.sampling.user_code import name_of
-from protocol.errors import PromptTooLongError, SessionFileError, SettingsError
+from protocol.errors import SessionFileError, SettingsError
 from protocol.logits_processors import Stateless, can_be_speculated_with
 from protocol.messages import Open
 from protocol.reprs import shown
@@ -25,7 +25,7 @@ from protocol.settings import (
     settings_from,
 )
 from runtime.generation.grammar import Grammar
-from runtime.generation.text import Prompt, encode_prompt
+from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
@@ -89,11 +89,8 @@ class RequestValidation:
         """
         model = self._model
         ids = self.encode(prompt)
-        if model.context_length is not None and len(ids) >= model.context_length:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, and the target's context of {model.context_length} must hold "
-                f"it and at least one more; shorten it to {model.context_length - 1}"
-            )
+        if model.context_length is not None:
+            check_prompt_length(len(ids), model.context_length)
         return Open(
             session=next(self._ids),
             prompt=ids,
@@ -157,12 +154,13 @@ class RequestValidation:
             )
         return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt.
+    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+        """The token ids of a prompt; `switches` are further variables of the chat template.
 
-        Raises: PromptError: the prompt is empty, or not encodable.
+        Raises: PromptError: the prompt is empty, not encodable, or was seen to fill the context.
         """
-        return encode_prompt(prompt, self._tokenizer, self._model.vocab_size)
+        model = self._model
+        return encode_prompt(prompt, self._tokenizer, model.vocab_size, model.context_length, switches)
 
 
 def _can_be_speculated(settings: Settings) -> bool:

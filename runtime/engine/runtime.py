@@ -12,10 +12,11 @@ from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.mlx.memory import peak_memory
 from actors.target.target_actor import TargetActor
+from protocol.argument_aliases import MISSING
 from protocol.errors import RuntimeClosedError
 from protocol.messages import Open
 from protocol.prices import Prices
-from protocol.settings import MISSING, Settings, SettingsLike, with_overrides
+from protocol.settings import Settings, SettingsLike, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterSlot
@@ -165,15 +166,15 @@ class Runtime:
             run_soon=self._sessions.run_soon,
         )
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt, such as `stream` takes.
+    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+        """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
 
         May be called in any thread, by one at a time: a long text takes a while, for which trio's thread would stand
         still.
 
-        Raises: PromptError: the prompt is empty, or not encodable.
+        Raises: PromptError: the prompt is empty, not encodable, or so long that it is sure to fill the context.
         """
-        return self._validation.encode(prompt)
+        return self._validation.encode(prompt, **switches)
 
     # --- conversations and saved sessions ---------------------------------------------------------
 

@@ -24,6 +24,20 @@ _MAX_REMAINDERS = 100_000
 # Keywords whose schemas are about the same value.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
+# Optional properties of one object: a second. llguidance's time grows with their square.
+_MAX_OPTIONAL = 2000
+
+# The values of `format` that llguidance enforces; it refuses others. JSON Schema has a format say what a text is, and
+# leaves it open whether that is checked, so others are left out, such as pydantic's for paths, secrets and patterns.
+# `uniqueItems`, which pydantic writes for sets, is left out too: no grammar can remember all items.
+_ENFORCED_FORMATS = frozenset(
+    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+# Keywords with schemas for values. Not `not` and the like, where what is left out would be forbidden.
+_MAPS_OF_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_LISTS_OF_SCHEMAS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+_SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "contains"))
+
 # Numbers at or below this one crash llguidance; JSON distinguishes whole numbers down to it.
 _MIN_NUMBER = -(2**53)
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
@@ -51,7 +65,8 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     what = schema_name(schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        written = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+        value = dict(value) if isinstance(value, Mapping) else value
+        written = json.dumps(_without_annotations(value), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{what} is not JSON: {error}") from error
     except RecursionError as error:
@@ -68,6 +83,11 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
             f"other than 2 and 5, added up over all values, must be at most {_MAX_REMAINDERS}, "
             f"got {shortened(remainders)}; take rounder ones"
         )
+    if (optional := _num_optional(json.loads(written))) > _MAX_OPTIONAL:
+        raise SettingsError(
+            f"{what} has an object with {optional} optional properties, which take too long to be followed; make all "
+            f"but {_MAX_OPTIONAL} of them required"
+        )
     # llguidance takes options only with an object, which the schemas True and False are not.
     written = "{}" if value is True else written
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
@@ -77,6 +97,40 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     except ValueError as error:
         raise SettingsError(f"{what} cannot be followed: {error}") from error
     return grammar
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A copy of a schema without what llguidance refuses though it need not be enforced: see `_ENFORCED_FORMATS`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {}
+    for name, inner in schema.items():
+        if name == "uniqueItems" or (name == "format" and isinstance(inner, str) and inner not in _ENFORCED_FORMATS):
+            continue
+        if name in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
+            inner = {key: _without_annotations(each) for key, each in inner.items()}
+        elif name in _LISTS_OF_SCHEMAS and isinstance(inner, (list, tuple)):
+            inner = [_without_annotations(each) for each in inner]
+        elif name in _SCHEMAS:
+            inner = _without_annotations(inner)
+        kept[name] = inner
+    return kept
+
+
+def _num_optional(schema: Any) -> int:
+    """The most optional properties that one object in a schema has."""
+    most, todo = 0, [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            properties, required = part.get("properties"), part.get("required")
+            if isinstance(properties, dict):
+                named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+                most = max(most, len(properties.keys() - named))
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+    return most
 
 
 def _too_low(schema: Any) -> float | None:

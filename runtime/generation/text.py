@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import PromptError, VocabularyMismatchError
+from protocol.errors import PromptError, PromptTooLongError, VocabularyMismatchError
 from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
@@ -19,6 +19,10 @@ from protocol.stop_strings import Stop, StopMatcher
 logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+# Characters to a token of the context up to which no text is searched for the longest token: every vocabulary has
+# tokens of this length, and the search takes a while.
+_SURELY_TOKENISED = 16
 
 # Roles of chat messages for every chat template; a template may know further ones.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -46,20 +50,33 @@ def copy_of(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper | None:
     return private
 
 
-def encode_prompt(prompt: Prompt, tokenizer: TokenizerWrapper | None, vocab_size: int) -> tuple[int, ...]:
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: TokenizerWrapper | None,
+    vocab_size: int,
+    context_length: int | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """Token ids of a prompt.
 
     Args:
         prompt: text, token ids, or chat messages for the tokenizer's chat template.
         tokenizer: None where the target has none; the prompt must then be ids.
         vocab_size: width of the target's logits.
+        context_length: positions that the target can take; None for no bound.
+        switches: further variables of the chat template.
 
-    Raises: PromptError: the prompt is empty, of another type, needs a tokenizer or chat template that is missing, or
-        has ids outside [0, vocab_size).
+    Raises:
+        PromptError: the prompt is empty, of another type, needs a tokenizer or chat template that is missing, or has
+            ids outside [0, vocab_size).
+        PromptTooLongError: it was seen to fill the context before it was tokenised, or its ids were looked at. A prompt
+            that was not may still fill it.
     """
-    ids = _encode(prompt, tokenizer)
+    ids = _encode(prompt, tokenizer, context_length, switches or {})
     if not ids:
         raise PromptError("the prompt is empty; it must have at least one token")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids  # at once: trio's thread does this for every stream
     return tuple(_checked_id(token, vocab_size) for token in ids)
 
 
@@ -76,13 +93,15 @@ def _checked_id(token: Any, vocab_size: int) -> int:
     return id
 
 
-def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ...]:
+def _encode(
+    prompt: Prompt, tokenizer: TokenizerWrapper | None, context_length: int | None, switches: Mapping[str, Any]
+) -> tuple[Any, ...]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not text")
         # As mlx-lm does: a prompt that begins with the begin-of-text token gets no second one.
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return _tokenized(prompt, tokenizer, add_special_tokens=not has_bos)
+        return _tokenized(prompt, tokenizer, context_length, add_special_tokens=not has_bos)
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -90,6 +109,8 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__} of no length")
     items = tuple(listed)
     if not any(isinstance(item, Mapping) for item in items):
+        if context_length is not None:
+            check_prompt_length(len(items), context_length)
         return items
     for item in items:
         if not isinstance(item, Mapping):
@@ -98,7 +119,17 @@ def _encode(prompt: Prompt, tokenizer: TokenizerWrapper | None) -> tuple[Any, ..
         raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not messages")
     if not tokenizer.has_chat_template:
         raise PromptError("the target's tokenizer has no chat template; give the prompt as text or token ids")
-    return apply_chat_template([_checked_message(i, item, tokenizer) for i, item in enumerate(items)], tokenizer)
+    messages = [_checked_message(i, item, tokenizer) for i, item in enumerate(items)]
+    return apply_chat_template(messages, tokenizer, context_length, **switches)
+
+
+def check_prompt_length(num_tokens: int, context_length: int) -> None:
+    """Raises: PromptTooLongError: so many tokens fill the context."""
+    if num_tokens >= context_length:
+        raise PromptTooLongError(
+            f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "
+            f"least one more; shorten it to {context_length - 1}"
+        )
 
 
 def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
@@ -152,26 +183,60 @@ def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
     return any(isinstance(each, str) and (f"'{role}'" in each or f'"{role}"' in each) for each in templates)
 
 
-def _tokenized(text: str, tokenizer: TokenizerWrapper, *, add_special_tokens: bool) -> tuple[int, ...]:
+def _tokenized(
+    text: str, tokenizer: TokenizerWrapper, context_length: int | None, *, add_special_tokens: bool
+) -> tuple[int, ...]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
+    if context_length is not None and len(text) >= _SURELY_TOKENISED * context_length:
+        _check_text_length(text, tokenizer, context_length)
     # Not verbose: transformers would warn of long prompts, for which there is an error of our own.
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
+def _check_text_length(text: str, tokenizer: TokenizerWrapper, context_length: int) -> None:
+    """Check the length of a text before it is tokenised, which takes seconds for megabytes.
+
+    Where each character, or byte, takes part in a token, a text of n characters has at least n / (length of the longest
+    token) tokens. So it is with byte-level BPE and with byte fallback; other tokenizers drop or merge what they do not
+    know, and their texts are not checked.
+
+    Raises: PromptTooLongError: the text fills the context.
+    """
+    backend = getattr(getattr(tokenizer, "_tokenizer", None), "backend_tokenizer", None)
+    if backend is None or type(backend.model).__name__ != "BPE":
+        return
+    if not backend.model.byte_fallback and type(backend.decoder).__name__ != "ByteLevel":
+        return
+    # A normaliser may have merged characters, or have dropped some.
+    num_characters = len(text if backend.normalizer is None else backend.normalizer.normalize_str(text))
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+    if num_characters >= context_length * longest:
+        raise PromptTooLongError(
+            f"the prompt has {num_characters} characters, at least {-(-num_characters // longest)} tokens, and the "
+            f"target's context of {context_length} must hold it and at least one more token; shorten it"
+        )
+
+
 def apply_chat_template(
-    messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: TokenizerWrapper,
+    context_length: int | None = None,
+    **switches: Any,
 ) -> tuple[int, ...]:
     """The token ids of chat messages, ending where the answer begins.
 
     Args:
         messages: with a role and a content each.
         tokenizer: with a chat template.
+        context_length: positions that the target can take; None for no bound.
         **switches: further variables of the template, such as `enable_thinking`.
 
-    Raises: PromptError: the template does not take the messages.
+    Raises:
+        PromptError: the template does not take the messages.
+        PromptTooLongError: their text was seen to fill the context before it was tokenised.
     """
     # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
@@ -180,7 +245,7 @@ def apply_chat_template(
         )
     except Exception as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
-    return _tokenized(text, tokenizer, add_special_tokens=False)
+    return _tokenized(text, tokenizer, context_length, add_special_tokens=False)
 
 
 class Detokenizer:

@@ -21,10 +21,10 @@ from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load, tokenizer_wrapper
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Worker
-from protocol.argument_aliases import ALIASES, INSTEAD, NOTES, meant
+from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.settings import MISSING, NGRAM, Settings
+from protocol.settings import NGRAM, Settings
 from protocol.validation import check_integer
 from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, unsupported
 

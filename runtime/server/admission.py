@@ -35,11 +35,13 @@ class RequestAdmission:
         self._clock = clock
         self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
         self._start_times_s: list[float] = []  # of the admitted requests
+        self._last_return_s = -math.inf  # when the client that was rejected last is expected again
 
     def check(self) -> None:
         """Raises: ErrorResponse: no further request can be admitted now."""
         if self.num_admitted >= self._max_streams + self._max_waiting:
             seconds = self.retry_after_s
+            self._last_return_s = self._next_return_s()
             raise ErrorResponse(
                 429,
                 f"{self._max_streams} requests are being answered and {self._max_waiting} wait, which is the limit; "
@@ -73,9 +75,21 @@ class RequestAdmission:
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds, at least 1, until a request is likely to end: the mean duration over the number of streams."""
+        """Whole seconds, at least 1, after which a rejected request is likely to find room.
+
+        A request ends each time that the mean duration over the number of streams has passed. Each rejected client is
+        told the time of another end, so that they do not all come back for the same one.
+        """
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._next_return_s() - self._clock())))
+
+    def _next_return_s(self) -> float:
+        """When the next end is likely that no rejected client was told of; bounded, as a clock's time."""
+        now = self._clock()
+        return min(now + _MAX_RETRY_AFTER_S, max(now, self._last_return_s) + self._interval_s())
+
+    def _interval_s(self) -> float:
         past = sum(self._durations_s) / len(self._durations_s) if self._durations_s else 1.0
         # The admitted requests will take at least as long as they have taken by now.
         ages = [self._clock() - start_s for start_s in self._start_times_s]
         mean = max(past, sum(ages) / len(ages)) if ages else past
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(mean / self._max_streams)))
+        return mean / self._max_streams

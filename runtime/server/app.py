@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.background import Background, in_thread
+from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.errors import ErrorResponse
 from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext
 from runtime.server.grammars.checker import GrammarCheck
@@ -31,10 +32,12 @@ from runtime.server.middleware import ApiKey, CommonHeaders, HostNames
 from runtime.server.openai.openapi import description
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.openai.responses import HealthReport, ModelDescription, ModelList
+from runtime.server.preparation import Preparation
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
+    from runtime.generation.grammar import Grammar
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -67,7 +70,7 @@ class Service:
     model: str
     draft: str | None = None
     max_streams: int = 4
-    max_waiting: int = 32
+    max_waiting: int = 256
     limits: Limits = attrs.field(factory=Limits)
     api_key: str | None = attrs.field(default=None, repr=False)
     hosts: Sequence[str] = ("*",)
@@ -75,7 +78,13 @@ class Service:
 
 
 def application(
-    runtime: Runtime, service: Service, timelines: Timelines, check: GrammarCheck, *, background: Background = in_thread
+    runtime: Runtime,
+    service: Service,
+    timelines: Timelines,
+    check: GrammarCheck,
+    *,
+    background: Background = in_thread,
+    any_object: Grammar | None = None,
 ) -> ASGIApp:
     """The ASGI application, for a server on trio.
 
@@ -85,6 +94,7 @@ def application(
         timelines: the runtime's trace: what was passed to `runtime.open`.
         check: measures the cost of grammars, as `grammar_checker` does.
         background: runs the tokenizer and compiles grammars.
+        any_object: see `Schemas`.
     """
     metrics = Metrics(runtime)
     context = ServerContext(
@@ -94,8 +104,9 @@ def application(
         RequestAdmission(service.max_streams, service.max_waiting, trio.current_time),
         timelines,
         metrics,
-        background,
-        Schemas(runtime.tokenizer, check, background, service.limits.schema_s),
+        Preparation(background),
+        Schemas(runtime.tokenizer, check, background, service.limits.schema_s, any_object),
+        BodyMemory(service.limits.max_bodies_bytes),
     )
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
@@ -187,6 +198,8 @@ def _cors(origins: Sequence[str]) -> Middleware:
         # Any: clients such as OpenAI's for JavaScript send headers of their own, and only the key grants access.
         allow_headers=["*"],
         expose_headers=["Retry-After"],
+        # Browsers ask whether a public page may use a server on its user's machine.
+        allow_private_network=True,
     )
 
 

@@ -102,6 +102,9 @@ _REMEDIES = {
     "verbosity": "the model has no such setting; leave it out",
 }
 
+# Problems of one body that are looked at. 100,000 take a second.
+_MAX_PROBLEMS = 1000
+
 # pydantic's names of the members of a union, which it adds to the location of an error.
 _UNION_MEMBER = re.compile(r"(constrained-)?(str|int|float|bool|dict|none)|[A-Z]\w*|.*\[.*", re.DOTALL)
 
@@ -122,10 +125,18 @@ _EXPECTED_TYPES = {
 }
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
 def short_json(value: Any) -> str:
     """A value for an error message: as JSON, cut to 58 characters if it is longer than 60."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    text = ""
+    # Piece by piece: a value may have megabytes.
+    for piece in _ENCODER.iterencode(value):
+        text += piece
+        if len(text) > 60:
+            return f"{text[:57]}…"
+    return text
 
 
 def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> ErrorResponse:
@@ -135,6 +146,8 @@ def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> Err
         error: pydantic's error.
         fields: names of the fields that a body can have.
     """
+    if (num_problems := error.error_count()) > _MAX_PROBLEMS:
+        return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
     problems = error.errors(include_url=False)
     # For a union, pydantic reports a problem for each member. The client meant the member that was read furthest.
     field = problems[0]["loc"][:1]

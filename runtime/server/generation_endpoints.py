@@ -6,14 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-import trio
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError
-from runtime.generation.text import apply_chat_template
 from runtime.server.access_log import TOKENS
 from runtime.server.admission import RequestAdmission
-from runtime.server.background import Background
+from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.errors import ErrorResponse, error_response_of, short_json
 from runtime.server.grammars.schemas import ANY_OBJECT, Schemas
@@ -22,6 +20,7 @@ from runtime.server.openai.event_stream import send_events, send_whole
 from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.requests import AnyJson, ChatRequest, CompletionRequest, Request, SchemaJson, parse_request
 from runtime.server.openai.serializers import serializer_for
+from runtime.server.preparation import SHORT, Preparation
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ class Limits:
 
     Attributes:
         max_body_bytes: of the body.
+        max_bodies_bytes: of the bodies of all requests that are being read, beyond the first 16 KiB of each; at least
+            `max_body_bytes`.
         max_prompt_tokens: of the prompt; None for the context's length.
         max_tokens: default of the request's field `max_tokens`.
         max_tokens_limit: maximum of that field; None for the context's length.
@@ -46,6 +47,7 @@ class Limits:
     """
 
     max_body_bytes: int = 2 * 2**20
+    max_bodies_bytes: int = 64 * 2**20
     max_prompt_tokens: int | None = None
     max_tokens: int = 512
     max_tokens_limit: int | None = None
@@ -66,9 +68,9 @@ class ServerContext:
         admission: of all requests.
         timelines: of the streams that are watched.
         metrics: of all requests.
-        background: runs the tokenizer, which may take long.
+        preparation: parses bodies and tokenises prompts, which may take long.
         schemas: compiles JSON schemas to grammars.
-        tokenizing: limits the tokenizer to one prompt at a time.
+        body_memory: of the bodies that are being read.
     """
 
     runtime: Runtime
@@ -77,9 +79,9 @@ class ServerContext:
     admission: RequestAdmission
     timelines: Timelines
     metrics: Metrics
-    background: Background
+    preparation: Preparation
     schemas: Schemas
-    tokenizing: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    body_memory: BodyMemory
 
 
 @attrs.define
@@ -116,11 +118,11 @@ class Endpoint:
         try:
             # Before the body is read, so that a client need not send one that cannot be admitted.
             context.admission.check()
-            body = await read_body(scope, receive, context.limits.max_body_bytes, context.limits.body_s)
-            request = parse_request(self._request_type, body)
+            client = client_address(scope)
+            request = await self._read_request(scope, receive, client)
             _check_model(request, context.model)
             with context.admission.admit():
-                respond = partial(self._respond, request, client_address(scope), outcome)
+                respond = partial(self._respond, request, client, outcome)
                 await while_there(receive, send, context.limits.stalled_s, respond)
         except ErrorResponse as error:
             outcome.status = error.status
@@ -135,6 +137,20 @@ class Endpoint:
             if outcome.stream is not None:
                 statistics = outcome.stream.statistics()
                 scope[TOKENS] = statistics.prompt_tokens, statistics.generated_tokens
+
+    async def _read_request(self, scope: Scope, receive: Receive, client: str) -> Request:
+        """The request, from its body.
+
+        Raises:
+            ErrorResponse: the request is rejected.
+            ClientGone: the client has left.
+        """
+        context, limits = self._context, self._context.limits
+        with context.body_memory.claim() as claim:
+            body = await read_body(scope, receive, limits.max_body_bytes, limits.body_s, claim)
+            parse = partial(parse_request, self._request_type, body)
+            # A long one is not read on trio's thread, which serves everybody.
+            return parse() if len(body) <= SHORT else await context.preparation.run(parse, len(body), client)
 
     async def _respond(self, request: Request, client: str, outcome: _Outcome, send: Send) -> None:
         """Generate, and send the response; `outcome` gets the stream and its failure.
@@ -167,7 +183,7 @@ class Endpoint:
 
         Args:
             request: the request.
-            client: the client's address; clients take turns at compiling schemas.
+            client: the client's address; clients take turns at long prompts and at schemas.
 
         Raises:
             OutriderError: a setting or the prompt is invalid.
@@ -182,10 +198,8 @@ class Endpoint:
         }
         if (schema := _schema(request)) is not None:
             settings["logits_processors"] = [await context.schemas.grammar(schema, client)]
-        # The thread is abandoned when the client leaves: it uses no model.
-        prompt = await context.background(
-            partial(_encode, request, context.runtime), abandon_on_cancel=True, limiter=context.tokenizing
-        )
+        encode = partial(_encode, request, context.runtime)
+        prompt = await context.preparation.run(encode, request.prompt_length, client)
         limit = context.limits.max_prompt_tokens
         if limit is not None and len(prompt) > limit:
             raise ErrorResponse(
@@ -234,7 +248,7 @@ def _encode(request: Request, runtime: Runtime) -> tuple[int, ...]:
     if _tokenizer(runtime).has_chat_template:
         if _schema(request) is not None:
             # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.
-            return runtime.encode(apply_chat_template(messages, _tokenizer(runtime), enable_thinking=False))
+            return runtime.encode(messages, enable_thinking=False)
         return runtime.encode(messages)
     # Without a template, the messages are one running text, as in a conversation with a base model.
     return runtime.encode("".join(message["content"] for message in messages))

@@ -19,8 +19,9 @@ from typing import Any, Never, Unpack
 
 import trio
 
+from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
-from protocol.settings import MISSING, SettingsLike, settings_from, with_overrides
+from protocol.settings import SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from runtime.bridge.handles import RuntimeHandle, copy_prompt
 from runtime.bridge.many_prompts import prepare_generations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import random
@@ -9,12 +10,15 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from ipaddress import IPv4Network
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jsonschema
 import llguidance.hf
 import mlx.core as mx
+import pydantic
 import pytest
 import trio
 from hypothesis import given, settings
@@ -29,7 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import runtime
 from runtime import Grammar
 from runtime.generation import grammar as grammar_module
-from runtime.generation.json_schema import check_json_schema
+from runtime.generation.json_schema import check_json_schema, grammar_of_schema
 
 TOKENIZER = TokenizerWrapper(AutoTokenizer.from_pretrained(runtime.DEMO_TARGET))
 VOCAB_SIZE = 4096
@@ -747,3 +751,42 @@ async def test_a_grammar_needs_the_end_of_the_text():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         with pytest.raises(runtime.SettingsError, match="ignore_eos=True leaves a grammar's text without an end"):
             rt.stream("x", logits_processors=[Grammar.from_regex("a+", rt.tokenizer)], ignore_eos=True)
+
+
+class Everything(pydantic.BaseModel):
+    names: set[str]
+    numbers: frozenset[int]
+    path: Path
+    data: bytes
+    secret: pydantic.SecretStr
+    encoded: pydantic.Base64Str
+    network: IPv4Network
+    pattern: re.Pattern[str]
+    format: dict[str, set[int]]
+    birthday: datetime.date
+
+
+def test_a_schema_of_pydantics_may_have_formats_that_no_grammar_enforces_and_sets() -> None:
+    schema = Everything.model_json_schema()
+    check_json_schema(schema)
+    written = json.loads(grammar_of_schema(schema))["grammars"][0]["json_schema"]
+    assert written["properties"]["format"]["additionalProperties"]["type"] == "array"
+    # What can be enforced is.
+    assert re.findall(r'"format": ?"(.*?)"', json.dumps(written)) == ["date"]
+    assert "uniqueItems" not in json.dumps(written)
+
+
+def test_data_in_a_schema_keeps_what_keywords_lose() -> None:
+    schema = {"anyOf": [{"const": {"format": "path", "uniqueItems": True}}, {"enum": [{"format": "x"}]}]}
+    assert json.loads(grammar_of_schema(schema))["grammars"][0]["json_schema"]["anyOf"] == schema["anyOf"]
+
+
+@pytest.mark.parametrize("number", [2000, 2001])
+def test_optional_properties_for_which_llguidance_takes_too_long_are_refused(number: int) -> None:
+    properties = {f"p{i}": {} for i in range(number + 1)}
+    schema = {"items": {"type": "object", "properties": properties, "required": ["p0"]}}
+    if number == 2000:
+        grammar_of_schema(schema)
+    else:
+        with pytest.raises(runtime.SettingsError, match="an object with 2001 optional properties"):
+            grammar_of_schema(schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from protocol.errors import PromptTooLongError
 from runtime.generation.text import Detokenizer, encode_prompt
 
 
@@ -177,3 +179,28 @@ def test_a_prompt_gets_one_begin_of_text_token_whether_it_spells_it_out_or_not()
 )
 def test_a_prompt_may_be_any_sequence_of_ids(ids: Any) -> None:
     assert encode_prompt(ids, None, 10) == (5, 6, 7)
+
+
+LONGEST = 45  # characters of the longest token of the demo pair
+
+
+@pytest.mark.parametrize("text", [" " * LONGEST * 100, "\n" * LONGEST * 200, "é" * LONGEST * 100])
+def test_a_text_that_cannot_fit_in_the_context_is_refused_before_it_is_tokenised(text: str) -> None:
+    tokenizer: Any = SimpleNamespace(bos_token=None, _tokenizer=demo()._tokenizer)  # it cannot encode
+    with pytest.raises(PromptTooLongError, match=rf"{len(text)} characters, at least {len(text) // LONGEST} tokens"):
+        encode_prompt(text, tokenizer, 4096, 100)
+
+
+def test_a_text_that_may_fit_in_the_context_is_tokenised() -> None:
+    text = " " * (LONGEST * 100 - 1)
+    assert list(encode_prompt(text, demo(), 4096, 100)) == demo().encode(text)
+
+
+def test_a_text_is_not_refused_by_length_where_characters_may_be_merged() -> None:
+    # Everything unknown between two blanks is one token.
+    assert encode_prompt("x" * 5000, with_begin_of_text(), 4, 100) == (0, 3)
+
+
+def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
+    with pytest.raises(PromptTooLongError, match="the prompt has 100 tokens"):
+        encode_prompt(["no id"] * 100, None, 10, 100)  # type: ignore[list-item]

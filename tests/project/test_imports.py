@@ -303,6 +303,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/workers/shared_jobs.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process
+        "runtime/aio/__init__.py",
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",
@@ -316,6 +317,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
 
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
+        "runtime/aio/event_loop.py",
         "runtime/aio/iteration.py",
         "runtime/aio/many_prompts.py",
         "runtime/aio/token_stream.py",

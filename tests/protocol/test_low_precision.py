@@ -1,5 +1,10 @@
-"""In bfloat16, greedy text equals mlx-lm's plain greedy text, or leaves it where rounding decides between two tokens.
+"""Greedy text takes the argmax of the model's logits, and leaves mlx-lm's text only where rounding decides.
 
+`generate_step` takes the argmax of log-probabilities that were rounded to the type of the logits. Where logits are near
+each other and small beside the logarithm of the vocabulary's size, two of them that differ have the same rounded
+log-probability, and mlx-lm takes the first of these tokens, in float32 as well. That needs no drafter.
+
+In bfloat16, greedy text with a drafter equals the text without one, or leaves it where rounding decides.
 A pass over several tokens may sum in another order than single passes, and so choose another token where two nearly
 tie; then neither is wrong. Whether that happens depends on the kernels: MLX's CPU kernels give the same bits at every
 width, GPU kernels do not. The texts are therefore compared as this machine makes them, and once more with a target
@@ -20,6 +25,7 @@ import models
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from models import Wrapped, near, prompt_of
 
 import runtime
@@ -87,6 +93,38 @@ async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], lookahead
     # Otherwise nothing was verified in a wide pass, or nothing was rewound.
     assert 0 < completion.statistics.accepted < completion.statistics.proposed
     return [token.id for token in completion.tokens]
+
+
+class Flat(Wrapped):
+    """Like the wrapped model, with logits that are near each other."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return super().__call__(inputs, cache) / 16
+
+
+def argmax_text(target: nn.Module, prompt: list[int]) -> list[int]:
+    """The text of the best logits, by passes over one token after the prompt."""
+    cache, text = make_prompt_cache(target), prompt
+    target(mx.array([prompt[:-1]]), cache=cache)
+    for _ in range(NUM_TOKENS):
+        text = [*text, mx.argmax(target(mx.array([text[-1:]]), cache=cache)[0, -1]).item()]
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_greedy_text_takes_the_best_logit_and_mlx_lm_the_first_of_the_best_when_rounded(seed: int) -> None:
+    target = Flat(pair("qwen3", seed).target)
+    prompt = prompt_for(seed)
+    async with runtime.open((target, None)) as rt:
+        ours = [token.id for token in (await rt.generate(prompt, max_tokens=NUM_TOKENS)).tokens]
+    assert ours == argmax_text(target, prompt)
+    theirs = plain(target, prompt)
+    at = next(i for i, tokens in enumerate(zip(ours, theirs, strict=True)) if tokens[0] != tokens[1])
+    logits = target(mx.array([prompt + ours[:at]]))[0, -1]
+    rounded = logits - mx.logsumexp(logits)
+    assert rounded[ours[at]].item() == rounded[theirs[at]].item()
+    assert logits[ours[at]].item() > logits[theirs[at]].item()
+    assert theirs[at] < ours[at]
 
 
 @attrs.frozen

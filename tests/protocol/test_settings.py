@@ -299,6 +299,13 @@ def test_an_unknown_setting_is_named_even_beside_a_bad_value():
         settings_from({"seed": -1, "zzz": 1})
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 0.0099])
+def test_a_repetition_penalty_that_logits_cannot_be_divided_by_is_refused(penalty: float) -> None:
+    with pytest.raises(SettingsError, match=r"^repetition_penalty must be 0 for no penalty, or at least 0.01, got "):
+        Settings(repetition_penalty=penalty)
+    assert [Settings(repetition_penalty=each).repetition_penalty for each in (None, 0, 0.01)] == [None, 0, 0.01]
+
+
 anything = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=2),
     st.lists(st.integers(-2, 5), max_size=3), st.complex_numbers(), st.sampled_from(["auto", "match", "rejection"]),

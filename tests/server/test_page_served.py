@@ -61,9 +61,9 @@ class Served:
         assert found is not None
         return int(float(found[1]))
 
-    def wait_until_idle(self, *, num_cancelled: int) -> None:
-        """Until nothing is generated any more, so many answers having been given up on."""
-        while self.num_cancelled < num_cancelled or json.loads(self.get("health"))["streams"]:
+    def wait_until_cancelled(self, num_cancelled: int, *, num_streams: int = 0) -> None:
+        """Wait until so many answers were cancelled in all, and no more than `num_streams` are generated."""
+        while self.num_cancelled < num_cancelled or json.loads(self.get("health"))["streams"] > num_streams:
             pass
         assert self.num_cancelled == num_cancelled
 
@@ -190,7 +190,7 @@ def test_stop_ends_the_generation(served: Served, opened: Open) -> None:
     writing(tab, PROMPT)
     tab["stop"].click()
     assert tab["state"].get_attribute("data-state") == "stopped"
-    served.wait_until_idle(num_cancelled=before + 1)
+    served.wait_until_cancelled(before + 1)
     check_kept(served, tab, PROMPT)
 
 
@@ -205,7 +205,7 @@ def test_a_new_prompt_ends_the_old_generation(served: Served, opened: Open) -> N
     assert served.num_cancelled == before + 1
     other.press("Escape")
     tab.press("Escape")
-    served.wait_until_idle(num_cancelled=before + 3)
+    served.wait_until_cancelled(before + 3)
     check_kept(served, tab, OTHER)
 
 
@@ -214,7 +214,7 @@ def test_loading_the_page_again_ends_the_generation(served: Served, opened: Open
     tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
     tab.page.reload()
-    served.wait_until_idle(num_cancelled=before + 1)
+    served.wait_until_cancelled(before + 1)
     expect(tab["prompt"]).to_have_value(PROMPT)
 
 
@@ -223,7 +223,7 @@ def test_a_tab_that_is_closed_ends_the_generation(served: Served, opened: Open) 
     tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
     tab.page.close()
-    served.wait_until_idle(num_cancelled=before + 1)
+    served.wait_until_cancelled(before + 1)
 
 
 @pytest.mark.slow
@@ -238,9 +238,11 @@ def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(served: Served
     tab.press("Escape")
     tab.expect_state("stopped")
     assert other["state"].get_attribute("data-state") == "writing"
+    # The page has stopped before the server knows of it.
+    served.wait_until_cancelled(before + 1, num_streams=1)
     third["retry"].click()
     third.expect_state("writing")
     for one in (other, third):
         one.press("Escape")
-    served.wait_until_idle(num_cancelled=before + 3)
+    served.wait_until_cancelled(before + 3)
     check_kept(served, other, OTHER)

@@ -34,6 +34,7 @@ from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokeniz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from sample_tokenizers import EMOJI_BYTES, byte_fallback, demo
 from scripted import ScriptedModel, hashed, priced
 
 import runtime
@@ -45,9 +46,9 @@ from runtime.server.admission import RequestAdmission
 from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse
 from runtime.server.generation_endpoints import Limits
-from runtime.server.openai import serializers
 from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.token_bytes import token_bytes
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -136,7 +137,7 @@ def test_log_probabilities_of_a_completion(stream: bool) -> None:
             answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
             parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
             joined = {
-                name: [item for part in parts for item in part[name] or []]
+                name: [item for part in parts if part is not None for item in part[name]]
                 for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
             }
             assert joined["tokens"] == ["g", "h", "i", "j"]
@@ -144,7 +145,7 @@ def test_log_probabilities_of_a_completion(stream: bool) -> None:
             assert joined["text_offset"] == [0, 1, 2, 3]
             assert "".join(joined["tokens"]) == answer.text
             if most == 0:
-                assert all(part["top_logprobs"] is None for part in parts)
+                assert all(part["top_logprobs"] == [] for part in parts if part is not None)
             else:
                 top = joined["top_logprobs"][0]
                 assert len(top) == 3
@@ -188,9 +189,51 @@ def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> N
     simulated_server(test, ScriptedModel(saying("yes", 5)))
 
 
-def test_a_part_of_a_character_has_no_bytes() -> None:
-    assert serializers._top_logprob("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [0xC3, 0xA9]}
-    assert serializers._top_logprob("\ufffd", -math.inf) == {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_the_bytes_of_parts_of_characters_add_up_to_them(kind: str) -> None:
+    tokens: Any = demo() if kind == "byte-level" else byte_fallback()
+    ids = demo().encode("é🙂") if kind == "byte-level" else [tokens.convert_tokens_to_ids(name) for name in EMOJI_BYTES]
+    texts = [tokens.decode([id]) for id in ids]
+    assert "\ufffd" in "".join(texts)
+    parts = [token_bytes(tokens, id, text) for id, text in zip(ids, texts, strict=True)]
+    assert bytes(byte for part in parts for byte in part or []).decode() == ("é🙂" if kind == "byte-level" else "🙂")
+
+
+def test_bytes_that_a_tokenizer_does_not_tell_are_unknown() -> None:
+    tokenizer: Any = Letters()
+    assert token_bytes(tokenizer, 3, "é") == [0xC3, 0xA9]
+    assert token_bytes(tokenizer, 3, "\ufffd") is None
+
+
+def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string() -> None:
+    async def test(server: Served) -> None:
+        # "ye" may become the first stop string, and "sno" is the second.
+        asked = {**DEF, "stop": ["yet", "sno"], "logprobs": 1, "max_tokens": 20}
+        for stream in (False, True):
+            answer = await server.ask(COMPLETIONS, {**asked, "stream": stream})
+            assert answer.text == "ye"
+            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+            tokens = [token for part in parts if part is not None for token in part["tokens"]]
+            offsets = [offset for part in parts if part is not None for offset in part["text_offset"]]
+            assert "".join(tokens) == "yesno"
+            assert offsets == [0, 1, 2, 3, 4]
+
+    simulated_server(test, ScriptedModel(saying("yesno", 5)))
+
+
+@BOTH
+@pytest.mark.parametrize("ending", ["length", "stop"])
+def test_the_chunk_that_ends_a_text_has_no_text(ending: str, path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        whole = (await server.ask(path, {**body, "max_tokens": 6})).text
+        more = {"stop": [whole[3:5]]} if ending == "stop" else {}
+        streamed = await server.ask(path, {**body, "max_tokens": 6, "stream": True, **more})
+        assert streamed.text == (whole if ending == "length" else whole[:3])
+        [choice] = streamed.events[-1]["choices"]
+        assert choice["finish_reason"] == ending
+        assert (choice.get("text", ""), choice.get("delta", {})) == ("", {})
+
+    simulated_server(test, ScriptedModel(looping))
 
 
 # --- thoughts -------------------------------------------------------------------------------------
@@ -321,7 +364,7 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     assert admission.num_admitted == 0
 
 
-def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refused() -> None:
+def test_when_to_come_again_follows_from_who_is_there_and_not_from_invalid_requests() -> None:
     now = 0.0
     admission = RequestAdmission(2, 1, lambda: now)
     with admission.admit(), admission.admit():
@@ -336,7 +379,45 @@ def test_when_to_come_again_follows_from_who_is_there_and_not_from_who_was_refus
         ):
             admission.check()
         assert full.value.headers == {"Retry-After": "7"}
-    assert admission.retry_after_s == 7
+    # The next one is told to come after the one that was told 7 s.
+    assert admission.retry_after_s == 14
+
+
+def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
+    now = 0.0
+    admission = RequestAdmission(4, 0, lambda: now)
+
+    def told() -> int:
+        with pytest.raises(ErrorResponse) as full:
+            admission.check()
+        return int(full.value.headers["Retry-After"])
+
+    with admission.admit():
+        now += 10
+    with admission.admit(), admission.admit(), admission.admit(), admission.admit():
+        # A request ends every 2.5 s.
+        assert [told() for _ in range(5)] == [3, 5, 8, 10, 13]
+        now += 5
+        assert told() == 10
+        # Clients do not wait for longer, or not for as long as they are told.
+        assert [told() for _ in range(50)][-1] == 60
+        now += 100
+        assert told() > 3
+
+
+def test_sixty_requests_at_once_are_all_answered() -> None:
+    async def test(server: Served) -> None:
+        statuses: list[int] = []
+
+        async def visit() -> None:
+            statuses.append((await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(60):
+                nursery.start_soon(visit)
+        assert statuses == [200] * 60
+
+    simulated_server(test, ScriptedModel(looping), max_waiting=Service("").max_waiting)
 
 
 # --- clients that leave ---------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -144,6 +145,7 @@ async def served(
     limits: Limits | None = None,
     seconds: float = 0.0,
     sending_bytes: int | None = None,
+    hosts: Sequence[str] = ("*",),
 ) -> AsyncIterator[Served]:
     """A server over scripted models.
 
@@ -152,6 +154,7 @@ async def served(
         patience, limits: the server's.
         seconds: that a pass takes.
         sending_bytes: room for what clients have not read.
+        hosts: see `Service`.
     """
     target, draft = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.7))
     price = priced(prefill=seconds, draft=seconds / 8, verify=seconds, decode=seconds)
@@ -160,7 +163,7 @@ async def served(
     async with simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation:
         app = application(
             simulation.runtime,
-            Service("scripted", "too", max_waiting=MANY, limits=limits or Limits()),
+            Service("scripted", "too", max_waiting=MANY, limits=limits or Limits(), hosts=hosts),
             Timelines(),
             ScriptedCheck(),
         )
@@ -266,6 +269,7 @@ async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_g
         (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no Host
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2**17, 431),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00", 505),
         (b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n", 505),
     ],
@@ -277,8 +281,63 @@ async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(
             answer = await client.answer()
             assert answer is not None
             assert (answer.status, answer.is_whole) == (status, True)
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert await client.hear_all() == b""
         await server.assert_unharmed()
+
+
+async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body() -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            await client.send(request("HEAD", "/health", headers={"Transfer-Encoding": "chunked"}) + b"no length\r\n")
+            answer = await client.head()
+            assert answer is not None
+            assert answer[0] == 400
+            assert await client.hear_all() == b""
+
+
+async def test_empty_lines_before_a_request_are_skipped() -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            for piece in (b"\r\n", b"\r", b"\n" + REQUESTS["health"], b"\r\n", REQUESTS["health"] + b"\r\n"):
+                await client.send(piece)
+            await client.send(REQUESTS["health"])
+            for _ in range(3):
+                answer = await client.answer()
+                assert answer is not None
+                assert answer.json()["ok"] is True
+        await server.assert_unharmed()
+
+
+async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_connection() -> None:
+    async with served() as server:
+        with await connect(server.port) as client:
+            both = REQUESTS["a body in chunks"].replace(b"Host:", b"Content-Length: 999999999\r\nHost:", 1)
+            await client.send(both + REQUESTS["health"])
+            answer = await client.answer()
+            assert answer is not None
+            assert (answer.status, answer.text, answer.headers["connection"]) == (200, true_text(), "close")
+            assert await client.hear_all() == b""
+        await server.assert_unharmed()
+
+
+@pytest.mark.parametrize(
+    "target", ["http://localhost:1/health", "HTTP://LOCALHOST/health?x=//", "https://localhost/health"]
+)
+async def test_a_target_may_be_a_whole_address(target: str) -> None:
+    async with served(hosts=["localhost"]) as server:
+        # The address counts, and not the header.
+        answer = await ask(server.port, request("GET", target, headers={"Host": "elsewhere.example"}))
+        assert (answer.status, answer.json()["ok"]) == (200, True)
+        answer = await ask(server.port, request("GET", "http://elsewhere.example/health"))
+        assert (answer.status, answer.json()["error"]["code"]) == (400, "unknown_host")
+
+
+async def test_an_address_without_a_path_is_the_page() -> None:
+    async with served() as server:
+        for target in ("http://localhost", "http://localhost?x=1"):
+            answer = await ask(server.port, request("GET", target))
+            assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
 @pytest.mark.parametrize("at", ["within the body", "within a chunk"])
@@ -545,17 +604,75 @@ async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped()
 
 async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
     async with served(patience=ConnectionLimits(max_connections=2)) as server:
-        first, second, third = [await connect(server.port) for _ in range(3)]
-        with first, second, third:
+        with await connect(server.port) as first, await connect(server.port) as second:
+            for client in (first, second):
+                await client.send(completion(num_tokens=10**6, stream=True))
+                assert await client.head() is not None
+            with await connect(server.port) as third:
+                await third.send(REQUESTS["health"])
+                with trio.move_on_after(0.05) as waited:
+                    await third.answer()
+                assert waited.cancelled_caught
+                first.leave()
+                assert await third.answer() is not None
+
+
+async def test_the_longest_idle_connection_makes_room_for_another_client() -> None:
+    async with served(patience=ConnectionLimits(max_connections=3, idle_s=MANY)) as server:
+        busy, silent, first, second = [await connect(server.port) for _ in range(4)]
+        with busy, silent, first, second:
+            await busy.send(completion(num_tokens=10**6, stream=True))
+            assert await busy.head() is not None
             for client in (first, second):
                 await client.send(REQUESTS["health"])
                 assert await client.answer() is not None
-            await third.send(REQUESTS["health"])
-            with trio.move_on_after(0.05) as waited:
-                await third.answer()
-            assert waited.cancelled_caught
-            first.leave()
-            assert await third.answer() is not None
+            assert await silent.hear_all() == b""
+            assert (await server.health()).status == 200
+            assert await first.hear_all() == b""
+            await second.send(REQUESTS["health"])
+            assert await second.answer() is not None
+            assert await busy.event() is not None
+
+
+async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits() -> None:
+    async with served(patience=ConnectionLimits(max_connections=1, idle_s=MANY)) as server:
+        with await connect(server.port) as first:
+            await first.send(completion(num_tokens=100, stream=True))
+            assert await first.head() is not None
+            with await connect(server.port) as second:
+                await second.send(REQUESTS["health"])
+                assert await second.answer() is not None
+            assert (await first.hear_all()).endswith(b"0\r\n\r\n")
+
+
+async def test_a_system_without_files_is_named_once_in_the_log_and_idle_connections_are_closed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+    accept = trio.SocketListener.accept
+
+    async def accept_later(listener: trio.SocketListener) -> trio.SocketStream:
+        stream = await accept(listener)
+        if failures:
+            stream.socket.close()
+            raise failures.pop()
+        return stream
+
+    async with served(patience=ConnectionLimits(idle_s=MANY)) as server:
+        with await connect(server.port) as idle:
+            await idle.send(REQUESTS["health"])
+            assert await idle.answer() is not None
+            monkeypatch.setattr(trio.SocketListener, "accept", accept_later)
+            for _ in range(4):
+                # The first is accepted by a call that had begun.
+                with suppress(AssertionError):
+                    await server.health()
+            assert await idle.hear_all() == b""
+        assert failures == []
+        await server.assert_unharmed()
+    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Too many open files" in record.getMessage()
+    caplog.clear()
 
 
 async def test_a_prompt_is_read_in_passes_between_which_others_have_their_turn() -> None:

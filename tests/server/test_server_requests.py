@@ -214,6 +214,15 @@ def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
 # --- requests that are refused --------------------------------------------------------------------
 
 
+def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error() -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(COMPLETIONS, {**DEF, "repetition_penalty": 1e-300})
+        assert answer.status == 400
+        assert "repetition_penalty must be 0 for no penalty, or at least 0.01" in answer.fault["message"]
+
+    simulated_server(test)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -686,6 +695,20 @@ def test_pages_of_other_origins_may_ask_only_where_that_is_said() -> None:
     simulated_server(test, origins=[ours], **KEYED)
 
 
+def test_pages_that_may_ask_may_do_so_from_a_public_network() -> None:
+    ours, theirs = "https://ours.example", "https://theirs.example"
+
+    async def test(server: Served) -> None:
+        for origin, status in ((ours, 200), (theirs, 400)):
+            wants = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+            before = await server.ask(COMPLETIONS, method="OPTIONS", headers={"origin": origin, **wants})
+            assert before.status == status
+            assert (before.headers.get("access-control-allow-origin") == origin) is (origin == ours)
+            assert before.headers["access-control-allow-private-network"] == "true"
+
+    simulated_server(test, origins=[ours], **KEYED)
+
+
 @pytest.mark.parametrize("name", ["authorization", "content-type", "x-stainless-os", "x-anything"])
 def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str) -> None:
     ours, theirs = "https://ours.example", "https://theirs.example"
@@ -728,5 +751,99 @@ def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(monkeypatch: Any
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert isinstance(answer.error, BaseException)  # for the log
         assert await server.outcomes() == {"failed": 1}
+
+    simulated_server(test)
+
+
+# --- long requests beside others ------------------------------------------------------------------
+
+
+def test_bodies_together_are_bounded_and_a_short_one_never_waits() -> None:
+    async def test(server: Served) -> None:
+        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(100_000)
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        async with server.exchange(COMPLETIONS, headers=headers) as first:
+            first.give(body[:50_000], more=True)
+            await trio.sleep(1)
+            async with server.exchange(COMPLETIONS, headers=headers) as second:
+                second.give(body[:50_000], more=True)
+                second.give(body[50_000:])
+                await trio.sleep(1)
+                # The rest of the second body is left to its sender.
+                assert second._coming[1].statistics().current_buffer_used == 1
+                assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status == 200
+                assert not second.sent
+                first.give(body[50_000:])
+        assert (first.status, second.status) == (200, 200)
+
+    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=150_000))
+
+
+@pytest.mark.parametrize("way", ["leaves", "is silent"])
+def test_memory_that_a_body_had_is_free_when_its_client_has_gone(way: str) -> None:
+    async def test(server: Served) -> None:
+        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
+        for _ in range(3):
+            async with server.exchange(COMPLETIONS) as answer:
+                answer.give(body[:50_000], more=True)
+                await trio.sleep(1)
+                if way == "leaves":
+                    answer.leave()
+        assert (await server.ask(COMPLETIONS, body)).status == 200
+
+    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+
+
+def test_a_body_that_got_no_memory_is_to_be_sent_again() -> None:
+    async def test(server: Served) -> None:
+        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
+        async with server.exchange(COMPLETIONS) as other:
+            other.give(body[:10], more=True)
+            await trio.sleep(1)
+            async with server.exchange(COMPLETIONS) as silent:
+                silent.give(body[:50_000], more=True)
+                await trio.sleep(1)
+                other.give(body[10:50_000], more=True)
+        assert silent.status == 408
+        assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
+
+    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
+    async def test(server: Served) -> None:
+        over: list[str] = []
+
+        async def go(name: str, prompt: str, address: str) -> None:
+            assert (await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, address=address)).status == 200
+            over.append(name)
+
+        async with trio.open_nursery() as nursery:
+            for name, prompt, address in [
+                *((f"long {i}", "a" * 20_000, "10.0.0.1") for i in range(4)),
+                ("other's", "b" * 20_000, "10.0.0.2"),
+                ("short", "c", "10.0.0.1"),
+            ]:
+                nursery.start_soon(go, name, prompt, address)
+                await trio.sleep(0.1)
+        assert over[0] == "short"
+        assert over.index("other's") <= 3
+
+    simulated_server(test, ScriptedModel(looping), tokenising_s=10.0, max_streams=16)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**DEF, **{f"field{i}": 1 for i in range(1001)}},
+        {"messages": [{"role": "user", "content": "a", **{f"field{i}": 1 for i in range(1001)}}]},
+    ],
+    ids=["request", "message"],
+)
+def test_a_body_with_very_many_errors_is_refused_without_looking_at_each(body: Any) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(CHAT if "messages" in body else COMPLETIONS, body)
+        assert answer.status == 400
+        assert "errors, too many to look at" in answer.fault["message"]
 
     simulated_server(test)

@@ -30,7 +30,7 @@ from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
 from runtime.server.grammars.client_slots import ClientSlots
-from runtime.server.grammars.schemas import ANY_OBJECT, Schemas
+from runtime.server.grammars.schemas import ANY_OBJECT, Schemas, compile_any_object
 
 PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
 # What no look at it finds to be expensive: 99,400,891 remainders.
@@ -180,6 +180,32 @@ def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_jso
             check.seconds = 0.5
             await made.grammar(PLAIN, "another")
             assert trio.current_time() == began + 0.5
+
+    run(main)
+
+
+def test_the_grammar_of_any_object_that_was_compiled_at_the_start_is_the_one_that_requests_get() -> None:
+    async def main() -> None:
+        grammar = compile_any_object(tokenizer())
+        made = Schemas(None, ScriptedCheck(), Aside(9.0), 10.0, grammar)
+        assert await made.grammar(ANY_OBJECT, "a") is grammar
+        assert trio.current_time() == 0.0
+
+    run(main)
+
+
+def test_requests_for_any_object_that_come_at_once_share_one_grammar() -> None:
+    async def main() -> None:
+        made = Schemas(tokenizer(), ScriptedCheck(), Aside(9.0), 10.0)
+        grammars = []
+
+        async def ask() -> None:
+            grammars.append(await made.grammar(ANY_OBJECT, "a"))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ask)
+        assert len(set(map(id, grammars))) == 1
 
     run(main)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.server.connections.body_memory import FREE_BYTES, Claim
 from runtime.server.connections.pieces import send_in_pieces
 from runtime.server.errors import ErrorResponse
 
@@ -21,16 +23,18 @@ def client_address(scope: Scope) -> str:
     return "" if client is None else str(client[0])
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:
     """The body of a request.
 
     Args:
         scope, receive: of ASGI.
         max_bytes: the longest body.
-        within_s: seconds within which all of it must arrive.
+        within_s: seconds within which all of it must arrive, the wait for memory included.
+        claim: the body's memory.
 
     Raises:
-        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON.
+        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies have
+            taken the memory all the time.
         ClientGone: the client has left.
 
     Cancellation: part of the body may have been received.
@@ -55,6 +59,17 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 raise too_long
             if not message.get("more_body", False):
                 return bytes(body)
+            if len(body) > FREE_BYTES and not claim.num_bytes:
+                # The rest is not read before: its sender has to wait.
+                await claim.wait_for(int(announced) if announced.isdigit() else max_bytes)
+    if len(body) > FREE_BYTES and not claim.num_bytes:
+        raise ErrorResponse(
+            429,
+            f"the bodies of other requests have taken the memory for bodies for {within_s:g} s; try again",
+            type="rate_limit_error",
+            code="bodies_waiting",
+            headers={"Retry-After": str(math.ceil(within_s))},
+        )
     raise ErrorResponse(408, f"the body did not come within {within_s:g} s")
 
 

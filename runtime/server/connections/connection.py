@@ -6,7 +6,10 @@ above the socket, where no timeout on sending sees it.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
@@ -17,6 +20,7 @@ import trio
 from starlette.types import ASGIApp, Message, Scope
 
 from runtime.server.connections.pieces import PIECE_BYTES, send_in_pieces
+from runtime.server.errors import ErrorResponse
 
 logger = logging.getLogger("outrider")
 
@@ -32,14 +36,36 @@ _MAX_PIPELINED_BYTES = 2**16
 _LINGER_S = 2.0
 _MAX_LINGER_BYTES = 16 * 2**20
 
+# What a client is told whose request does not reach the application.
+_ERRORS = {
+    400: "this is not a request of HTTP/1.1",
+    431: f"the head of the request is longer than {_MAX_HEAD_BYTES} bytes; shorten it",
+    500: "the server has failed; its log has the error",
+    501: "the only transfer encoding that is supported is chunked",
+    505: "the versions of HTTP that are supported are 1.1 and 1.0",
+}
+
+_ABSOLUTE = re.compile(rb"https?://", re.IGNORECASE)
+
 _STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
 class Connection:
-    """One client connection, from its first byte to its last."""
+    """One client connection, from its first byte to its last.
+
+    Attributes:
+        is_idle: whether no request is being answered.
+    """
 
     def __init__(
-        self, app: ASGIApp, stream: trio.SocketStream, stopping: trio.Event, *, stalled_s: float, idle_s: float
+        self,
+        app: ASGIApp,
+        stream: trio.SocketStream,
+        stopping: trio.Event,
+        *,
+        stalled_s: float,
+        idle_s: float,
+        when_idle: Callable[[Connection], object] = lambda _: None,
     ) -> None:
         """Open; `run` reads from it.
 
@@ -49,17 +75,22 @@ class Connection:
             stopping: once it is set, no further request is answered.
             stalled_s: seconds that the client may leave 64 KiB of an answer unread.
             idle_s: seconds that the client may take for the head of the next request.
+            when_idle: called when the connection begins to wait for a request.
         """
+        self.is_idle = True
         self._app = app
         self._stream = stream
         self._stopping = stopping
         self._stalled_s = stalled_s
         self._idle_s = idle_s
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        self._when_idle = when_idle
+        self._http = _http()
+        self._has_begun = False  # the head of the next request
+        self._is_head_request = False
+        self._must_close = False  # after this request
         self._num_requests = 0
         self._sending = trio.Lock()
         self._listening = trio.CancelScope()  # around whatever reads from the stream now
-        self._is_idle = True  # no request is being answered
         self._has_left = False  # the client, or it sent what is not HTTP
         self._is_broken = False  # nothing more can be sent
 
@@ -78,7 +109,7 @@ class Connection:
 
     def retire(self) -> None:
         """Close the connection if no request is being answered."""
-        if self._is_idle:
+        if self.is_idle:
             self._listening.cancel()
 
     async def _answer_requests(self, addresses: dict[str, Any]) -> None:
@@ -88,18 +119,25 @@ class Connection:
             is_whole = self._http.our_state is self._http.their_state is h11.DONE
             if not is_whole or self._has_left or self._stopping.is_set():
                 break
-            self._http.start_next_cycle()
+            # Not `start_next_cycle`: an empty line may have come before the next request.
+            (received, _), self._http, self._has_begun = self._http.trailing_data, _http(), False
+            self._receive(received)
         if self._http.our_state is not h11.IDLE and not self._is_broken:
             await self._linger()
 
     async def _next_request(self) -> h11.Request | None:
         """The head of the next request; None if there is none, because the client left, was silent, or sent garbage."""
         self._listening = trio.CancelScope(deadline=trio.current_time() + self._idle_s)
-        self._is_idle = True
+        self.is_idle = True
+        self._is_head_request = self._must_close = False
+        self._when_idle(self)
         try:
             with self._listening:
                 while (event := self._http.next_event()) is h11.NEED_DATA:
-                    self._http.receive_data(await self._stream.receive_some(PIECE_BYTES))
+                    if data := await self._stream.receive_some(PIECE_BYTES):
+                        self._receive(data)
+                    else:
+                        self._http.receive_data(data)
                 if isinstance(event, h11.Request):
                     if event.http_version not in (b"1.0", b"1.1"):
                         raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
@@ -109,8 +147,16 @@ class Connection:
         except _STREAM_ERRORS:
             pass
         finally:
-            self._is_idle = False
+            self.is_idle = False
         return None
+
+    def _receive(self, data: bytes) -> None:
+        """Take received bytes; empty lines before a request are skipped, which some clients send after a body."""
+        if not self._has_begun:
+            data = data.lstrip(b"\r\n")
+        if data:
+            self._has_begun = True
+            self._http.receive_data(data)
 
     # --- one request --------------------------------------------------------------------------------
 
@@ -118,6 +164,10 @@ class Connection:
         """Call the application, and hand it the body of the request meanwhile."""
         put, take = trio.open_memory_channel[Message](1)
         self._listening = trio.CancelScope()
+        self._is_head_request = request.method == b"HEAD"
+        # Such a request may be one for a proxy and two for the next server.
+        names = {name for name, _ in request.headers}
+        self._must_close = {b"content-length", b"transfer-encoding"} <= names
         if self._http.they_are_waiting_for_100_continue:
             await self._send(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
         # Before the application runs: if the end of the body came together with the head, the answer need not be the
@@ -126,7 +176,7 @@ class Connection:
         async with trio.open_nursery() as nursery:
             if is_listening:
                 nursery.start_soon(self._listen, put)
-            await self._call(request, _scope(request, addresses), take)
+            await self._call(_scope(request, addresses), take)
             nursery.cancel_scope.cancel()
 
     async def _listen(self, put: trio.MemorySendChannel[Message]) -> None:
@@ -163,7 +213,7 @@ class Connection:
             await put.send({"type": "http.request", "body": bytes(body), "more_body": not is_last})
         return True
 
-    async def _call(self, request: h11.Request, scope: Scope, take: trio.MemoryReceiveChannel[Message]) -> None:
+    async def _call(self, scope: Scope, take: trio.MemoryReceiveChannel[Message]) -> None:
         """Call the application; if it fails or returns before it answers, the answer is 500."""
         has_body = True
 
@@ -177,7 +227,7 @@ class Connection:
             nonlocal has_body
             events: list[h11.Event] = []
             if message["type"] == "http.response.start":
-                has_body = request.method != b"HEAD" and message["status"] not in (204, 304)
+                has_body = not self._is_head_request and message["status"] not in (204, 304)
                 events.append(self._response(message["status"], list(message.get("headers", ()))))
             else:
                 if has_body and (body := message.get("body", b"")):
@@ -205,20 +255,26 @@ class Connection:
     def _response(self, status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
         headers.append((b"date", formatdate(usegmt=True).encode()))
         # An answer that precedes the end of its request is the last of its connection, and says so.
-        if self._num_requests >= _MAX_REQUESTS or self._http.their_state in (h11.SEND_BODY, h11.ERROR):
+        is_early = self._http.their_state in (h11.SEND_BODY, h11.ERROR)
+        if is_early or self._must_close or self._num_requests >= _MAX_REQUESTS:
             headers.append((b"connection", b"close"))
         return h11.Response(status_code=status, headers=headers)
 
     async def _send_error(self, status: int) -> None:
-        """Send an answer without a body, as the last one, unless an answer has begun."""
+        """Send an error, as the last answer, unless an answer has begun."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            kind = "server_error" if status == 500 else "invalid_request_error"
+            body = json.dumps(ErrorResponse(status, _ERRORS.get(status, _ERRORS[400]), type=kind).body()).encode()
             headers = [
-                (b"content-length", b"0"),
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
                 (b"connection", b"close"),
                 (b"date", formatdate(usegmt=True).encode()),
             ]
-            head = self._http.send(h11.Response(status_code=status, headers=headers))
-            await self._send((head or b"") + (self._http.send(h11.EndOfMessage()) or b""))
+            events: list[h11.Event] = [h11.Response(status_code=status, headers=headers)]
+            if not self._is_head_request:
+                events.append(h11.Data(data=body))
+            await self._send(b"".join(self._http.send(event) or b"" for event in [*events, h11.EndOfMessage()]))
 
     async def _send(self, data: bytes | None) -> None:
         """Send; if the client has left or does not read, the connection is over."""
@@ -246,8 +302,22 @@ class Connection:
                 num_bytes += len(data)
 
 
+def _http() -> h11.Connection:
+    return h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+
+
 def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
-    path, _, query = request.target.partition(b"?")
+    target, headers = request.target, list(request.headers)
+    if _ABSOLUTE.match(target):
+        # As a proxy is asked. The address in it takes the place of the header Host.
+        _, _, rest = target.partition(b"://")
+        host = re.split(rb"[/?]", rest)[0]
+        target = rest[len(host) :]
+        target = target if target.startswith(b"/") else b"/" + target
+        headers = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]
+    if any(name == b"transfer-encoding" for name, _ in headers):
+        headers = [(name, value) for name, value in headers if name != b"content-length"]  # it does not count
+    path, _, query = target.partition(b"?")
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.1"},
@@ -258,7 +328,7 @@ def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
         "raw_path": path,
         "query_string": query,
         "root_path": "",
-        "headers": list(request.headers),
+        "headers": headers,
         "state": {},
         "extensions": {},
         **addresses,

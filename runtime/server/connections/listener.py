@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -11,8 +12,14 @@ import trio
 from starlette.types import ASGIApp
 
 from runtime.server.connections.connection import Connection
+from runtime.server.connections.places import Places
 
 logger = logging.getLogger("outrider")
+
+# Errors of `accept` that say that the system lacks something, which may come back.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_RETRY_S = 0.1
+_WARNING_INTERVAL_S = 60.0
 
 
 @attrs.frozen
@@ -20,7 +27,8 @@ class ConnectionLimits:
     """Limits and timeouts of connections.
 
     Attributes:
-        max_connections: open connections at a time, >= 1; further clients wait to be accepted.
+        max_connections: open connections at a time, >= 1. For a further client, the connection that has been idle for
+            the longest is closed; if all are busy, the client waits.
         stalled_s: seconds that a client may leave 64 KiB of an answer unread.
         idle_s: seconds that a client may take for the head of its next request.
         grace_s: seconds that answers may take to end once the server stops.
@@ -49,49 +57,67 @@ async def serve(
     Cancellation: closes all connections.
     """
     stopping = trio.Event()
-    free_connections = trio.Semaphore(limits.max_connections)
-    connections: set[Connection] = set()
+    places = Places(limits.max_connections)
 
     async def handle(stream: trio.SocketStream) -> None:
-        connection = Connection(app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s)
-        connections.add(connection)
+        connection = Connection(
+            app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=places.note_idle
+        )
+        places.add(connection)
         # A failure of one connection must not affect the others.
         try:
             await connection.run()
         except Exception:
             logger.exception("a connection has failed")
         finally:
-            connections.discard(connection)
-            free_connections.release()
+            places.remove(connection)
 
-    limited = [_LimitedListener(listener, free_connections) for listener in listeners]
+    limited = [_LimitedListener(listener, places) for listener in listeners]
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as accepting:
             accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
             await until()
             accepting.cancel_scope.cancel()
         stopping.set()
-        for connection in list(connections):
-            connection.retire()
+        places.retire_all()
         handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
 
 
 class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener that accepts a connection when one is free; whoever handles the connection frees it again."""
+    """A listener whose connections have a place each; whoever handles a connection gives its place back."""
 
-    def __init__(self, listener: trio.SocketListener, free_connections: trio.Semaphore) -> None:
+    def __init__(self, listener: trio.SocketListener, places: Places) -> None:
         # trio.serve_listeners looks at the socket when `accept` fails.
         self.socket = listener.socket
         self._listener = listener
-        self._free_connections = free_connections
+        self._places = places
+        self._next_warning_s = 0.0  # of trio's clock
 
     async def accept(self) -> trio.SocketStream:
-        await self._free_connections.acquire()
+        # Accepted first: before, nobody knows whether a client waits for a place.
+        stream = await self._accept()
         try:
-            return await self._listener.accept()
+            await self._places.take()
         except BaseException:
-            self._free_connections.release()
+            stream.socket.close()
             raise
+        return stream
+
+    async def _accept(self) -> trio.SocketStream:
+        """As the listener's `accept`, and tries again while the system lacks files or memory."""
+        while True:
+            try:
+                return await self._listener.accept()
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                if (now := trio.current_time()) >= self._next_warning_s:
+                    self._next_warning_s = now + _WARNING_INTERVAL_S
+                    logger.warning(
+                        "new connections cannot be accepted: %s; idle ones are closed meanwhile", error.strerror
+                    )
+                self._places.close_idle()
+                await trio.sleep(_RETRY_S)
 
     async def aclose(self) -> None:
         await self._listener.aclose()

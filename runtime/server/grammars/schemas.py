@@ -37,6 +37,16 @@ _PROBLEMS: dict[Outcome, str] = {
 }
 
 
+def compile_any_object(tokenizer: Any) -> Grammar:
+    """The grammar of any JSON object.
+
+    Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
+    """
+    from runtime.generation.grammar import Grammar
+
+    return Grammar.from_json_schema(ANY_OBJECT, tokenizer)
+
+
 class Schemas:
     """Compiles JSON schemas to grammars.
 
@@ -44,7 +54,14 @@ class Schemas:
     of the check is kept, but not the grammar: grammars grow while they are used.
     """
 
-    def __init__(self, tokenizer: Any, check: GrammarCheck, background: Background, timeout_s: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        check: GrammarCheck,
+        background: Background,
+        timeout_s: float,
+        any_object: Grammar | None = None,
+    ) -> None:
         """For a tokenizer.
 
         Args:
@@ -52,6 +69,7 @@ class Schemas:
             check: measures the cost of a grammar.
             background: compiles.
             timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
+            any_object: what `compile_any_object` has returned; None to compile it for the first request that needs it.
         """
         self._tokenizer = tokenizer
         self._check = check
@@ -60,7 +78,8 @@ class Schemas:
         self._slots = ClientSlots(_MAX_COMPILING, _MAX_COMPILING_PER_CLIENT)
         self._compiling = trio.CapacityLimiter(_MAX_COMPILING)
         self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()  # by digest, least recently used first
-        self._any_object: Grammar | None = None
+        self._any_object = any_object
+        self._compiling_any_object = trio.CapacityLimiter(1)
 
     async def grammar(self, schema: Mapping[str, Any] | bool, client: str) -> Grammar:
         """The logits processor for a JSON schema.
@@ -83,13 +102,15 @@ class Schemas:
             raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
 
     async def _grammar_of_any_object(self) -> Grammar:
-        if self._any_object is None:
-            from runtime.generation.grammar import Grammar
+        if self._any_object is not None:
+            return self._any_object
+        return await self._background(
+            self._compile_any_object, abandon_on_cancel=True, limiter=self._compiling_any_object
+        )
 
-            compile_grammar = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
-            self._any_object = await self._background(
-                compile_grammar, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-            )
+    def _compile_any_object(self) -> Grammar:
+        if self._any_object is None:
+            self._any_object = compile_any_object(self._tokenizer)
         return self._any_object
 
     async def _grammar_in_turn(self, schema: Mapping[str, Any] | bool, client: str) -> Grammar:

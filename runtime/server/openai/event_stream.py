@@ -72,10 +72,12 @@ async def send_events(
         await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
 
     async def write_chunk(tokens: list[Token]) -> None:
-        chunk = serializer.chunk(tokens)
+        chunks = serializer.chunks(tokens)
         if timeline is not None:
-            chunk["speculation"] = _speculation(tokens, stream.statistics(), timeline)
-        await write(_event(chunk))
+            for i, chunk in enumerate(chunks):
+                # The tokens came with the first; a chunk that only ends the text has none.
+                chunk["speculation"] = _speculation([] if i else tokens, stream.statistics(), timeline)
+        await write("".join(map(_event, chunks)))
 
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
     put, take = trio.open_memory_channel[Token](_BUFFERED_TOKENS)

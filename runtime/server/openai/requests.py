@@ -178,6 +178,11 @@ class Request(Body):
         return "max_tokens"
 
     @property
+    def prompt_length(self) -> int:
+        """Number of characters or token ids of the prompt."""
+        raise NotImplementedError
+
+    @property
     def speculation(self) -> bool:
         """Whether the chunks have `speculation`."""
         return self.stream_options is not None and bool(self.stream_options.include_speculation)
@@ -246,6 +251,11 @@ class CompletionRequest(Request):
         return self.logprobs
 
     @property
+    def prompt_length(self) -> int:
+        """See `Request`."""
+        return len(self.text_or_ids)
+
+    @property
     def text_or_ids(self) -> str | list[int]:
         """The prompt, without the list around it: a text or token ids."""
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list)):
@@ -264,7 +274,7 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     # Fields of responses, which clients send back as part of the chat.
@@ -290,7 +300,8 @@ class ChatRequest(Request):
     """The body of a request to `/v1/chat/completions`: a chat to continue."""
 
     prompt_field = "messages"
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    # The bounds of lists of objects are for the time of reading them.
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name for `max_tokens`")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -311,6 +322,11 @@ class ChatRequest(Request):
     def num_logprobs(self) -> int | None:
         """See `Request`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_length(self) -> int:
+        """See `Request`."""
+        return sum(len(message.plain()["content"]) for message in self.messages)
 
     @property
     def max_answer_tokens(self) -> int | None:

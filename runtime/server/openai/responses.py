@@ -161,11 +161,11 @@ class Speculation(ModelActivity):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities; each list has an item per token."""
+    """Log-probabilities; each list has an item per token, but `top_logprobs` none where `logprobs` is 0."""
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
@@ -194,7 +194,7 @@ class Completion(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token and its log-probability; `bytes` is null where the token is part of a character."""
+    """A token and its log-probability; `bytes` is null where the tokenizer tells none for part of a character."""
 
     token: str
     logprob: float

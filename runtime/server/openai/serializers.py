@@ -6,9 +6,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from protocol.statistics import Statistics
+from runtime.generation.text import Detokenizer
 from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, Request
 from runtime.server.openai.responses import (
@@ -27,6 +28,7 @@ from runtime.server.openai.responses import (
     TopLogprob,
     Usage,
 )
+from runtime.server.openai.token_bytes import token_bytes
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -66,6 +68,23 @@ class Serializer(ABC):
         """A chunk with the tokens since the last one, possibly none."""
 
     @abstractmethod
+    def finishing(self, chunk: Chunk) -> Chunk:
+        """A chunk with the finish reason of another one, and without its text."""
+
+    def chunks(self, tokens: Sequence[Token]) -> list[Chunk]:
+        """As `chunk`; at the end of the text two, of which the last has the finish reason and no text.
+
+        Some clients do not look for text where they find a finish reason.
+        """
+        chunk = self.chunk(tokens)
+        if _finish_reason(tokens) is None:
+            return [chunk]
+        finishing = self.finishing(chunk)
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = None
+        return [chunk, finishing]
+
+    @abstractmethod
     def last_chunk(self, statistics: Statistics) -> Chunk:
         """The chunk after the text, with the usage."""
 
@@ -101,11 +120,18 @@ class CompletionSerializer(Serializer):
     def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         """See `Serializer`."""
         super().__init__(request, model, tokenizer)
-        self._num_characters = 0  # of the text so far
+        # Of the text so far. What may become a stop string is withheld, but counts.
+        self._num_characters = 0
+        self._detokenizer = Detokenizer(tokenizer)
 
     def chunk(self, tokens: Sequence[Token]) -> Completion:
         """See `Serializer`."""
         return self._completion([self._choice(tokens)])
+
+    def finishing(self, chunk: Chunk) -> Chunk:
+        """See `Serializer`."""
+        choices: Any = [{**choice, "text": "", "logprobs": None} for choice in chunk["choices"]]
+        return self._completion(choices)
 
     def last_chunk(self, statistics: Statistics) -> Completion:
         """See `Serializer`."""
@@ -136,9 +162,9 @@ class CompletionSerializer(Serializer):
     def _logprobs(self, tokens: Sequence[Token]) -> CompletionLogprobs:
         text_tokens = _text_tokens(tokens)
         offsets = []
-        for token in tokens:
+        for token in text_tokens:
             offsets.append(self._num_characters)
-            self._num_characters += len(token.text)
+            self._num_characters += len(self._detokenizer.add(token.id))
         return {
             "tokens": [self._decoded(token.id) for token in text_tokens],
             "token_logprobs": [_finite(token.logprob) for token in text_tokens],
@@ -147,8 +173,8 @@ class CompletionSerializer(Serializer):
                 for token in text_tokens
             ]
             if self._num_logprobs
-            else None,
-            "text_offset": offsets[: len(text_tokens)],
+            else [],
+            "text_offset": offsets,
         }
 
 
@@ -181,6 +207,11 @@ class ChatSerializer(Serializer):
             "finish_reason": _finish_reason(tokens),
         }
         return self._chunk([choice])
+
+    def finishing(self, chunk: Chunk) -> Chunk:
+        """See `Serializer`."""
+        choices: Any = [{**choice, "delta": {}, "logprobs": None} for choice in chunk["choices"]]
+        return self._chunk(choices)
 
     def last_chunk(self, statistics: Statistics) -> ChatChunk:
         """See `Serializer`."""
@@ -232,9 +263,12 @@ class ChatSerializer(Serializer):
             return None
         content: list[TokenLogprob] = []
         for token in _text_tokens(tokens):
-            top = [_top_logprob(top.text, top.logprob) for top in token.top_logprobs[: self._num_logprobs]]
-            content.append({**_top_logprob(self._decoded(token.id), token.logprob), "top_logprobs": top})
+            top = [self._top_logprob(top.id, top.text, top.logprob) for top in token.top_logprobs[: self._num_logprobs]]
+            content.append({**self._top_logprob(token.id, self._decoded(token.id), token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+    def _top_logprob(self, id: int, text: str, logprob: float | None) -> TopLogprob:
+        return {"token": text, "logprob": _finite(logprob), "bytes": token_bytes(self._tokenizer, id, text)}
 
 
 def serializer_for(
@@ -263,12 +297,6 @@ def _text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
     if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
         return tokens[:-1]
     return tokens
-
-
-def _top_logprob(text: str, logprob: float | None) -> TopLogprob:
-    # The bytes of part of a character are unknown: its decoded text is the replacement character.
-    is_whole = "\ufffd" not in text
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}
 
 
 def _finite(logprob: float | None) -> float:
