@@ -15,6 +15,7 @@ import attrs
 import mlx.core as mx
 
 from actors.model import RecordsNothing, RewindMode
+from actors.trained.feature_input import FeatureInput
 from protocol.errors import RewindError
 
 
@@ -59,7 +60,7 @@ class _Own:
     hidden: mx.array
 
 
-class FeatureSequence(RecordsNothing):
+class FeatureSequence(RecordsNothing, FeatureInput):
     """See `CachedSequence`. Features are given in any thread; everything else happens on the model's."""
 
     depends_on_passes = False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # The kinds that can be used.
-SUPPORTED = {"EAGLE-3"}
+SUPPORTED = {"EAGLE-3", "Medusa"}
 
 # Keys that only the config of a trained drafter has, and its kind.
 _KEYS = {
