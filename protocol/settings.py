@@ -28,6 +28,8 @@ MAX_STOP_LENGTH = 1000
 
 # The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
+# The name of the MTP layer that a target's own files bring; a directory of that name is "./mtp".
+MTP: Final = "mtp"
 
 # The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
 # alias (`target_model`) before the alias could get its hint.

@@ -27,12 +27,20 @@ class TrainedDrafter(FeedsEach):
 
     context_length = None
 
-    def __init__(self, folder: Path, target: Module, target_vocab_size: int, named: str = "the drafter") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Module,
+        target_vocab_size: int,
+        named: str = "the drafter",
+        *,
+        is_targets_own: bool = False,
+    ) -> None:
         """Load a drafter.
 
         Args, Raises: as `attach`.
         """
-        self._attached = attach(folder, target, target_vocab_size, named)
+        self._attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
         self.feature_layers = self._attached.feature_layers
         self.vocab_size = self._attached.vocab_size
 

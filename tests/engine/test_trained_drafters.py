@@ -20,6 +20,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MedusaModel"]}, "Medusa"),
     ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "EAGLE-3"),
     ({"speculators_model_type": "mlp"}, "Speculators' mlp"),
+    ({"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]}, "Speculators' mtp"),
+    ({"model_type": "deepseek_mtp", "architectures": ["DeepSeekMTPModel"]}, "MTP"),
+    ({"model_type": "qwen3_next_mtp"}, "MTP"),
     ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}}, "DFlash"),
     ({"model_type": "qwen3", "dflash_config": {}}, "DFlash"),
 ]

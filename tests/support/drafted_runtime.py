@@ -7,13 +7,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from models import greedy
 
 from actors.mlx.cache_options import CacheOptions
+from actors.mlx.layer_evaluation import evaluating_layers
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
+from protocol.trace import Event, Instant
+from runtime.engine.events import Events
 from runtime.engine.running import running
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
@@ -53,3 +57,41 @@ async def check_seeded(rt: Any, lookahead: Any) -> None:
         assert [token.id for token in completion.tokens] == [token.id for token in expected.tokens]
         assert completion.statistics.proposed > 0
         assert completion.statistics.draft_failures == 0
+
+
+async def fresh_proposals(
+    folder: Path, built: Any, lookahead: int
+) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+    """Stream a text at temperature 0. Returns: the whole text, and what was proposed after a miss, when nothing that was
+    drafted ahead is left: the position of the first proposed token, and the tokens.
+    """
+    seen: list[Event] = []
+    events = Events()
+    events.listen(seen.append)
+    async with drafted(folder, built, events=events) as rt:
+        completion = await rt.generate(PROMPTS[0], max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+    found, has_missed, position = [], False, 0
+    for event in seen:
+        if not isinstance(event, Instant):
+            continue
+        if event.kind == "verdict" and event.commit is not None:
+            position = event.commit.start + len(event.commit.tokens)
+        elif event.kind in ("hit", "miss"):
+            has_missed = event.kind == "miss"
+        elif event.kind == "proposal" and has_missed and event.tokens:
+            found.append((position, event.tokens))
+    assert len(found) > 3
+    return (*PROMPTS[0], *(token.id for token in completion.tokens)), found
+
+
+def features_of(built: Any, text: tuple[int, ...]) -> mx.array:
+    """What the last layer of a target gives for a text."""
+    with evaluating_layers(built):
+        model = MLXModel(built, CacheOptions())
+        model.record_features((len(built.layers),))
+        sequence = model.open_sequence(beside_another=False)
+        sequence.feed(text, 0)
+        taken = sequence.take_features(len(text))
+        sequence.close()
+    assert taken is not None
+    return taken.values

@@ -1,4 +1,4 @@
-"""Writes the cases of `test_mtp.py`: tiny MTP layers with the decoder layers of transformers, and their logits in torch.
+"""Writes the cases of `test_mtp.py`: tiny MTP layers with decoder layers of transformers, and their logits in torch.
 
     pip install torch transformers==5.19.0 numpy safetensors
     python tests/trained/make_mtp_cases.py tests/trained/mtp
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModel, AutoConfig
+from transformers import AutoConfig, AutoModel
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_TOKENS, NUM_STEPS, NUM_LAYERS, NUM_EXPERTS = 32, 48, 7, 3, 2, 4
 COMMON = {

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
-from drafted_runtime import check_greedy, check_seeded, drafted
+from drafted_runtime import check_greedy, check_seeded, drafted, features_of, fresh_proposals
 from mlx.utils import tree_flatten
 
 import runtime
@@ -280,3 +280,12 @@ async def test_another_target_is_refused_with_what_differs(changes: dict[str, in
     with pytest.raises(ModelError, match=said):
         async with runtime.open((built, None), tmp_path):
             raise AssertionError("should not be reached")
+
+
+async def test_what_is_drafted_after_a_miss_follows_from_the_targets_last_hidden_state(tmp_path: Path) -> None:
+    built = build("llama")
+    text, proposals = await fresh_proposals(write_medusa(tmp_path, built), built, lookahead=2)
+    features, model = features_of(built, text), load_medusa(tmp_path)
+    for position, tokens in proposals:
+        hidden = built.model.norm(features[position - 2])
+        assert tokens == tuple(mx.argmax(head(hidden)).item() for head in model.heads[: len(tokens)])

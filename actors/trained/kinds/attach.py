@@ -16,7 +16,8 @@ from actors.trained.eagle3 import load as load_eagle3
 from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.head_sequence import HeadSequence
 from actors.trained.kinds.medusa import is_medusa, load_medusa
-from actors.trained.kinds.target_parts import embedding_of, final_norm_of, width_of
+from actors.trained.kinds.mtp import MTPReader, is_mtp, load_mtp
+from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of, width_of
 from protocol.errors import ModelError
 
 
@@ -39,7 +40,9 @@ class Attached:
     arrays: tuple[mx.array, ...] = ()
 
 
-def attach(folder: Path, target: Module, target_vocab_size: int, named: str) -> Attached:
+def attach(
+    folder: Path, target: Module, target_vocab_size: int, named: str, *, is_targets_own: bool = False
+) -> Attached:
     """Load the drafter in a folder, of the kind that its `config.json` says, and attach it to its target.
 
     Args:
@@ -47,6 +50,7 @@ def attach(folder: Path, target: Module, target_vocab_size: int, named: str) -> 
         target: mlx-lm's model, whose weights are evaluated.
         target_vocab_size: width of the target's logits.
         named: the drafter, for messages.
+        is_targets_own: whether the folder is the target's own, and the drafter the MTP layer in it.
 
     Raises: ModelError: it cannot be loaded, or was made for another target; the message says what differs.
     """
@@ -54,8 +58,11 @@ def attach(folder: Path, target: Module, target_vocab_size: int, named: str) -> 
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    load = _attach_medusa if is_medusa(config) else _attach_eagle3
-    attached = load(folder, target, named)
+    if not isinstance(config, dict):
+        raise ModelError(f"the drafter in {folder} cannot be read: its config.json has no settings by name")
+    if is_targets_own or is_mtp(config):
+        return _attach_mtp(folder, target, target_vocab_size, named)
+    attached = (_attach_medusa if is_medusa(config) else _attach_eagle3)(folder, target, named)
     if attached.vocab_size > target_vocab_size:
         raise ModelError(
             f"{named} was made for a target with {attached.vocab_size} tokens, and this one has {target_vocab_size}"
@@ -83,6 +90,13 @@ def _attach_medusa(folder: Path, target: Module, named: str) -> Attached:
         HeadSequence, final_norm_of(target, named), model.heads, config.hidden_size, config.vocab_size
     )
     return Attached((len(target.layers),), config.vocab_size, open_sequence, model)
+
+
+def _attach_mtp(folder: Path, target: Module, target_vocab_size: int, named: str) -> Attached:
+    model = load_mtp(folder, target, named)
+    parts = final_norm_of(target, named), embedding_of(target, named), head_of(target, named)
+    open_sequence = partial(FeatureSequence, MTPReader(model, *parts, target_vocab_size))
+    return Attached((len(target.layers),), target_vocab_size, open_sequence, model)
 
 
 def _check_width(hidden_size: int, target: Module, named: str) -> None:

@@ -1,13 +1,13 @@
 """MTP: a decoder layer that a target brings along, and that predicts the token after the next.
 
-Position t of the layer reads the hidden state that the target's head reads at position t, and the embedding of the token
-at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the layer's
-own hidden state stands for the target's. Embedding and head are the target's.
+Position t of the layer reads the hidden state that the target's head reads at position t, and the embedding of the
+token at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the
+layer's own hidden state stands for the target's. Embedding and head are the target's.
 
 The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own under the same names.
 
-Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2; for what lies around the decoder
-layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`).
+Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2; for what lies around the
+decoder layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MIMO = _Family(
     "final_layernorm",
     hidden_first=True,
 )
-# By `model_type`: the family, and mlx-lm's module.
+# By the name of mlx-lm's module: the family, and the module.
 _FAMILIES: dict[str, tuple[_Family, Any]] = {
     "deepseek_v3": (_NEXTN, deepseek_v3),
     "glm4_moe": (_NEXTN, glm4_moe),
@@ -173,28 +173,27 @@ def load_mtp(folder: Path, target: Module, named: str) -> MTP:
 
     Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
     """
-    args = getattr(target, "args", None)
-    model_type = str(getattr(args, "model_type", type(target).__module__.rpartition(".")[2]))
+    model_type = type(target).__module__.rpartition(".")[2]
     if model_type not in _FAMILIES:
         raise ModelError(
             f"{named} is an MTP layer, and those of {model_type} targets are not supported; those of "
             f"{', '.join(_FAMILIES)} are"
         )
     family, module = _FAMILIES[model_type]
+    text_model: Any = target.get("language_model", target)
+    args = vars(text_model.args)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights, is_converted = _weights(folder, family)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the MTP layer in {folder} cannot be read: {error}") from error
-    text_args = getattr(args, "text_config", None) or vars(args)
-    _check_target(config, model_type, text_args, named)
+    _check_target(config, model_type, args, named)
     if f"{family.projection}.weight" not in weights:
         raise ModelError(
             f"there are no weights of an MTP layer in {folder}: conversions to MLX drop them; give the folder of the "
             "original model, or one with the layer alone, as draft"
         )
-    small = _one_layer_model(module, args)
-    return _filled(family, small, weights, is_converted, text_args, named)
+    return _filled(family, _one_layer_model(module, target.args), weights, is_converted, args, named)
 
 
 def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str, Any], named: str) -> None:
@@ -204,8 +203,8 @@ def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str,
     # Sidecars have names of their own, such as "deepseek_mtp".
     if of_file in _FAMILIES and of_file != model_type:
         raise ModelError(f"{named} was made for a {of_file} target, and this one is a {model_type}")
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
-        if (found := config.get(name)) is not None and name in args and found != args[name]:
+    for name in ("hidden_size", "vocab_size"):
+        if (found := config.get(name)) is not None and found != args[name]:
             raise ModelError(f"{named} was made for a target with {name} {found}, and this one has {args[name]}")
 
 
@@ -215,7 +214,7 @@ def _weights(folder: Path, family: _Family) -> tuple[dict[str, mx.array], bool]:
     loaded: dict[str, mx.array] = {}
     is_converted = False
     for file in sorted(folder.glob("*.safetensors")):
-        arrays, metadata = mx.load(str(file), return_metadata=True)  # type: ignore[misc]
+        arrays, metadata = mx.load(str(file), return_metadata=True)
         of_layer = {name: value for name, value in arrays.items() if prefix.match(name)}  # type: ignore[union-attr]
         is_converted |= bool(of_layer) and metadata.get("format") == "mlx"  # type: ignore[union-attr]
         loaded |= of_layer
@@ -269,12 +268,12 @@ def _filled(
         raise ModelError(
             f"{named} reads hidden states of a width of {width}, and those of this target have {hidden_size}"
         )
-    model = MTP(family, small.layers[0], hidden_size, float(args.get("rms_norm_eps", 1e-6)))
+    model = MTP(family, small.layers[0], hidden_size, float(args["rms_norm_eps"]))
     try:
         model.load_weights(list(own.items()))
     except ValueError as error:
         raise ModelError(f"the weights of {named} do not fit its target: {error}") from error
-    mx.eval(model.parameters())
+    mx.eval(model.state)
     return model
 
 
