@@ -62,8 +62,10 @@ async def check_seeded(rt: Any, lookahead: Any) -> None:
 async def fresh_proposals(
     folder: Path, built: Any, lookahead: int
 ) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
-    """Stream a text at temperature 0. Returns: the whole text, and what was proposed after a miss, when nothing that was
-    drafted ahead is left: the position of the first proposed token, and the tokens.
+    """Stream a text at temperature 0.
+
+    Returns: the whole text, and what was proposed after a miss, when nothing that was drafted ahead is left: the
+        position of the first proposed token, and the tokens.
     """
     seen: list[Event] = []
     events = Events()
