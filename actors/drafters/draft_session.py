@@ -96,7 +96,7 @@ class DraftSession(DrafterSession):
         """Wait until the target has read the prompt, if the drafter reads what the target makes of it."""
         self._hand_over_features()
         if isinstance(self.sequence, FeatureInput):
-            while not self.sequence.num_given and self.state.phase is not SessionPhase.CLOSED:
+            while self.sequence.awaits_features and self.state.phase is not SessionPhase.CLOSED:
                 await self.change()
             # What the prefix cache holds of the text may have been read without features.
             self.cached_tokens.rewind(min(self.sequence.length, len(self.cached_tokens)))

@@ -25,8 +25,8 @@ class FeatureInput(ABC):
 
     @property
     @abstractmethod
-    def num_given(self) -> int:
-        """The position after the last one whose features were given; 0 before the first."""
+    def awaits_features(self) -> bool:
+        """Whether no features were given yet of the text that it is used for."""
 
     @property
     def foreseen(self) -> int | None:

@@ -59,6 +59,15 @@ async def check_seeded(rt: Any, lookahead: Any) -> None:
         assert completion.statistics.draft_failures == 0
 
 
+async def check_reuse(rt: Any, built: Any) -> None:
+    """Compare texts that go on from the beginning of an earlier one with those of the target alone."""
+    prompt = PROMPTS[2]
+    for continued in (prompt, [*prompt, 3, 4, 5, 6], [*prompt[:5], 8, 9, 10], [*prompt, 3, 4, 7]):
+        stream = rt.stream(continued, max_tokens=12, lookahead=2, ignore_eos=True, reuse_prefix=True)
+        assert [token.id async for token in stream] == greedy(built, continued, 12)
+        assert stream.statistics().draft_failures == 0
+
+
 async def fresh_proposals(
     folder: Path, built: Any, lookahead: int
 ) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:

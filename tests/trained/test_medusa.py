@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
-from drafted_runtime import check_greedy, check_seeded, drafted, features_of, fresh_proposals
+from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
 from mlx.utils import tree_flatten
 
 import runtime
@@ -213,7 +213,7 @@ def test_another_text_does_not_read_the_features_of_the_first(heads: Medusa) -> 
     assert sequence.num_bytes > 0
     assert sequence.reusable_length(7, 12) == 7
     sequence.reuse(7)
-    assert (sequence.length, sequence.num_given, sequence.num_bytes) == (7, 0, 0)
+    assert (sequence.length, sequence.awaits_features, sequence.num_bytes) == (7, True, 0)
     logits = sequence.feed((1, 2), 1)
     assert logits is not None
     assert not logits.any()
@@ -255,6 +255,12 @@ async def test_seeded_texts_are_those_without_a_drafter(tmp_path: Path) -> None:
     built = build("gemma3_text")
     async with drafted(write_medusa(tmp_path, built), built, max_batch=8) as rt:
         await check_seeded(rt, lookahead=2)
+
+
+async def test_a_text_may_go_on_from_an_earlier_one(tmp_path: Path) -> None:
+    built = build("llama")
+    async with drafted(write_medusa(tmp_path, built), built) as rt:
+        await check_reuse(rt, built)
 
 
 async def test_open_takes_a_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import build
-from drafted_runtime import check_greedy, check_seeded, drafted, features_of, fresh_proposals
+from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
 from mlx.utils import tree_flatten
 from models import draw_weights, save
 
@@ -181,6 +181,14 @@ async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Pat
     target = draw_weights(target_of(case), 3)
     async with drafted(sidecar(tmp_path, case), target, max_batch=8) as rt:
         await check_seeded(rt, lookahead=2)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
+async def test_a_text_may_go_on_from_an_earlier_one(name: str, tmp_path: Path) -> None:
+    case = case_of(name)
+    target = draw_weights(target_of(case), 3)
+    async with drafted(sidecar(tmp_path, case), target) as rt:
+        await check_reuse(rt, target)
 
 
 async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> None:

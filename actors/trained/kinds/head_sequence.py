@@ -67,9 +67,9 @@ class HeadSequence(RecordsNothing, FeatureInput):
         self.give(0, zeros)
 
     @property
-    def num_given(self) -> int:
-        """See `FeatureInput.num_given`."""
-        return self._num_given
+    def awaits_features(self) -> bool:
+        """See `FeatureInput.awaits_features`."""
+        return self._num_given == 0
 
     @property
     def foreseen(self) -> int:
