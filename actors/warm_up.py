@@ -16,7 +16,7 @@ import trio
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
 from actors.target.plain_decoder import PlainDecoder
-from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
@@ -131,7 +131,7 @@ async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSe
     """A sequence that holds `NUM_TEXT_TOKENS` tokens; closed on leaving."""
     sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
-        if isinstance(sequence, FeatureSequence):
+        if isinstance(sequence, FeatureInput):
             await worker.run(Job("warm-up", partial(sequence.give_nothing, MAX_TOKENS)))
         await worker.run(Job("warm-up", partial(sequence.feed, (0,) * NUM_TEXT_TOKENS, 0), None, NUM_TEXT_TOKENS))
         yield sequence

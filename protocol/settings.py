@@ -30,6 +30,8 @@ MIN_REPETITION_PENALTY = 0.01
 
 # The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
 NGRAM: Final = "ngram"
+# The name of the MTP layer that a target's own files bring; a directory of that name is "./mtp".
+MTP: Final = "mtp"
 
 
 _integer = partial(validator, check_integer)

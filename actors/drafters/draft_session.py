@@ -10,7 +10,7 @@ from actors.drafters.draft_queue import DraftRequest
 from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
-from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
@@ -87,7 +87,7 @@ class DraftSession(DrafterSession):
 
     def _hand_over_features(self) -> None:
         """Hand the features that have come to the sequence, if it reads them."""
-        if isinstance(self.sequence, FeatureSequence):
+        if isinstance(self.sequence, FeatureInput):
             for features in self._given:
                 self.sequence.give(features.start, features.values)
             self._given.clear()
@@ -95,8 +95,8 @@ class DraftSession(DrafterSession):
     async def wait_for_features(self) -> None:
         """Wait until the target has read the prompt, if the drafter reads what the target makes of it."""
         self._hand_over_features()
-        if isinstance(self.sequence, FeatureSequence):
-            while not self.sequence.num_given and self.state.phase is not SessionPhase.CLOSED:
+        if isinstance(self.sequence, FeatureInput):
+            while self.sequence.awaits_features and self.state.phase is not SessionPhase.CLOSED:
                 await self.change()
             # What the prefix cache holds of the text may have been read without features.
             self.cached_tokens.rewind(min(self.sequence.length, len(self.cached_tokens)))
@@ -121,6 +121,8 @@ class DraftSession(DrafterSession):
             depth = min(depth, self.state.remaining)
         if self.context_length is not None:
             depth = min(depth, self.context_length - self.state.next_position + 1)
+        if isinstance(self.sequence, FeatureInput) and (foreseen := self.sequence.foreseen) is not None:
+            depth = min(depth, foreseen - self.state.next_position)
         return max(0, depth)
 
     @property

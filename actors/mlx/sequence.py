@@ -27,7 +27,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
-from actors.trained.features import FeatureRecorder, RecordedFeatures, recording
+from actors.trained.features import FeatureRecorder, RecordedFeatures
 from protocol.errors import RewindError
 from protocol.messages import Features
 
@@ -59,8 +59,7 @@ class MLXSequence:
             recorder: of the features that a trained drafter reads; None if nobody reads any.
         """
         self._model = model
-        self._recorder = recorder
-        self._features = RecordedFeatures()
+        self._features = RecordedFeatures(recorder)
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
@@ -119,14 +118,13 @@ class MLXSequence:
         """See `CachedSequence.forget`. Leaves its batch, which must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
-        self._features = RecordedFeatures()
+        self._features.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None
-        if (features := self._batch.features(self)) is not None:
-            self._features.add(self._length, features)
+        self._features.add(self._length, self._batch.features(self))
         self._length = self._batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
@@ -147,10 +145,8 @@ class MLXSequence:
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `CachedSequence.feed_lazy`."""
         self.leave_batch()
-        with recording(self._recorder):
+        with self._features.of_pass(self._length, 1):
             logits: mx.array = self._model(token[None], cache=self.cache)
-        if self._recorder is not None:
-            self._features.add(self._length, self._recorder.take((1, 1))[0])
         self._grow(1)
         return logits[0]
 
@@ -159,10 +155,8 @@ class MLXSequence:
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self.layer_evaluation), recording(self._recorder):
+        with evaluating(self.layer_evaluation), self._features.of_pass(self._length, len(tokens)):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
-        if self._recorder is not None:
-            self._features.add(self._length, self._recorder.take((1, len(tokens)))[0])
         self._grow(len(tokens))
         return logits[0]
 

@@ -179,7 +179,7 @@ class TargetActor(ModelActor[TargetSession]):
             round_s = session.last_pass_s + idle_s / self._num_in_rounds
         finally:
             self._num_in_rounds -= 1
-        verdict = self._with_stop(session, verdict)
+        verdict = session.with_stop(verdict)
         commit = session.state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
@@ -304,15 +304,6 @@ class TargetActor(ModelActor[TargetSession]):
         session.shared.counts.wait(shared.began - ready_s)
         session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
         return shared
-
-    def _with_stop(self, session: TargetSession, verdict: Verdict) -> Verdict:
-        """The verdict, with the place where a stop string ends the text.
-
-        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
-        """
-        if session.shared.find_stop is None:
-            return verdict
-        return attrs.evolve(verdict, stop=session.shared.find_stop(session.state.preview(verdict)))
 
     async def _verify(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
         plan = session.cached_tokens.plan(session.state.committed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
+
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.pass_queue import SharedPass
 from actors.target.plain_decoder import PlainDecoder
 from protocol.errors import ProtocolError
-from protocol.messages import Message, Proposal, Ready, Rest, Withdraw
+from protocol.messages import Message, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.replay import ReplayDebt
 
 
@@ -62,3 +64,12 @@ class TargetSession(ActorSession):
             case _:
                 raise ProtocolError(f"the target cannot handle {message!r}")
         self.wake()
+
+    def with_stop(self, verdict: Verdict) -> Verdict:
+        """The verdict, with the place where a stop string ends the text.
+
+        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
+        """
+        if self.shared.find_stop is None:
+            return verdict
+        return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))

@@ -38,7 +38,7 @@ class Verified:
         single_step: whether only committed tokens were fed.
         num_judged: drafted tokens that were judged.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
-        features: of the tokens that are cached afterwards, if they are recorded.
+        features: of the tokens that were fed and accepted, if they are recorded.
     """
 
     judgement: Judgement
@@ -190,6 +190,8 @@ class _Judged:
             judgement, num_fed = Judgement(num_sound, None), num_sound - 1
         tokens = self.fed.drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
         token_likelihoods = requested_likelihoods(self.processed, tokens, request.shared.opened)
+        # Before the rewind: one to a checkpoint goes further back, and leaves accepted tokens to the next pass.
+        features = request.sequence.take_features(start + num_fed)
         length = request.sequence.rewind(start + num_fed)
         request.sequence.check(length)
         return Verified(
@@ -199,7 +201,7 @@ class _Judged:
             self.fed.single_step,
             len(self.fed.drafted),
             token_likelihoods,
-            request.sequence.take_features(length),
+            features,
         )
 
 

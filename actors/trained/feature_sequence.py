@@ -15,6 +15,7 @@ import attrs
 import mlx.core as mx
 
 from actors.model import RecordsNothing, RewindMode
+from actors.trained.feature_input import FeatureInput
 from protocol.errors import RewindError
 
 
@@ -59,7 +60,7 @@ class _Own:
     hidden: mx.array
 
 
-class FeatureSequence(RecordsNothing):
+class FeatureSequence(RecordsNothing, FeatureInput):
     """See `CachedSequence`. Features are given in any thread; everything else happens on the model's."""
 
     depends_on_passes = False
@@ -82,6 +83,9 @@ class FeatureSequence(RecordsNothing):
         # Features that were given and not looked at yet, and the position after the last of them.
         self._arrived: deque[tuple[int, mx.array]] = deque()
         self._first_given = self._num_given = 0
+        self._awaits_features = True
+        # Tokens that the next text shares with this one, if it reuses it.
+        self._num_common = 0
 
     def give(self, start: int, features: mx.array) -> None:
         """Give the features of positions from `start` on. In any thread.
@@ -91,6 +95,7 @@ class FeatureSequence(RecordsNothing):
                 is of no use, since those between are missing.
             features: (n, width) evaluated.
         """
+        self._awaits_features = False
         if self._num_given == 0:
             self._first_given = start
         elif start > self._num_given:
@@ -105,9 +110,9 @@ class FeatureSequence(RecordsNothing):
         self.give(0, zeros)
 
     @property
-    def num_given(self) -> int:
-        """The position after the last one whose features were given; 0 before the first."""
-        return self._num_given
+    def awaits_features(self) -> bool:
+        """See `FeatureInput.awaits_features`."""
+        return self._awaits_features
 
     @property
     def length(self) -> int:
@@ -191,6 +196,7 @@ class FeatureSequence(RecordsNothing):
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`. What was read without features is not reused."""
+        self._num_common = num_common
         length = len(self._tokens) if self._first_stale is None else self._first_stale
         return 0 if self._num_skipped > 1 else min(num_common, length)
 
@@ -198,6 +204,14 @@ class FeatureSequence(RecordsNothing):
         """See `CachedSequence.reuse`."""
         self._cut(length)
         self._own.clear()
+        while self._arrived:
+            self._look_at(*self._arrived.popleft())
+        # Beyond what the texts share, features are of the other one.
+        if self._fresh is not None and self._num_common < self._first_fresh + self._fresh.shape[0]:
+            num_kept = max(0, self._num_common - self._first_fresh)
+            self._fresh = self._fresh[:num_kept] if num_kept else None
+        self._num_given = 0 if self._fresh is None else self._first_fresh + self._fresh.shape[0]
+        self._awaits_features = True
         self.check(length)
 
     # --- hidden states ----------------------------------------------------------------------------

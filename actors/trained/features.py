@@ -17,21 +17,46 @@ from protocol.messages import Features
 class RecordedFeatures:
     """The features of one text's last tokens, until they are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: FeatureRecorder | None) -> None:
+        """Make an empty record.
+
+        Args:
+            recorder: of the model's passes over the text; None if nobody reads features.
+        """
+        self._recorder = recorder
         self._begin = 0
         self._features: mx.array | None = None
 
-    def add(self, begin: int, features: mx.array) -> None:
+    def clear(self) -> None:
+        """Drop all."""
+        self._begin, self._features = 0, None
+
+    def add(self, begin: int, features: mx.array | None) -> None:
         """Add the features of a pass.
 
         Args:
             begin: position of its first token.
-            features: (n, width), lazy.
+            features: (n, width), lazy; None if none were recorded.
         """
+        if features is None:
+            return
         if self._features is None or begin != self._begin + self._features.shape[0]:
             self._begin, self._features = begin, features
         else:
             self._features = mx.concatenate([self._features, features])
+
+    @contextmanager
+    def of_pass(self, begin: int, num_tokens: int) -> Iterator[None]:
+        """Record the forward pass over this text alone that runs inside the block.
+
+        Args:
+            begin: position of its first token.
+            num_tokens: of the pass.
+        """
+        with recording(self._recorder):
+            yield
+        if self._recorder is not None:
+            self.add(begin, self._recorder.take((1, num_tokens))[0])
 
     def rewind(self, length: int) -> None:
         """Drop those of positions from `length` on."""

@@ -17,9 +17,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.mlx.model import load as load_model
-from actors.trained.drafter_model import embedding_of
 from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
 from actors.trained.eagle3 import load as load_drafter
+from actors.trained.kinds.target_parts import embedding_of
 from protocol.errors import ModelError, SettingsError
 from protocol.validation import check_integer, check_number
 from runtime.distill.continuations import Continuations

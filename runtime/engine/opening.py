@@ -40,6 +40,7 @@ from runtime.loading.model_sources import (
     Loaded,
     Source,
     check_cache_options,
+    check_draft_source,
     check_source,
     check_unknown,
     load_draft_onto,
@@ -74,8 +75,10 @@ async def open(
     Args:
         target: a path or hub id for `mlx_lm.load`, or a pair `(model, tokenizer)`. If the tokenizer is None,
             prompts are token ids and texts stay empty.
-        draft: likewise; or "ngram" for prompt lookup, which drafts without a model: it proposes what followed the
-            same tokens earlier in the prompt and the text; or None for plain decoding by the same actors.
+        draft: likewise; or the folder of a drafter that was trained for the target (EAGLE-3, Medusa, an MTP layer); or
+            "mtp" for the MTP layer in the target's own files; or "ngram" for prompt lookup, which drafts without a
+            model: it proposes what followed the same tokens earlier in the prompt and the text; or None for plain
+            decoding by the same actors.
         rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
             from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
             committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
@@ -118,7 +121,7 @@ async def open(
     check_unknown(unknown, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None and draft != NGRAM:
-        sources["draft"] = check_source("draft", draft)
+        sources["draft"] = check_draft_source(draft)
     options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     if max_streams is not None:
         check_integer("max_streams", max_streams, 1)
@@ -151,7 +154,7 @@ async def open(
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
         target_loaded, draft_loaded = await load_onto(workers["target"], "target", sources["target"], options), None
         if "draft" in sources:
-            draft_loaded = await load_draft_onto(workers["draft"], sources["draft"], options, target_loaded.model)
+            draft_loaded = await load_draft_onto(workers["draft"], sources["draft"], options, target_loaded)
             draft_stack.callback(target_loaded.model.record_features, None)
         _warn_if_too_large(each.model for each in (target_loaded, draft_loaded) if each is not None)
         if isinstance(listener, TimelineFile):
@@ -208,9 +211,9 @@ async def _load_draft(
     if draft == NGRAM:
         prices.forget_drafter()
         return "ngram"
-    source = check_source("draft", draft)
+    source = check_draft_source(draft)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
-    draft_loaded = await load_draft_onto(worker, source, options, target_loaded.model)
+    draft_loaded = await load_draft_onto(worker, source, options, target_loaded)
     stack.callback(target_loaded.model.record_features, None)
     _warn_if_too_large((target_loaded.model, draft_loaded.model))
     stack.enter_context(draft_loaded.model.evaluating_layers())

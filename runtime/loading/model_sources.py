@@ -24,7 +24,7 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.settings import NGRAM, Settings
+from protocol.settings import MTP, NGRAM, Settings
 from protocol.validation import check_integer
 from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, unsupported
 
@@ -41,10 +41,15 @@ _TOKENIZER_ATTRIBUTES = ("encode", "decode", "get_vocab", "eos_token_id")
 
 @attrs.frozen
 class Loaded:
-    """A model on its thread, and its tokenizer if it has one."""
+    """A model on its thread, and its tokenizer if it has one.
+
+    Attributes:
+        folder: with its files, if it was loaded from one.
+    """
 
     model: MLXModel
     tokenizer: TokenizerWrapper | None
+    folder: Path | None = None
 
 
 @attrs.frozen
@@ -101,6 +106,11 @@ def check_source(role: str, source: Any) -> Source:
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
+
+
+def check_draft_source(source: Any) -> Source:
+    """As `check_source` for a draft, which may also be the MTP layer in the target's files."""
+    return MTP if source == MTP else check_source("draft", source)
 
 
 def check_cache_options(
@@ -201,20 +211,31 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
             raise ModelError(unsupported(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
-    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer))
+    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer), _folder_of(source))
 
 
-async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, target: MLXModel) -> LoadedDraft:
+async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, loaded_target: Loaded) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, or one that was trained for the target.
 
     For the latter, the target records what it reads from then on; see `MLXModel.record_features`.
 
     Raises: as `load_onto`, and ModelError: it was trained for another target.
     """
-    if not isinstance(source, Path) or trained_drafter_at(source) is None:
+    target, is_targets_own = loaded_target.model, source == MTP
+    if is_targets_own:
+        if loaded_target.folder is None:
+            raise ModelError(
+                f'draft "{MTP}" is the MTP layer in the target\'s files, and the target was given as a model; give the '
+                "folder of the original model, or one with the layer alone, as draft"
+            )
+        folder = loaded_target.folder
+    elif isinstance(source, Path) and trained_drafter_at(source) is not None:
+        folder = source
+    else:
         loaded = await load_onto(worker, "draft", source, options)
         return LoadedDraft(loaded.model, loaded.tokenizer)
-    make = partial(TrainedDrafter, source, target.module, target.vocab_size, f"draft {str(source)!r}")
+    named = f"draft {str(source)!r}"
+    make = partial(TrainedDrafter, folder, target.module, target.vocab_size, named, is_targets_own=is_targets_own)
     try:
         drafter = await worker.run(Job("load", make))
     except JobError as error:
@@ -223,6 +244,16 @@ async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions,
         raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
     target.record_features(drafter.feature_layers)
     return LoadedDraft(drafter, None)
+
+
+def _folder_of(source: Source) -> Path | None:
+    """The folder that a model was loaded from; None if it was given as a model."""
+    if isinstance(source, tuple):
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    config = try_to_load_from_cache(os.fspath(source), "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _trained_drafter_on_the_hub(name: str) -> str | None:

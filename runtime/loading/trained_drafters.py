@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # The kinds that can be used.
-SUPPORTED = {"EAGLE-3"}
+SUPPORTED = {"EAGLE-3", "Medusa", "MTP"}
 
 # Keys that only the config of a trained drafter has, and its kind.
 _KEYS = {
@@ -22,7 +22,7 @@ _KEYS = {
     "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
 }
 # Lower-case words in the names of architectures and model types, and the kind; the longer words first.
-_WORDS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "dflash": "DFlash"}
+_WORDS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "dflash": "DFlash", "mtp": "MTP"}
 
 
 def trained_drafter(config: Mapping[str, Any]) -> str | None:
@@ -35,6 +35,8 @@ def trained_drafter(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures")
     names = [config.get("model_type"), speculator, *(architectures if isinstance(architectures, list) else ())]
     spelled = " ".join(name.lower() for name in names if isinstance(name, str)).replace("-", "").replace("_", "")
+    if speculator == "mtp":
+        return "Speculators' mtp"  # whose weights have other names
     for word, kind in _WORDS.items():
         if word in spelled:
             return kind

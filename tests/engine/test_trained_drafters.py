@@ -10,7 +10,7 @@ import pytest
 
 import runtime
 from runtime.loading import model_sources
-from runtime.loading.trained_drafters import trained_drafter
+from runtime.loading.trained_drafters import SUPPORTED, trained_drafter
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -20,14 +20,21 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MedusaModel"]}, "Medusa"),
     ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "EAGLE-3"),
     ({"speculators_model_type": "mlp"}, "Speculators' mlp"),
+    ({"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]}, "Speculators' mtp"),
+    ({"model_type": "deepseek_mtp", "architectures": ["DeepSeekMTPModel"]}, "MTP"),
+    ({"model_type": "qwen3_next_mtp"}, "MTP"),
     ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}}, "DFlash"),
     ({"model_type": "qwen3", "dflash_config": {}}, "DFlash"),
 ]
 
 
 @pytest.mark.parametrize(("config", "kind"), CONFIGS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_a_trained_drafter_is_named_and_refused(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> None:
     assert trained_drafter(config) == kind
+
+
+@pytest.mark.parametrize(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
+async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(runtime.ModelError) as refusal:
         async with runtime.open(runtime.DEMO_TARGET, draft=tmp_path):

@@ -334,6 +334,7 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/mlx/row_caches.py",
         "actors/mlx/sliding_window.py",
         "actors/trained/eagle3.py",  # layers of mlx-lm's
+        "actors/trained/kinds/mtp.py",  # likewise
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }
 

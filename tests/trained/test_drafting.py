@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE, build
+from drafted_runtime import PROMPTS, check_greedy, drafted
 from mlx.utils import tree_flatten
 from models import greedy
 
 import runtime
-from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import MLXModel
-from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.eagle3 import Eagle3, read_config
-from actors.workers.thread_worker import ThreadWorker
-from actors.workers.worker import Job
-from runtime.engine.events import Events
-from runtime.engine.running import running
-
-PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
 
 
 def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True, **changes: Any) -> Path:
@@ -56,31 +46,12 @@ def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True, **ch
     return folder
 
 
-@asynccontextmanager
-async def drafted(folder: Path, built: Any, **options: Any) -> AsyncIterator[Any]:
-    """A runtime with a trained drafter."""
-    events = Events()
-    async with ThreadWorker("target", events) as target_worker, ThreadWorker("draft", events) as draft_worker:
-        target = await target_worker.run(Job("load", lambda: MLXModel(built, CacheOptions())))
-        drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
-        target.record_features(drafter.feature_layers)
-        with target.evaluating_layers():
-            async with running((target, target_worker), (drafter, draft_worker), events=events, **options) as rt:
-                yield rt
-
-
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
     async with drafted(write_drafter(tmp_path, built), built) as rt:
-        for prompt in PROMPTS:
-            stream = rt.stream(prompt, max_tokens=40, lookahead=lookahead, ignore_eos=True)
-            assert [token.id async for token in stream] == greedy(built, prompt, 40)
-            statistics = stream.statistics()
-            assert statistics.draft_failures == 0
-            if lookahead != "auto":
-                assert statistics.proposed > 0
+        await check_greedy(rt, built, lookahead)
 
 
 async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:

@@ -126,3 +126,29 @@ def test_reuse_keeps_what_was_read_with_features(reader: Eagle3Reader) -> None:
     sequence.check(7)
     with pytest.raises(RewindError, match="asked to rewind to 9"):
         sequence.rewind(9)
+
+
+@pytest.mark.parametrize("num_common", [7, 9])
+@pytest.mark.parametrize("start", [4, 7])
+def test_another_text_is_read_with_its_own_features(reader: Eagle3Reader, num_common: int, start: int) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.give(0, FEATURES[:15])
+    sequence.rewind(0)
+    sequence.feed(TOKENS[:16], 0)
+    sequence.give(15, FEATURES[15:17])
+    # The other one goes its own way after the tokens that both share; its beginning is reused less far.
+    tokens = (*TOKENS[:num_common], *TOKENS[: 20 - num_common])
+    features = mx.concatenate([FEATURES[:num_common], mx.random.normal((20 - num_common, 96), key=mx.random.key(9))])
+    assert sequence.reusable_length(num_common, 19) == num_common
+    sequence.reuse(7)
+    assert sequence.awaits_features
+    # The target may have reused less, or more.
+    begin = start if num_common == 7 else start + 2
+    sequence.give(begin, features[begin:19])
+    assert not sequence.awaits_features
+    keep = sequence.rewind(sequence.length)
+    logits = sequence.feed(tokens[keep:], 1)
+    cache = reader.make_cache()
+    _, expected = reader.read(reader.project(features[:19]), mx.array(tokens[1:20]), cache)
+    assert logits is not None
+    assert close(logits[-1], expected[-1])

@@ -1,0 +1,113 @@
+"""The parts of a target that its drafters use: embedding, final norm and head, wherever mlx-lm's classes keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from protocol.errors import ModelError
+
+# (…) ids or (…, width) hidden states to (…, width) hidden states or (…, V) logits; lazy.
+Layer = Callable[[mx.array], mx.array]
+
+_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "tok_embeddings",
+    "word_embeddings",
+    "token_embeddings",
+    "embeddings",
+    "embedding",
+    "embed_in",
+)
+_HEADS = ("lm_head", "output", "embed_out")
+_FINAL_NORMS = (
+    "norm",
+    "ln_f",
+    "final_layernorm",
+    "norm_f",
+    "embedding_norm",
+    "output_norm",
+    "final_layer_norm",
+    "final_norm",
+)
+
+
+def embedding_of(target: Module, named: str) -> Layer:
+    """The embedding of a target: (…) ids to (…, hidden size).
+
+    Args:
+        target: mlx-lm's model.
+        named: the drafter, for messages.
+
+    Raises: ModelError: none is found.
+    """
+    if (found := _embedding(target)) is None:
+        raise ModelError(f"{named} reads its target's embedding, and none was found in {type(target).__name__}")
+    return cast(Layer, found)
+
+
+def final_norm_of(target: Module, named: str) -> Layer:
+    """The norm between the last layer of a target and its head.
+
+    Args: as `embedding_of`.
+
+    Raises: ModelError: none is found.
+    """
+    for holder in _around_layers(target):
+        for name in _FINAL_NORMS:
+            norm: Any = holder.get(name)
+            if isinstance(norm, Module):
+                return norm
+    raise ModelError(f"{named} reads its target's final norm, and none was found in {type(target).__name__}")
+
+
+def head_of(target: Module, named: str) -> Layer:
+    """The head of a target: (…, hidden size) normalised hidden states to (…, V) logits.
+
+    Args: as `embedding_of`.
+
+    Raises: ModelError: none is found.
+    """
+    for holder in (target, target.get("language_model"), target.get("model")):
+        for name in _HEADS:
+            if holder is not None and isinstance(head := holder.get(name), Module):
+                return head
+    # Where there is none, the embedding is the head, too.
+    tied: Layer | None = getattr(_embedding(target), "as_linear", None)
+    if tied is None:
+        raise ModelError(f"{named} reads its target's head, and none was found in {type(target).__name__}")
+    return tied
+
+
+def width_of(target: Module, named: str) -> int:
+    """The width of a target's hidden states, by its embedding.
+
+    Args, Raises: as `embedding_of`.
+    """
+    return embedding_of(target, named)(mx.array([0])).shape[-1]
+
+
+def _embedding(target: Module) -> Any:
+    for path in (("model",), ("language_model", "model"), ("transformer",), ("backbone",), ()):
+        inner: Any = target
+        for name in path:
+            inner = getattr(inner, name, None)
+        for name in _EMBEDDINGS:
+            if isinstance(found := getattr(inner, name, None), Module):
+                return found
+    return None
+
+
+def _around_layers(target: Module) -> Iterator[Module]:
+    """The module that has the layers of a model, and the one around it."""
+    [first, *_] = target.layers
+    modules = dict(target.named_modules())
+    for path, module in modules.items():
+        if any(isinstance(value, list) and any(item is first for item in value) for value in module.values()):
+            yield module
+            yield modules[path.rpartition(".")[0]]
+            return

@@ -1,0 +1,109 @@
+"""A runtime with a trained drafter, and checks that its texts are the target's, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from models import greedy
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.layer_evaluation import evaluating_layers
+from actors.mlx.model import MLXModel
+from actors.trained.drafter_model import TrainedDrafter
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job
+from protocol.trace import Event, Instant
+from runtime.engine.events import Events
+from runtime.engine.running import running
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
+NUM_TOKENS = 40
+
+
+@asynccontextmanager
+async def drafted(folder: Path, built: Any, **options: Any) -> AsyncIterator[Any]:
+    """A runtime of a target and the drafter in a folder."""
+    events = options.setdefault("events", Events())
+    async with ThreadWorker("target", events) as target_worker, ThreadWorker("draft", events) as draft_worker:
+        target = await target_worker.run(Job("load", lambda: MLXModel(built, CacheOptions())))
+        drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
+        target.record_features(drafter.feature_layers)
+        with target.evaluating_layers():
+            async with running((target, target_worker), (drafter, draft_worker), **options) as rt:
+                yield rt
+
+
+async def check_greedy(rt: Any, built: Any, lookahead: Any) -> Any:
+    """Compare greedy texts with those of the target alone. Returns: the statistics of the last one."""
+    for prompt in PROMPTS:
+        stream = rt.stream(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+        assert [token.id async for token in stream] == greedy(built, prompt, NUM_TOKENS)
+        statistics = stream.statistics()
+        assert statistics.draft_failures == 0
+        if lookahead != "auto":
+            assert statistics.proposed > 0
+    return statistics
+
+
+async def check_seeded(rt: Any, lookahead: Any) -> None:
+    """Compare texts at a temperature, several streams at once, with those of plain decoding, one after the other."""
+    settings = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 5, "acceptance": "match", "ignore_eos": True}
+    plain = [await rt.generate(prompt, lookahead=0, **settings) for prompt in PROMPTS]
+    completions = await rt.generate_many(PROMPTS, lookahead=lookahead, **settings)
+    for completion, expected in zip(completions, plain, strict=True):
+        assert [token.id for token in completion.tokens] == [token.id for token in expected.tokens]
+        assert completion.statistics.proposed > 0
+        assert completion.statistics.draft_failures == 0
+
+
+async def check_reuse(rt: Any, built: Any) -> None:
+    """Compare texts that go on from the beginning of an earlier one with those of the target alone."""
+    prompt = PROMPTS[2]
+    for continued in (prompt, [*prompt, 3, 4, 5, 6], [*prompt[:5], 8, 9, 10], [*prompt, 3, 4, 7]):
+        stream = rt.stream(continued, max_tokens=12, lookahead=2, ignore_eos=True, reuse_prefix=True)
+        assert [token.id async for token in stream] == greedy(built, continued, 12)
+        assert stream.statistics().draft_failures == 0
+
+
+async def fresh_proposals(
+    folder: Path, built: Any, lookahead: int
+) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+    """Stream a text at temperature 0.
+
+    Returns: the whole text, and what was proposed after a miss, when nothing that was drafted ahead is left: the
+        position of the first proposed token, and the tokens.
+    """
+    seen: list[Event] = []
+    events = Events()
+    events.listen(seen.append)
+    async with drafted(folder, built, events=events) as rt:
+        completion = await rt.generate(PROMPTS[0], max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+    found, has_missed, position = [], False, 0
+    for event in seen:
+        if not isinstance(event, Instant):
+            continue
+        if event.kind == "verdict" and event.commit is not None:
+            position = event.commit.start + len(event.commit.tokens)
+        elif event.kind in ("hit", "miss"):
+            has_missed = event.kind == "miss"
+        elif event.kind == "proposal" and has_missed and event.tokens:
+            found.append((position, event.tokens))
+    assert len(found) > 3
+    return (*PROMPTS[0], *(token.id for token in completion.tokens)), found
+
+
+def features_of(built: Any, text: tuple[int, ...]) -> mx.array:
+    """What the last layer of a target gives for a text."""
+    with evaluating_layers(built):
+        model = MLXModel(built, CacheOptions())
+        model.record_features((len(built.layers),))
+        sequence = model.open_sequence(beside_another=False)
+        sequence.feed(text, 0)
+        taken = sequence.take_features(len(text))
+        sequence.close()
+    assert taken is not None
+    return taken.values

@@ -1,0 +1,169 @@
+"""Writes the cases of `test_mtp.py`: tiny MTP layers with decoder layers of transformers, and their logits in torch.
+
+    pip install torch transformers==5.19.0 numpy safetensors
+    python tests/trained/make_mtp_cases.py tests/trained/mtp
+
+None is needed to run the test. What is around the decoder layer follows vLLM: `deepseek_mtp.py`, `glm4_moe_mtp.py`,
+`mimo_mtp.py`, `qwen3_next_mtp.py` and `qwen3_5_mtp.py` in https://github.com/vllm-project/vllm. One thing differs: vLLM
+sets the embedding beside the hidden state of position 0 to zero, and the models were not trained so.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+HIDDEN_SIZE, VOCAB_SIZE, NUM_TOKENS, NUM_STEPS, NUM_LAYERS, NUM_EXPERTS = 32, 48, 7, 3, 2, 4
+COMMON = {
+    "hidden_size": HIDDEN_SIZE,
+    "vocab_size": VOCAB_SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+ROUTED = EXPERTS | {
+    "n_routed_experts": NUM_EXPERTS,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_scaling": None,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED = EXPERTS | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 8}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+FAMILIES = {
+    "deepseek_v3": ROUTED
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "glm4_moe": ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_parameters": ROPE},
+    "qwen3_next": LINEAR
+    | SHARED
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.5, "rope_parameters": ROPE},
+    "qwen3_5": LINEAR | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 0]}},
+    "qwen3_5_moe": LINEAR | SHARED | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 0]}},
+    "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
+}
+# What transformers calls the text model of a family, or another of the same layers.
+IN_TORCH = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "mimo": "qwen2"}
+# By family: the prefix of the layer and of what is around it; embedding norm, hidden norm, projection and final norm.
+NEXTN = (f"model.layers.{NUM_LAYERS}.", f"model.layers.{NUM_LAYERS}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+QWEN = ("mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+MIMO = (*("model.mtp_layers.0.",) * 2, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+NAMES = {"deepseek_v3": NEXTN, "glm4_moe": NEXTN, "mimo": MIMO}
+
+
+def norm(weight: torch.Tensor, hidden: torch.Tensor, offset: float) -> torch.Tensor:
+    """RMS norm; some families keep the difference to one."""
+    return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + COMMON["rms_norm_eps"]) * (weight + offset)
+
+
+def apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts one by one, as in the files of all families but Qwen 3.5."""
+    given = {}
+    for name, value in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, expert in enumerate(value):
+                prefix = name.removesuffix("gate_up_proj") + f"{e}."
+                given[prefix + "gate_proj.weight"], given[prefix + "up_proj.weight"] = expert.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            given |= {name.removesuffix("down_proj") + f"{e}.down_proj.weight": part for e, part in enumerate(value)}
+        else:
+            given[name] = value
+    return given
+
+
+def write(folder: Path, family: str) -> None:
+    """Write a target's folder with an MTP layer with random weights, and its logits for random hidden states."""
+    torch.manual_seed(7)
+    layer_prefix, prefix, *names = NAMES.get(family, QWEN)
+    # One layer of the kind that MTP has: full attention, and experts if the family has any.
+    alone = COMMON | FAMILIES[family] | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "use_cache": False}
+    if "layer_types" in alone:
+        alone |= {"layer_types": ["full_attention"], "full_attention_interval": 1}
+    kind = IN_TORCH.get(family, family)
+    model = AutoModel.from_config(AutoConfig.for_model(kind, **alone), attn_implementation="eager").float().eval()
+    for name, weights in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in name:
+            weights.data = torch.randn_like(weights.data) * 0.3 + float(weights.dim() == 1 and "bias" not in name)
+        if "e_score_correction_bias" in name:
+            # Positive, as in the published models: with a negative score, an expert of a group that is left out, whose
+            # score is zero in some implementations and minus infinity in others, may come first.
+            weights.data = weights.data.abs()
+    model.norm = nn.Identity()
+    offset = float(family.startswith("qwen"))
+    around = {
+        name: torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE) * 0.3 if i == 2 else torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset
+        for i, name in enumerate(names)
+    }
+    target = {
+        "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE),
+        "lm_head.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3,
+        "model.norm.weight": torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset,
+    }
+    features, tokens = torch.randn(NUM_TOKENS, HIDDEN_SIZE), torch.randint(0, VOCAB_SIZE, (NUM_TOKENS + NUM_STEPS,))
+    embedding_norm, hidden_norm, projection, final_norm = around.values()
+
+    def entering(hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        embedded = norm(embedding_norm, target["model.embed_tokens.weight"][token], offset)
+        halves = [embedded, norm(hidden_norm, hidden, offset)]
+        return torch.cat(halves[::-1] if family == "mimo" else halves, dim=-1) @ projection.T
+
+    # At each position, and on from there with the layer's own hidden states.
+    expected = torch.zeros(NUM_STEPS, NUM_TOKENS, VOCAB_SIZE)
+    with torch.no_grad():
+        first = entering(norm(target["model.norm.weight"], features, offset), tokens[:NUM_TOKENS])
+        for begin in range(NUM_TOKENS):
+            inputs = first[: begin + 1]
+            for step in range(NUM_STEPS):
+                hidden = model(inputs_embeds=inputs[None]).last_hidden_state[0, -1:]
+                normalized = norm(final_norm, hidden, offset)
+                expected[step, begin] = (normalized @ target["lm_head.weight"].T)[0]
+                own = hidden if NAMES.get(family) == NEXTN else normalized
+                inputs = torch.cat([inputs, entering(own, tokens[begin + 1 + step][None])])
+    layer = {name: value for name, value in model.layers[0].state_dict().items() if "inv_freq" not in name}
+    weights = target | {f"{prefix}{name}.weight": value for name, value in around.items()}
+    weights |= {layer_prefix + n: v for n, v in (layer if family == "qwen3_5_moe" else apart(layer)).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    config = COMMON | FAMILIES[family] | {"model_type": family}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    np.savez_compressed(
+        folder / "expected.npz", features=features.numpy(), tokens=tokens.int().numpy(), logits=expected.numpy()
+    )
+
+
+if __name__ == "__main__":
+    for each in FAMILIES:
+        write(Path(sys.argv[1]) / each, each)
