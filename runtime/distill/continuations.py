@@ -11,7 +11,8 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
+
+from actors.mlx.cache_options import CacheOptions
 
 # Every second batch is greedy; the others are sampled at this temperature.
 TEMPERATURE = 0.8
@@ -32,7 +33,7 @@ def continue_windows(target: Module, windows: mx.array, *, temperature: float, s
     """
     length = windows.shape[1]
     num_given = max(1, int(length * PROMPT_SHARE))
-    cache = make_prompt_cache(target)
+    cache = CacheOptions().make_cache(target)
     tokens, given = [windows[:, :num_given]], windows[:, :num_given]
     for i in range(length - num_given):
         logits = target(given, cache=cache)[:, -1].astype(mx.float32)

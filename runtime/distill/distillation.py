@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 from actors.mlx.model import load as load_model
 from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
@@ -204,8 +205,8 @@ class Distillation:
             draft_vocab_size=draft_vocab_size,
             intermediate_size=options.intermediate_size,
         )
-        mx.random.seed(options.seed)
         model = Eagle3(read_config(config))
+        initialize(model, options.seed)
         ids = None
         if draft_vocab_size < vocab_size:
             ids = mx.array(self._windows.most_frequent(draft_vocab_size, vocab_size), mx.int32)
@@ -276,7 +277,7 @@ class Distillation:
         training, began = self.training, time.monotonic()
         acceptance = training.acceptance(self._windows.held_out_batches(self._batch_size))
         accepted = num_accepted(acceptance)
-        is_best = accepted > training.progress.best
+        is_best = accepted > training.progress.best or not (self._options.out / "config.json").exists()
         if is_best:
             self._write(acceptance)
         training.progress = training.progress.evaluated(accepted)
@@ -335,6 +336,19 @@ def load_target(name: str) -> tuple[Module, Any]:
         model.set_dtype(mx.float32)
     mx.eval(model)
     return model, tokenizer
+
+
+def initialize(model: Eagle3, seed: int) -> None:
+    """Give a drafter random weights, drawn as MLX's layers draw theirs, but from a seed of their own."""
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+    drawn = []
+    for i, (name, value) in enumerate(flat):
+        if value.ndim == 2:
+            bound = value.shape[1] ** -0.5
+            value = mx.random.uniform(-bound, bound, value.shape, key=mx.random.key(seed * len(flat) + i))
+        drawn.append((name, value))
+    model.load_weights(drawn)
+    mx.eval(model.state)
 
 
 def _config_of(target: Module) -> dict[str, Any]:
