@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # On CUDA and on Apple's M5, float32 is TF32 otherwise, and greedy texts are compared token for token.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    # Hundreds of tests start processes. Each would compile this project again, for 1.5 s.
+    # Many tests start processes, each of which would compile this project again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Without a terminal, importing readline exports COLUMNS=80 and LINES=24 to child processes, such as the workers of
     # `pytest -n`. Tests choose a width themselves.
