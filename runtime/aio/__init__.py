@@ -114,10 +114,12 @@ async def _import_in_thread(module: str) -> None:
     """
     loop = asyncio_loop()
     executor = ThreadPoolExecutor(1, "outrider-import")
+    imported = loop.run_in_executor(executor, import_module, module)
     try:
-        await loop.run_in_executor(executor, import_module, module)
+        await imported
     finally:
-        executor.shutdown(wait=False)
+        # Once the import is over, its thread ends at once; an import that nobody waits for any more may go on.
+        executor.shutdown(wait=imported.done() and not imported.cancelled())
 
 
 def __getattr__(name: str) -> Any:
