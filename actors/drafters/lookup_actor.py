@@ -31,10 +31,7 @@ class LookupSession(DrafterSession):
     """
 
     def __init__(
-        self,
-        shared: Session,
-        policy: Policy,
-        on_message: Callable[[LookupSession, Verdict | Due | Overdue], None],
+        self, shared: Session, policy: Policy, on_message: Callable[[LookupSession, Verdict | Due | Overdue], None]
     ) -> None:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it.
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)

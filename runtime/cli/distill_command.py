@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown
-from runtime.loading.device import use_device
+from runtime.cli.model_arguments import models_of
 from runtime.terminal.display import CommandOutcome, Display, exit_status, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -76,20 +75,6 @@ after the batch at hand; nothing is lost.""",
     return parser
 
 
-_OPTIONS = (
-    "init",
-    "draft_vocab_size",
-    "intermediate_size",
-    "dtype",
-    "window",
-    "batch_tokens",
-    "continuations",
-    "learning_rate",
-    "max_minutes",
-    "seed",
-)
-
-
 def distill(arguments: argparse.Namespace) -> int:
     """The command `distill`.
 
@@ -97,18 +82,18 @@ def distill(arguments: argparse.Namespace) -> int:
 
     Raises: OutriderError: an argument is invalid, or the training failed.
     """
-    if arguments.device not in (None, "cpu", "gpu"):
-        raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
+    models = models_of(arguments)
     if (arguments.out / "config.json").exists() and not (arguments.out / "training").exists():
         raise SettingsError(f"--out {arguments.out} has a model that this command did not make; give another folder")
     outcome = CommandOutcome()
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
-        use_device(arguments.device)
+        models.use_device()
         from runtime.distill.distillation import DistillOptions
         from runtime.distill.run import distill
 
-        given = {name: getattr(arguments, name) for name in _OPTIONS if getattr(arguments, name) is not None}
-        options = DistillOptions(target=arguments.target, data=tuple(arguments.data), out=arguments.out, **given)
+        names = {field.name for field in attrs.fields(DistillOptions)}
+        given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+        options = DistillOptions(**given)
 
         def show(evaluation: Evaluation) -> None:
             display.clear()
@@ -118,7 +103,7 @@ def distill(arguments: argparse.Namespace) -> int:
             await distill(options, on_progress=display.show_activity, on_evaluation=show)
             outcome.finish_reason = "complete"
 
-        trio.run(SignalScope(outcome, display).run, partial(work))
+        trio.run(SignalScope(outcome, display).run, work)
     if outcome.finish_reason is not None:
         print_message(f"the drafter is in {arguments.out}")
     elif outcome.signal is not None:

@@ -62,7 +62,7 @@ class DistillOptions:
     """
 
     target: str
-    data: tuple[Path, ...]
+    data: tuple[Path, ...] = attrs.field(converter=tuple)
     out: Path
     init: Path | None = None
     window: int = 256
@@ -134,6 +134,7 @@ class Distillation:
         self._target = target
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
         self._folder = options.out / "training"
+        self._continuations = Continuations(self._folder)
         self._batch_size = 1
         self._training: Training | None = None
         self._made: LoadedEagle3 | None = None
@@ -146,7 +147,7 @@ class Distillation:
 
     def continue_some(self) -> int:
         """Have the target write a batch of windows. Returns: how many are still to be written."""
-        written = Continuations(self._folder)
+        written = self._continuations
         missing = self._options.continuations - written.num_windows
         if missing > 0:
             # Decoding computes one token of each at a time, and so takes more windows than learning does.
@@ -165,9 +166,8 @@ class Distillation:
             SettingsError: the output folder has another training.
         """
         options = self._options
-        written = Continuations(self._folder)
-        if written.batches:
-            self._windows.add(mx.concatenate(written.batches))
+        if batches := self._continuations.batches:
+            self._windows.add(mx.concatenate(batches))
         embed = embedding_of(self._target, "the drafter")
         probe = self._target(mx.array([[0]]))
         vocab_size, hidden_size = int(probe.shape[-1]), int(embed(mx.array([0])).shape[-1])
@@ -306,12 +306,11 @@ class Distillation:
     def _write(self, acceptance: tuple[float, ...]) -> None:
         assert self._made is not None
         options, progress = self._options, self.training.progress
-        ids = self._made.target_ids
         write_drafter(
             options.out,
             self._drafter,
             self._config,
-            target_ids=None if ids is None else ids.tolist(),  # type: ignore[arg-type]
+            target_ids=self._made.target_ids,
             embedding=self._made.embedding,
             dtype=DTYPES[options.dtype],
             card=model_card(

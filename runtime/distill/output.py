@@ -25,7 +25,7 @@ def write_drafter(
     drafter: Eagle3,
     config: Mapping[str, Any],
     *,
-    target_ids: Sequence[int] | None,
+    target_ids: mx.array | None,
     embedding: mx.array | None,
     dtype: mx.Dtype,
     card: str,
@@ -48,8 +48,8 @@ def write_drafter(
         weights["embed_tokens.weight"] = embedding.astype(dtype)
     if target_ids is not None:
         vocab_size = drafter.config.vocab_size
-        ids = mx.array(list(target_ids), mx.int64)
-        weights["d2t"] = ids - mx.arange(len(target_ids), dtype=mx.int64)
+        ids = target_ids.astype(mx.int64)
+        weights["d2t"] = ids - mx.arange(ids.size, dtype=mx.int64)
         weights["t2d"] = mx.zeros((vocab_size,), mx.bool_).at[ids].add(mx.array(True))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

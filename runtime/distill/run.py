@@ -71,5 +71,7 @@ async def distill(
             if work.has_learnt_since:
                 on_evaluation(await run(work.evaluate))
         finally:
-            with trio.CancelScope(shield=True):
-                await run(work.save)
+            # An evaluation has saved the state already.
+            if work.has_learnt_since:
+                with trio.CancelScope(shield=True):
+                    await run(work.save)

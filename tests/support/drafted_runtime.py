@@ -101,9 +101,14 @@ def features_of(built: Any, text: tuple[int, ...]) -> mx.array:
     with evaluating_layers(built):
         model = MLXModel(built, CacheOptions())
         model.record_features((len(built.layers),))
-        sequence = model.open_sequence(beside_another=False)
-        sequence.feed(text, 0)
-        taken = sequence.take_features(len(text))
-        sequence.close()
+        return recorded(model, text)
+
+
+def recorded(model: MLXModel, text: tuple[int, ...]) -> mx.array:
+    """The features of a text that is read in one pass, which the model records."""
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed(text, 0)
+    taken = sequence.take_features(len(text))
+    sequence.close()
     assert taken is not None
     return taken.values

@@ -7,6 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from drafted_runtime import recorded
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -75,16 +76,6 @@ def test_nothing_is_recorded_where_nobody_asks() -> None:
             recorder.take((2, 5))
 
 
-def features_of(model: MLXModel, tokens: tuple[int, ...]) -> mx.array:
-    """The features of a text that is read in one pass."""
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed(tokens, 0)
-    taken = sequence.take_features(len(tokens))
-    sequence.close()
-    assert taken is not None
-    return taken.values
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
     built = build(name)
@@ -125,7 +116,7 @@ def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
         for text, sequence, parts in zip(texts, sequences, found, strict=True):
             together = mx.concatenate(parts)
             assert together.shape[0] == sequence.length
-            assert mx.allclose(together, features_of(model, tuple(text[: sequence.length])), atol=1e-3, rtol=1e-3)
+            assert mx.allclose(together, recorded(model, tuple(text[: sequence.length])), atol=1e-3, rtol=1e-3)
             sequence.close()
 
 
@@ -146,5 +137,5 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
             taken = sequence.take_features(sequence.length)
             assert taken is not None
             assert taken.start == 3
-            assert mx.allclose(taken.values, features_of(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
+            assert mx.allclose(taken.values, recorded(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)
             sequence.close()
